@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FULL", "folded", "is_full"]
+__all__ = ["FULL", "folded", "is_full", "words_of"]
 
 FULL = "FLASHLIGHT_FULL_TRACEBACK"
 """The environment variable that, if it is "1", has tracebacks printed in full."""
@@ -26,6 +26,14 @@ _BETWEEN = contextlib.__file__  # of a block that is ours, where one of our fram
 def is_full() -> bool:
     """Return whether the user wants to see the frames inside this package."""
     return os.environ.get(FULL) == "1"
+
+
+def words_of(error: BaseException) -> str:
+    """Return ``str(error)``, or why there is none: it is the user's code."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - whatever it raises
+        return f"(its str() raises {type(failure).__name__})"
 
 
 def folded(error: BaseException) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from flashlight_py.tracebacks import words_of
+
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing's name for the script that a child imports
 
 # As ``pickle.Pickler.persistent_id``: what stands for a value in the pickle; None: itself.
@@ -47,15 +49,17 @@ def dumps(
         # pickle runs code of the objects, which may raise all
         if importlib.util.find_spec("cloudpickle") is None:
             raise TypeError(
-                f"{what}cannot be pickled: {error}; define functions and classes at the top level "
-                "of a module or script, or pip install 'flashlight-py[notebook]' (cloudpickle)"
+                f"{what}cannot be pickled: {words_of(error)}; define functions and classes at the "
+                "top level of a module or script, or pip install 'flashlight-py[notebook]' "
+                "(cloudpickle)"
             ) from error
     import cloudpickle
 
     try:
         return _pickled(cloudpickle.Pickler, value, stand_in)
     except Exception as error:
-        raise TypeError(f"{what}cannot be pickled, not by cloudpickle either: {error}") from error
+        why = words_of(error)
+        raise TypeError(f"{what}cannot be pickled, not by cloudpickle either: {why}") from error
 
 
 def _pickled(kind: Any, value: Any, stand_in: StandIn | None) -> bytes:
@@ -108,6 +112,11 @@ def _preparation(name: str) -> dict[str, Any]:
         raise RuntimeError(
             f"{name}: called while a rank imports the script; put what starts the ranks under "
             "if __name__ == '__main__':"
+        ) from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name}: the current folder, in which the new processes would start, was deleted; "
+            "change to one that exists (os.chdir)"
         ) from error
 
 

@@ -206,6 +206,16 @@ def test_ranks_with_and_without_the_short_way(pool: Any, backend: str) -> None:
     pool(3, params={"BACKEND": backend}).run(one_rank_through_python)
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+class Refusing:
+    def __reduce__(self) -> str:
+        raise Silent
+
+
 def objects_as_messages(rank: int, size: int) -> None:
     given: list[Any] = [{"rank": 0}, np.arange(100), list(range(5000)), "é"]
     if size == 1:
@@ -233,6 +243,8 @@ def objects_as_messages(rank: int, size: int) -> None:
     for wrong in (size, -1, None, True):
         with pytest.raises(ValueError, match="send_object: dst must be a rank"):
             fl.send_object(1, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Silent: \(its str\(\) raises ZeroDivisionError\)"):
+        fl.broadcast_object(Refusing() if rank == 0 else None)
     fl.barrier()
 
 

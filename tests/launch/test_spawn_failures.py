@@ -322,3 +322,14 @@ def be_told_at_the_end(rank: int) -> None:
 
 def test_sigterm_after_the_handlers_is_no_failure() -> None:
     assert fl.spawn(be_told_at_the_end, nprocs=1) == [None]
+
+
+def test_a_deleted_current_folder_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError, match=r"the current folder, .* was deleted"):
+        fl.spawn(raise_error, nprocs=1)

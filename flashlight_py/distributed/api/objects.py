@@ -15,7 +15,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.messages import recv, send
-from flashlight_py.distributed.api.verb_call import Group, refuse_names, refusing
+from flashlight_py.distributed.api.verb_call import Group, reason_of, refuse_names, refusing
 from flashlight_py.distributed.backends.exchange import (
     LATER,
     PROBLEM,
@@ -147,9 +147,7 @@ def send_object(obj: Any, dst: int, tag: int = 0, group: Group = None) -> None:
         content = pickle.dumps(obj, 5)
     except Exception as error:
         send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group)
-        raise TypeError(
-            f"{_at('send_object', members)}: {type(error).__name__}: {error}"
-        ) from error
+        raise TypeError(f"{_at('send_object', members)}: {reason_of(error)}") from error
     whole = np.frombuffer(content, np.uint8)
     if whole.size <= _FIRST_BYTES:
         send(whole, dst, tag, group)
@@ -188,7 +186,7 @@ def _at(verb: str, members: Membership) -> str:
 
 
 def _words_of(error: Exception) -> bytes:
-    return f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[:_WORDS_BYTES]
+    return reason_of(error).encode(errors="backslashreplace")[:_WORDS_BYTES]
 
 
 def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:

@@ -43,6 +43,7 @@ from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError, MismatchError
+from flashlight_py.tracebacks import words_of
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.api.group import ProcessGroup
@@ -417,4 +418,4 @@ def in_step(
 
 def reason_of(error: BaseException) -> str:
     """Return an exception in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return " ".join(f"{type(error).__name__}: {words_of(error)}".split())
