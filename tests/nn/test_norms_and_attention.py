@@ -144,13 +144,26 @@ def synchronized(rank: int, size: int, rows: list[slice]) -> Any:
     return y.array, x.grad, *parameters, layer.running_mean, layer.running_var
 
 
-def test_ranks_have_a_batch_together(pool: Any) -> None:
+def with_one_value(rank: int, size: int) -> None:
+    """The others have none: all raise, and nothing is tracked."""
+    layer = fl.nn.BatchNorm(4, sync=True)
+    with pytest.raises(ValueError, match="needs more than one value per channel"):
+        layer(fl.input(np.ones((int(rank == 0), 4), np.float32)))
+    assert fl.all_reduce(layer.running_var)[0] == size
+
+
+def test_one_value_of_all_ranks_is_refused(pool: Any) -> None:
+    pool(2).run(with_one_value)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_ranks_have_a_batch_together(pool: Any, first: int) -> None:
     """Also of different sizes: as one process with the whole batch."""
     one = fl.nn.BatchNorm(4).astype("float64")
     x = fl.param(BATCHES[0])
     y = one(x)
     y.backward(weights_of(BATCHES[0]))
-    rows = [slice(0, 2), slice(2, 5)]
+    rows = [slice(0, first), slice(first, 5)]
     parts = pool(2).run(synchronized, rows)
     parameters = [v.grad for v in one.params()]
     for rank, part in enumerate(parts):
