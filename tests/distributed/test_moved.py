@@ -101,6 +101,38 @@ def test_what_wait_has_raised_is_not_raised_again(ranks: Any) -> None:
     ranks.run(raised_by_wait_alone)
 
 
+def block(source: int, target: int) -> np.ndarray:
+    """What the one sends to the other."""
+    kinds = ("f4", "M8[s]", "U3", "?", "c16")
+    x = np.arange(2 * (source + target)).astype(kinds[(source + 2 * target) % 5])
+    return x.reshape(2, -1) if source else x[::2] if target else x
+
+
+def blocks_to_all(rank: int, size: int) -> None:
+    sent = [block(rank, target) for target in range(size)]
+    for how in (False, True):
+        for outs in (None, [np.zeros_like(block(source, rank)) for source in range(size)]):
+            got = ended(fl.all_to_all(sent, out=outs, async_op=how))
+            for source, part in enumerate(got):
+                assert part.dtype == block(source, rank).dtype
+                np.testing.assert_array_equal(part, block(source, rank))
+                assert outs is None or part is outs[source]
+                part[:] = part  # may be written to
+    for wrong in (sent * 2, [None] * size):
+        with pytest.raises((TypeError, ValueError), match="all_to_all"):
+            fl.all_to_all(wrong)
+    with pytest.raises(ValueError, match="and no rows"):
+        fl.all_to_all(sent, rows=[1] * size)
+    with pytest.raises(ValueError, match=r"out\[0\] is float64 .* and rank 0 has sent float32"):
+        fl.all_to_all([np.ones(2, "f4")] * size, out=[np.zeros(2) for _ in sent])
+    with pytest.raises(ValueError, match=r"shares memory" if size > 1 else "has sent"):
+        fl.all_to_all(sent, out=[np.zeros(3)] * size)
+
+
+def test_blocks_of_any_shapes_go_to_all(ranks: Any) -> None:
+    ranks.run(blocks_to_all)
+
+
 RECORD = np.dtype([("x", "f4"), ("y", "i8", (2,)), ("when", "M8[ms]"), ("name", "U3")])
 HOLES = np.dtype({"names": ["b", "a"], "formats": ["f8", "u1"], "offsets": [8, 1], "itemsize": 24})
 MOVED = [

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     Group,
     collective,
@@ -21,6 +21,7 @@ from flashlight_py.distributed.api.verb_call import (
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.arrays import (
     MOVED,
+    WITH_TEXT,
     as_array,
     code_of,
     in_text,
@@ -32,7 +33,9 @@ from flashlight_py.distributed.calls.arrays import (
     with_text,
 )
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.checks import check_rank, check_rows, each_rank
+from flashlight_py.distributed.calls.checks import Apart, check_rank, check_rows, each_rank
+from flashlight_py.distributed.calls.combining import cut
+from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.failures.wording import different_calls
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, of
@@ -219,16 +222,20 @@ def all_to_all(
     Args:
         x: array whose first dimension is cut into equal parts, one per rank; left as it is. Shape
             and dtype must be the same on every rank; with ``rows`` the first dimension may differ.
+            Or a list with a NumPy array for each rank, of any shapes and dtypes, on every rank;
+            without ``rows`` and ``return_rows``.
         rows: how many rows rank 0, 1, ... gets, where parts are unequal. All ranks pass it or
             none does; what it holds may differ. They exchange it first, so that even with
             ``async_op`` the call blocks until every rank has called.
-        out: array that is filled in place, as for :func:`all_gather`.
+        out: array that is filled in place, as for :func:`all_gather`; a list of them if ``x`` is
+            one.
         async_op: return a ``Work`` at once; its ``wait()`` returns the result.
         group: the process group, default the world.
         return_rows: return how many rows each rank has sent here as well. Ranks may differ in it.
 
     Returns:
-        A new array of the kind of ``x``, of its shape when parts are equal, or ``out``; with
+        A new array of the kind of ``x``, of its shape when parts are equal, or ``out``; a list of
+        new arrays, what each rank has sent here, or ``out``, if ``x`` is a list; with
         ``return_rows`` a pair of it and the list of rows that rank 0, 1, ... sent; or the ``Work``.
 
     Raises:
@@ -240,6 +247,8 @@ def all_to_all(
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
+    if isinstance(x, list | tuple):
+        return _blocks_to_all(of(group), x, out, async_op, rows is not None or return_rows)
     if not return_rows:
         parts: Any = "sum" if rows is None else rows
         y = (membership.world_native if group is None else of(group).native)(
@@ -261,6 +270,48 @@ def all_to_all(
         return got, received or [got.shape[0] // size] * size
 
     return Then(result, with_rows) if async_op else with_rows(result)
+
+
+def _blocks_to_all(
+    members: Membership, xs: Sequence[Any], outs: Any, async_op: bool, has_rows: bool
+) -> Any:
+    """Send rank r the r-th of ``xs``: as bytes, and behind them the dtype and the shape."""
+    verb = ALL_TO_ALL.name
+    with refusing(members, ALL_TO_ALL, given=xs):
+        for name, given in (("x", xs), ("out", outs if outs is not None else xs)):
+            if has_rows or not isinstance(given, list | tuple) or len(given) != members.size:
+                raise ValueError(
+                    f"{verb}: expected, in a list {name}, {members.size} arrays, one for each "
+                    f"rank, and no rows; got {type(given).__name__} of {len(given)}"
+                )
+        if any(map(is_cupy, xs)):
+            raise TypeError(f"{verb}: a list has NumPy arrays; join CuPy arrays and pass rows=")
+        apart = Apart(verb, members.size)
+        rooms = [as_array(verb, out, of_any_dtype=True, anew=True) for out in outs or ()]
+        for room in rooms:
+            apart.add(room)
+        arrays = [as_array(verb, x, writes=False, of_any_dtype=True) for x in xs]
+        blocks = [with_text(pack(array)).view(WITH_TEXT) for array in arrays]
+        received: list[int] = []
+        how: dict[str, Any] = {"rows": [block.size for block in blocks], "received": received}
+        work = collective(members, ALL_TO_ALL, np.concatenate(blocks), **how, async_op=async_op)
+
+    def results(whole: Array) -> list[Any]:
+        found = [of_bytes(each.view(np.uint8)) for each in cut(whole, received or how["rows"])]
+        if outs is None:
+            return [returned(xs[0], each.copy(), False) for each in found]
+        for place, (room, each) in enumerate(zip(rooms, found, strict=True)):
+            if (room.dtype, room.shape) != (each.dtype, each.shape):
+                raise ValueError(
+                    f"[{verb}] rank {members.rank} of {members.size}: out[{place}] is {room.dtype} "
+                    f"{room.shape}, and rank {place} has sent {each.dtype} {each.shape}; the other "
+                    "ranks have their results"
+                )
+        for room, each in zip(rooms, found, strict=True):
+            room[...] = each
+        return [returned(out, room, True) for out, room in zip(outs, rooms, strict=True)]
+
+    return members.keep(Then(work, results)) if async_op else results(work)
 
 
 # Dtype and shape travel in the root's call, so the others need no array of the right kind
