@@ -8,22 +8,29 @@ from typing import Any, Protocol, SupportsIndex
 from flashlight_py.dataset import Dataset
 from flashlight_py.dataset.dataset import Indices, Sample
 from flashlight_py.dataset.shares import contiguous_share
-from flashlight_py.distributed import get_world_rank, get_world_size
+from flashlight_py.distributed import ProcessGroup, get_world_rank, get_world_size
 from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import NotInitializedError
 
 
 class Share:
-    """The share of ``what`` that was passed; where both are None the world's, ``of_world``."""
+    """The share of ``what`` that was passed; if both are None that of the group.
 
-    def __init__(self, what: str, rank: int | None, size: int | None) -> None:
-        self._what, self.of_world = what, rank is None and size is None
-        if self.of_world:
-            rank, size = get_world_rank(), get_world_size()
-        if rank is None or size is None:
+    ``is_of_group`` says so; a ``group`` of None is the world.
+    """
+
+    def __init__(
+        self, what: str, rank: int | None, size: int | None, group: ProcessGroup | None
+    ) -> None:
+        self._what, self.is_of_group, self.group = what, rank is None and size is None, group
+        if self.is_of_group:
+            members = group_or_world(group)
+            rank, size = members.rank, members.size
+        elif rank is None or size is None or group is not None:
             raise ValueError(
-                f"{what}: pass both rank and size, or neither for those of the world; "
-                f"got rank={rank}, size={size}"
+                f"{what}: pass both rank and size, or neither for those of the group (default: the "
+                f"world); got rank={rank}, size={size}{'' if group is None else ' and a group'}"
             )
         self.rank, self.size = whole_number(what, "rank", rank), whole_number(what, "size", size)
         if self.rank >= self.size:
@@ -36,7 +43,8 @@ class Share:
         its share.
         """
         rank, size = get_world_rank(), get_world_size()
-        if self.of_world and size > 1 and (rank, size) != (self.rank, self.size):
+        of_world = self.is_of_group and self.group is None
+        if of_world and size > 1 and (rank, size) != (self.rank, self.size):
             raise NotInitializedError(
                 f"rank {rank} of {size}: this {self._what} was made as rank {self.rank} of "
                 f"{self.size}, for a world that is no more; make it anew, after distributed_init"
@@ -68,6 +76,7 @@ class DistributedDataContainer(Dataset):
         data: its length is asked for once.
         rank: which share, in [0, size); default that of the world.
         size: how many shares; default the size of the world. Pass both or neither.
+        group: whose rank and size they are instead of the world's.
 
     Raises:
         TypeError: ``data`` has no length or no ``[]``, or is a mapping.
@@ -79,8 +88,14 @@ class DistributedDataContainer(Dataset):
         (2, 'd', 'e', ['d', 'e'])
     """
 
-    def __init__(self, data: Indexed, rank: int | None = None, size: int | None = None) -> None:
-        self._share = Share("DistributedDataContainer", rank, size)
+    def __init__(
+        self,
+        data: Indexed,
+        rank: int | None = None,
+        size: int | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._share = Share("DistributedDataContainer", rank, size, group)
         self._data = data
         if isinstance(data, Mapping):
             raise TypeError(

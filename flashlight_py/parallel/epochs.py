@@ -26,10 +26,11 @@ from flashlight_py.parallel.data_container import Share
 
 
 def _ranks(arguments: dict[str, Any]) -> ProcessGroup | None:
-    """Return the world; None if rank and size were passed, so that nothing is compared."""
+    """Return the group; None if rank and size were passed, so that nothing is compared."""
     share = getattr(arguments["self"], "_share", None)
-    of_world = share.of_world if share else None in (arguments.get("rank"), arguments.get("size"))
-    return group_or_world(None) if of_world else None
+    group = share.group if share else arguments.get("group")
+    compares = share.is_of_group if share else None in map(arguments.get, ("rank", "size"))
+    return group_or_world(group) if compares else None
 
 
 class InEpochs:
@@ -168,9 +169,9 @@ class InEpochs:
 
     def _agree(self, epoch: int, consumed: int = 0) -> None:
         self._share.require_world()
-        if self._share.of_world:
+        if self._share.is_of_group:
             settings = {**self._settings, **self._others, "epoch": epoch, "consumed": consumed}
-            check_settings_agree(self._what, settings)
+            check_settings_agree(self._what, settings, self._share.group)
 
 
 class DistributedSampler(InEpochs):
@@ -205,6 +206,7 @@ class DistributedSampler(InEpochs):
         rank: which share, in [0, size); default that of the world.
         size: how many shares; default the size of the world. Pass both or neither; those passed
             are not compared with other ranks.
+        group: whose rank and size they are instead of the world's.
 
     Raises:
         TypeError: an argument that must be an integer is none.
@@ -229,8 +231,9 @@ class DistributedSampler(InEpochs):
         drop_last: bool = False,
         rank: int | None = None,
         size: int | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(n, shuffle, seed, drop_last, Share(self._what, rank, size))
+        super().__init__(n, shuffle, seed, drop_last, Share(self._what, rank, size, group))
 
     def __len__(self) -> int:
         """Return the number of this rank's samples that are left of the epoch."""
@@ -290,6 +293,7 @@ class ShardedDataset(InEpochs, Dataset):
         rank: whose parts, in [0, size); default that of the world.
         size: how many parts; default the size of the world. Pass both or neither; those are
             not compared with other ranks.
+        group: whose rank and size they are instead of the world's.
 
     Raises:
         TypeError: ``dataset`` is no Dataset, or an argument that must be an integer is none.
@@ -317,6 +321,7 @@ class ShardedDataset(InEpochs, Dataset):
         drop_last: bool = False,
         rank: int | None = None,
         size: int | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise TypeError(
@@ -324,7 +329,7 @@ class ShardedDataset(InEpochs, Dataset):
                 f"{type(dataset).__name__}; arrays become one by TensorDataset([...])"
             )
         batch = whole_number(self._what, "global_batch_size", global_batch_size, least=1)
-        share = Share(self._what, rank, size)
+        share = Share(self._what, rank, size, group)
         super().__init__(len(dataset), shuffle, seed, drop_last, share, global_batch_size=batch)
         self._dataset = dataset
         self._batch_size = batch

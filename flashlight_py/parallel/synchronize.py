@@ -223,10 +223,11 @@ def require_module(module: object) -> None:
 
 
 @in_step()
-def sync_meter(meter: Meter) -> Any:
+def sync_meter(meter: Meter, group: ProcessGroup | None = None) -> Any:
     """Return the value that ``meter`` would have if it had seen what all ranks' meters saw.
 
-    Collective, blocking. Every rank calls it with a meter made alike, and gets the same value.
+    Collective in ``group`` (default: the world), blocking. Every rank calls it with a meter made
+    alike, and gets the same value.
     The meters stay as they are, so it can be repeated at any time.
 
     Raises:
@@ -235,7 +236,7 @@ def sync_meter(meter: Meter) -> Any:
     """
     if not isinstance(meter, Meter):
         raise TypeError(f"sync_meter takes a flashlight_py.meter.Meter, got {type(meter).__name__}")
-    return meter.value_of(all_reduce(meter.state()))
+    return meter.value_of(all_reduce(meter.state(), group=group))
 
 
 # A tree from one rank to the others ---------------------------------------------------------------
