@@ -102,4 +102,6 @@ def rendezvous() -> Iterator[tuple[Any, int, int]]:
         kept = dist.TCPStore(address, 0, is_master=True, **how)
         place = address, kept.port
     host, port = broadcast_object(place)
-    yield kept or dist.TCPStore(host, port, is_master=False, **how), rank, size
+    store = kept or dist.TCPStore(host, port, is_master=False, **how)
+    world.group.barrier()  # rank 0 may end at once, and its store with it
+    yield store, rank, size

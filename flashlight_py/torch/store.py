@@ -72,9 +72,19 @@ class TorchStore(Store):
         return [text[1:] for text in found]
 
     def close(self) -> None:
-        """Wait for all; little is left in the store, and no secret."""
+        """Wait for all; little is left in the store, and no secret.
+
+        Rank 0, whose process may keep the store, waits until the others need it no more.
+        """
         self.exchange(b"")
-        self._do("delete_key", _SECRET if self.rank == 0 else self._key("here", self.rank))
+        if self.rank:
+            self._do("delete_key", self._key("here", self.rank))
+            self._do("set", self._key("left", self.rank), b"")
+            return
+        left = self._keys("left", 1)
+        self._read(left, Waiting("they leave torch's store"))
+        for key in [*left.values(), _SECRET]:
+            self._do("delete_key", key)
 
     def abort(self, reason: str) -> None:
         """Have ranks that wait in the store raise because of ``reason``."""

@@ -8,11 +8,13 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from sys import is_finalizing
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flashlight_py.distributed.start.initialize import leave_first_at_exit
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import DistributedError
 
@@ -67,9 +69,9 @@ class TensorWork(dist.Work):
         self.wait()
 
     def __del__(self) -> None:
-        """Have what nobody waits for be copied to where it belongs all the same."""
-        if isinstance(self.work, Then) and not self.work.is_finished():
-            with suppress(RuntimeError):  # there are no more threads where the process ends
+        """Have what nobody waits for be copied to where it belongs, unless the process ends."""
+        if isinstance(self.work, Then) and not self.work.is_finished() and not is_finalizing():
+            with suppress(RuntimeError):  # no thread can start during the exit of Python 3.12
                 kept = TensorWork(self.work, self.tensors, self._futures)
                 self._futures.add(kept, torch.futures.Future())
 
@@ -152,7 +154,10 @@ class Futures:
             name = "flashlight-futures"
             self._thread = threading.Thread(target=_complete, args=args, name=name, daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._asked.put, None)  # torch 2.6 drops groups without a word
+            # torch 2.6 drops groups without a word. At exit the world is left first, which ends
+            # every operation: a thread in C++ that waits for Python then would abort the process.
+            weakref.finalize(self, _finish, self._asked, self._thread)
+            leave_first_at_exit()
         if threading.current_thread() is self._thread:  # of a callback, which may wait for it
             work.ends_within(None)
             future.set_result(None)
@@ -162,9 +167,14 @@ class Futures:
     def close(self) -> None:
         """End the thread when all that was added has ended."""
         if self._thread is not None:
-            self._asked.put(None)
-            self._thread.join()
+            _finish(self._asked, self._thread)
             self._thread = None
+
+
+def _finish(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    asked.put(None)
+    if thread is not threading.current_thread():  # it may drop the last reference
+        thread.join()
 
 
 def _complete(asked: queue.SimpleQueue[Any]) -> None:

@@ -184,3 +184,76 @@ def test_flrun_starts_programs_of_torch(tmp_path: Path) -> None:
     program.write_text(MET)
     said = ran("-m", "flashlight_py.launch", "-n", 3, program, folder=tmp_path)
     assert said.count("sum 3") == 3
+
+
+OPEN = """
+import sys
+import torch, torch.distributed as dist
+import flashlight_py.torch
+
+dist.init_process_group("flashlight", init_method="flashlight://")
+peer, x = 1 - dist.get_rank(), torch.ones(300_000)
+operations = {
+    "whole": lambda: dist.all_reduce(x, async_op=True),
+    "gaps": lambda: dist.all_reduce(torch.ones(30, 90).t(), async_op=True),
+    "list": lambda: dist.all_gather([torch.zeros(300) for _ in range(2)], x[:300], async_op=True),
+    "receive": lambda: dist.irecv(torch.zeros(9), peer),
+}
+work = operations[sys.argv[1]]()
+if "destroyed" in sys.argv:
+    dist.destroy_process_group()
+"""
+slow = pytest.mark.slow
+
+
+SLOW_OPERATIONS = [pytest.param(each, marks=slow) for each in ("whole", "list", "receive")]
+
+
+@pytest.mark.parametrize("end", [pytest.param("left", marks=slow), "destroyed"])
+@pytest.mark.parametrize("operation", ["gaps", *SLOW_OPERATIONS])
+def test_a_program_ends_with_an_open_operation(tmp_path: Path, operation: str, end: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(OPEN)
+    ran("-m", "flashlight_py.launch", "-n", 2, program, operation, end, folder=tmp_path)
+
+
+CALLING_BACK = """
+import sys, threading, time
+import torch, torch.distributed as dist
+import flashlight_py.torch
+
+began = threading.Event()
+
+def slow(future):
+    began.set()
+    time.sleep(0.3)  # the main thread ends meanwhile
+    sys.stdout.write("called back\\n")
+
+dist.init_process_group("flashlight", init_method="flashlight://")
+dist.all_reduce(torch.ones(300_000), async_op=True).get_future().then(slow)
+dist.irecv(torch.zeros(2), 1 - dist.get_rank()).get_future()
+if "begun" in sys.argv:
+    began.wait()
+sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("when", [pytest.param("at once", marks=slow), "begun"])
+def test_a_callback_ends_before_the_program(tmp_path: Path, when: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(CALLING_BACK)
+    said = ran("-m", "flashlight_py.launch", "-n", 2, program, when, folder=tmp_path)
+    assert when == "at once" or said.count("called back") == 2
+
+
+@slow
+def test_ranks_join_and_leave_at_once(tmp_path: Path) -> None:
+    """Rank 0, whose process keeps torch's store, ends when no other rank needs the store."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch.distributed as dist, flashlight_py.torch\n"
+        "dist.init_process_group('flashlight')\n"
+        "dist.destroy_process_group()\n"
+    )
+    for _ in range(5):
+        ran("-m", "flashlight_py.launch", "-n", 4, program, folder=tmp_path)

@@ -154,7 +154,7 @@ def enter(world: World, settings: Settings) -> None:
     set_world(world)
     if world.threads:
         blas.limit(world.threads)
-    atexit.register(_close_at_exit)
+    leave_first_at_exit()
     if world.group.rank == 0:
         _log.info("initialised %d process(es): %r", world.group.size, world.group)
 
@@ -195,6 +195,12 @@ def leave() -> None:
     _close(current_world().group)
     abort.uninstall()
     atexit.unregister(_close_at_exit)
+
+
+def leave_first_at_exit() -> None:
+    """Have the exit of the process leave the world before it does what was registered until now."""
+    atexit.unregister(_close_at_exit)
+    atexit.register(_close_at_exit)
 
 
 def _close_at_exit() -> None:
