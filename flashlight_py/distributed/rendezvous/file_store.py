@@ -251,7 +251,7 @@ class FileStore(MeetingPoint):
         # Which run's rank 0 has not answered, how often; how we asked for other addresses.
         self._failed: Counter[str] = Counter()
         self._asked: set[Name] = set()
-        super().__init__(rank, size, timeout)
+        super().__init__(rank, size, timeout, [LOOPBACK])
 
     def remedy(self) -> str:
         """Say what was passed over; see ``MeetingPoint``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from flashlight_py import system
@@ -13,6 +13,7 @@ from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.rendezvous.tree import TreeNode
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.errors import RendezvousError
+from flashlight_py.interfaces import source_address
 
 TREE_FROM = "FLASHLIGHT_TREE_FROM"
 """The environment variable with the number of ranks from which on they meet in a tree."""
@@ -35,8 +36,14 @@ class MeetingPoint(Store):
     note = ""  # what rank 0 adds when it reports whom it waits for
     local_rank: int | None = None  # among the ranks of this host; None: not known
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, loopback: Sequence[str] = ()) -> None:
+        """``loopback`` are addresses of this host itself, one of which the ranks need."""
         self.rank, self.size, self.timeout = rank, size, timeout
+        if size > 1 and loopback and not any(map(source_address, loopback)):
+            raise self.error(
+                f"this host cannot reach itself at {' or '.join(loopback)}: it has no loopback "
+                "network; start it (ip link set lo up), as root of the container or sandbox"
+            )
         self.node = TreeNode(self)
         self._has_ended = False
 

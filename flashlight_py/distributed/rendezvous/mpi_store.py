@@ -107,7 +107,7 @@ class MpiStore(MeetingPoint):
         self._announced = np.zeros(1 << 16, np.uint8)  # more than one takes
         self.known = Secret(system.random_bytes(NONCE_BYTES).hex().encode(), source=self.name)
         try:
-            super().__init__(rank, size, timeout)
+            super().__init__(rank, size, timeout, [LOOPBACK] if self._one_host else [])
         finally:  # else the others would wait for ever
             world.Bcast(self._announced, 0)
         self.secret = self.known.given

@@ -65,7 +65,11 @@ class TcpStore(MeetingPoint):
         self.one_host = one_host
         self.known = Secret.find(one_host, system.environ)
         self.secret = self.known.common
-        super().__init__(rank, size, timeout)
+        own: list[str] = []
+        if is_local(host):
+            with suppress(OSError):  # who listens or connects there says why it has no address
+                own = [str(address) for address, *_ in resolved(host, port)]
+        super().__init__(rank, size, timeout, own)
 
     def remedy(self) -> str:
         """See ``MeetingPoint``."""
