@@ -108,7 +108,8 @@ def distributed_init(
     Raises:
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
             without FILE_PATH. Nothing was created.
-        BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
+        BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install. Or
+            gevent or eventlet has patched the threads or sockets of this process.
         RendezvousError: a rank (named) did not arrive in time, two claim one rank or are threads of
             one process, sizes or secrets differ, the path cannot be used, hosts have no addresses
             at which they reach each other, MPI does not know of the ranks that mpirun started, or
@@ -321,6 +322,12 @@ def _placed(store: MeetingPoint, found: environment.LaunchEnvironment) -> Store:
 
 def meet(create: StoreFactory, settings: Settings) -> World:
     """Return the world of the processes that meet in a store; collective, blocking."""
+    if library := system.patched_by():
+        raise BackendUnavailableError(
+            f"starting several ranks: {library} has replaced threads and sockets of this process "
+            "by its own (monkey patching), and a collective blocks all of these; do not patch the "
+            "ranks, or start them as other processes, by spawn or flrun"
+        )
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
