@@ -17,7 +17,6 @@ import selectors
 import signal as _signal
 import socket
 import struct
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -55,19 +54,6 @@ waitid, kill, killpg = os.waitid, os.kill, os.killpg
 # Signals of this process.
 signal, getsignal, set_wakeup_fd = _signal.signal, _signal.getsignal, _signal.set_wakeup_fd
 setitimer, getitimer = _signal.setitimer, _signal.getitimer
-
-
-# What replaces the standard library's threads, sockets and waiting, and its function that says so.
-_PATCHERS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
-_PATCHED = ("threading", "thread", "select", "socket", "time", "os")
-
-
-def patched_by() -> str:
-    """Return which library has replaced some of what is here by cooperative functions, or ""."""
-    for name, is_patched in _PATCHERS.items():
-        if (module := sys.modules.get(name)) and any(map(getattr(module, is_patched), _PATCHED)):
-            return name.partition(".")[0]
-    return ""
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -322,12 +323,7 @@ def _placed(store: MeetingPoint, found: environment.LaunchEnvironment) -> Store:
 
 def meet(create: StoreFactory, settings: Settings) -> World:
     """Return the world of the processes that meet in a store; collective, blocking."""
-    if library := system.patched_by():
-        raise BackendUnavailableError(
-            f"starting several ranks: {library} has replaced threads and sockets of this process "
-            "by its own (monkey patching), and a collective blocks all of these; do not patch the "
-            "ranks, or start them as other processes, by spawn or flrun"
-        )
+    _check_threads()
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
@@ -349,6 +345,23 @@ def meet(create: StoreFactory, settings: Settings) -> World:
             store.abort(reason.encode(errors="backslashreplace").decode())  # a path may be no text
         raise
     return world
+
+
+# What replaces the standard library's threads, sockets and waiting, and its function that says so.
+_PATCHERS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
+_PATCHED = ("threading", "thread", "select", "socket", "time", "os")
+
+
+def _check_threads() -> None:
+    """Refuse a process in which functions that block were replaced by cooperative ones."""
+    for name, is_patched in _PATCHERS.items():
+        if (module := sys.modules.get(name)) and any(map(getattr(module, is_patched), _PATCHED)):
+            raise BackendUnavailableError(
+                f"starting several ranks: {name.partition('.')[0]} has replaced threads and "
+                "sockets of this process by its own (monkey patching), and a collective blocks "
+                "all of these; do not patch the ranks, or start them as other processes, by spawn "
+                "or flrun"
+            )
 
 
 class _FirstCards(NamedTuple):
