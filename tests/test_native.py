@@ -73,3 +73,32 @@ def test_no_text_names_a_package_of_debian_that_does_not_exist() -> None:
     }
     assert "libgloo-dev" in named & libraries
     assert named | libraries <= DEBIAN
+
+
+# Each assigns, returns or frees what exists, and allocates nothing.
+CANNOT_THROW = {
+    *("fl_error", "fl_op_ended", "fl_op_stamp", "fl_op_message", "fl_op_missing"),
+    *("fl_op_signatures", "fl_op_site", "fl_op_calls_ago", "fl_op_age", "fl_op_output"),
+    *("fl_op_free", "fl_claim_wait", "fl_reduce", "fl_shm_bytes"),
+    *("fl_shm_region_array", "fl_shm_free_region", "fl_shm_free", "fl_gloo_free"),
+    *("fl_tagi_step", "fl_tagi_patches", "fl_tagi_add_patches", "fl_tagi_largest"),
+    *("fl_tagi_spread_taken", "fl_tagi_mixture_relu", "fl_tagi_mixture_between"),
+    *("fl_tagi_observe", "fl_tagi_standardize", "fl_tagi_standardize_back"),
+    *("fl_tagi_row_sums", "fl_tagi_row_squares"),
+}
+CATCHES = re.compile(r"fl::(guarded|done|handles?|tagi::with_room)\b|catch \(\.\.\.\)")
+# A definition at the beginning of a line, on that line or to a brace at the beginning of one.
+DEFINED = re.compile(r"^[a-z][^;{}()]*\b(fl_\w+)\([^;{]*?\) \{( [^\n]* \}$|.*?^\}$)", re.M | re.S)
+DECLARED = re.compile(r"\b(fl_\w+)\(")
+
+
+def test_no_exception_crosses_the_c_abi() -> None:
+    declared, bodies = set(), {}
+    for folder in ("common", "gloo", "shm", "tagi"):
+        for header in (ROOT / "csrc" / folder).glob("*.cdef.h"):
+            without_comments = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.S)
+            declared.update(DECLARED.findall(without_comments))
+        for source in (ROOT / "csrc" / folder).glob("*.cc"):
+            bodies.update(DEFINED.findall(source.read_text()))
+    assert declared <= bodies.keys()
+    assert {name for name in declared if not CATCHES.search(bodies[name])} == CANNOT_THROW

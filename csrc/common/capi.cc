@@ -2,28 +2,68 @@
 #include "capi.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <new>
 
 #include "../reduce/reduce.h"
 
 namespace fl {
 
-fl_op* failed_to_start() {
-  auto failed = std::make_shared<Operation>();
-  failed->shared = std::make_shared<Shared>();
-  failed->status = FL_FAILED;
+namespace {
+
+constexpr const char* kNoMemory = "out of memory";  // so short that a std::string needs none for it
+thread_local char last_error[1024];
+
+// An operation that could not be started, where there is no memory to describe another one.
+struct OutOfMemory final : fl_op {
+  OutOfMemory() { failed.message = kNoMemory; }
+  void release() noexcept override {}
+  fl_status wait(double) override { return FL_FAILED; }
+  const Outcome& outcome() const override { return failed; }
+  double ended_at() const override { return 1e-9 * static_cast<double>(coarse_now()); }
+  void stamp(int64_t* ended, int64_t running) override { Stamp{ended, running}.write(); }
+  Outcome failed;
+} out_of_memory;
+
+}  // namespace
+
+void keep_error() noexcept {
+  const auto keep = [](const char* what) { std::snprintf(last_error, sizeof last_error, "%s", what); };
   try {
     throw;
+  } catch (const std::bad_alloc&) {
+    keep(kNoMemory);
   } catch (const std::exception& error) {
-    failed->message = error.what();
+    keep(error.what());
+  } catch (...) {
+    keep("an exception of an unknown type");
   }
-  return new Started(failed);
+}
+
+fl_op* failed_to_start() noexcept {
+  keep_error();
+  try {
+    auto failed = std::make_shared<Operation>();
+    failed->shared = std::make_shared<Shared>();
+    failed->status = FL_FAILED;
+    failed->message = last_error;
+    return new Started(failed);
+  } catch (const std::bad_alloc&) {
+    return &out_of_memory;
+  }
 }
 
 }  // namespace fl
 
 extern "C" {
 
-fl_status fl_op_wait(fl_op* op, double seconds) { return op->wait(seconds); }
+const char* fl_error(void) { return fl::last_error; }
+
+// Without memory for what this thread would do for it, it has not ended.
+fl_status fl_op_wait(fl_op* op, double seconds) {
+  return fl::guarded(FL_PENDING, [&] { return op->wait(seconds); });
+}
 
 double fl_op_ended(fl_op* op) { return op->ended_at(); }
 
@@ -58,7 +98,9 @@ void* fl_op_output(fl_op* op, size_t* bytes) {
   return output.data.get();
 }
 
-void fl_op_cancel(fl_op* op) { op->cancel(); }
+int fl_op_cancel(fl_op* op) {
+  return fl::done([&] { op->cancel(); });
+}
 
 void fl_claim_wait(int32_t* claim, double seconds) {
   fl::futex_wait(claim, 0, static_cast<int64_t>(seconds * 1e9), fl::kAllBits, fl::Among::kThreads);

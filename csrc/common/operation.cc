@@ -9,9 +9,12 @@ void Transport::fail(const Failure& failure) noexcept {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_broken_.load(std::memory_order_relaxed)) return;
-    // Words of a rank's own name it.
-    const bool names_itself = failure.status == FL_RAISED;
-    why_ = Failure(FL_CLOSED, names_itself ? std::vector<int>{} : failure.missing, failure.what());
+    try {
+      // Words of a rank's own name it.
+      const bool names_itself = failure.status == FL_RAISED;
+      why_ = Failure(FL_CLOSED, names_itself ? std::vector<int>{} : failure.missing, failure.what());
+    } catch (const std::bad_alloc&) {  // `why_` says so
+    }
     is_broken_.store(true, std::memory_order_relaxed);
   }
   give_up(failure.for_others != nullptr ? *failure.for_others : failure);

@@ -79,7 +79,7 @@ class Transport {
  private:
   mutable std::mutex mutex_;
   std::atomic<bool> is_broken_{false};  // why, the mutex guards
-  Failure why_{FL_CLOSED, {}, ""};
+  Failure why_{FL_CLOSED, {}, "out of memory"};  // there may be no room for the reason
   std::vector<int> numbers_;
 };
 

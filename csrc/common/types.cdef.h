@@ -1,7 +1,8 @@
 /* What every native backend shares: statuses, verbs, and operations that can be waited for.
 
-   CFFI reads these files, the compiler includes them: no drift. Nothing throws or aborts across
-   this ABI: every failure is a status and a message. */
+   CFFI reads these files, the compiler includes them: no drift. No exception crosses this ABI.
+   A function that makes something returns NULL if it fails, one that returns an int -1, unless it says
+   otherwise; then fl_error() has the message. */
 
 typedef enum {
   FL_OK = 0,
@@ -104,6 +105,10 @@ typedef struct {
   fl_match *match; /* of a receive that needs one; else NULL */
 } fl_message;
 
+/* Why the last of these functions on this thread that returned -1, or NULL in place of what it makes, has
+   failed. */
+const char *fl_error(void);
+
 typedef struct fl_op fl_op;
 
 /* Wait up to `seconds` for the operation to end. FL_PENDING when it has not. */
@@ -129,7 +134,7 @@ double fl_op_age(fl_op *op, int rank);
    into a room; lives as long as the handle. */
 void *fl_op_output(fl_op *op, size_t *bytes);
 /* End a receive that nothing has come for: its source is -1. Does nothing to another operation. */
-void fl_op_cancel(fl_op *op);
+int fl_op_cancel(fl_op *op);
 /* Wait up to `seconds` until one of the receives that share `claim` has a message. */
 void fl_claim_wait(int32_t *claim, double seconds);
 /* Free the handle. An operation that has not ended goes on. */

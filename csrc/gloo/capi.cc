@@ -1,4 +1,4 @@
-// The C ABI: every exception becomes a status and a message.
+// The C ABI; see ../common/capi.h for what becomes of exceptions.
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,44 +18,42 @@ struct fl_group {
 extern "C" {
 
 fl_group* fl_gloo_create(int rank, int size, const char* host, const char* interface,
-                         double seconds, char* message, size_t message_bytes) {
-  try {
+                         double seconds) {
+  return fl::guarded<fl_group*>(nullptr, [&] {
     return new fl_group{{rank, size, host, interface, seconds}};
-  } catch (const std::exception& error) {
-    fl::copy_message(error.what(), message, message_bytes);
-    return nullptr;
-  }
+  });
 }
 
 fl_group* fl_gloo_part(fl_group* group, const int* ranks, int size, uint64_t number) {
-  return new fl_group{{group->group, {ranks, ranks + size}, number}};
+  return fl::guarded<fl_group*>(nullptr, [&] {
+    return new fl_group{{group->group, {ranks, ranks + size}, number}};
+  });
 }
 
 int fl_gloo_address(fl_group* group, char* address, size_t address_bytes) {
-  const auto& bytes = group->group.address();
-  if (bytes.size() > address_bytes) return -1;
-  std::copy(bytes.begin(), bytes.end(), address);
-  return static_cast<int>(bytes.size());
+  return fl::guarded(-1, [&] {
+    const auto& bytes = group->group.address();
+    if (bytes.size() > address_bytes) return -1;
+    std::copy(bytes.begin(), bytes.end(), address);
+    return static_cast<int>(bytes.size());
+  });
 }
 
-int fl_gloo_listen_for_hosts(fl_group* group, char* message, size_t message_bytes) {
-  try {
-    return group->group.listen_for_hosts();
-  } catch (const std::exception& error) {
-    fl::copy_message(error.what(), message, message_bytes);
-    return -1;
-  }
+int fl_gloo_listen_for_hosts(fl_group* group) {
+  return fl::guarded(-1, [&] { return group->group.listen_for_hosts(); });
 }
 
-void fl_gloo_watch_hosts(fl_group* group, const fl_hosts* hosts, const char* addresses,
-                         size_t address_bytes, const char* key) {
-  group->group.watch_hosts(
-      fl::read_hosts(*hosts, group->group.size(), addresses, address_bytes, key));
+int fl_gloo_watch_hosts(fl_group* group, const fl_hosts* hosts, const char* addresses,
+                        size_t address_bytes, const char* key) {
+  return fl::done([&] {
+    const size_t size = group->group.size();
+    group->group.watch_hosts(fl::read_hosts(*hosts, size, addresses, address_bytes, key));
+  });
 }
 
-void fl_gloo_take_along(fl_group* group, void (*give_up)(void* other, const char* why),
-                        void* other, const char* advice) {
-  group->group.take_along({give_up, other, advice});
+int fl_gloo_take_along(fl_group* group, int (*give_up)(void* other, const char* why), void* other,
+                       const char* advice) {
+  return fl::done([&] { group->group.take_along({give_up, other, advice}); });
 }
 
 fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_bytes,
@@ -67,32 +65,38 @@ fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_by
   });
 }
 
-void fl_gloo_check_at_once(fl_group* group) { group->group.check_at_once(); }
+int fl_gloo_check_at_once(fl_group* group) {
+  return fl::done([&] { group->group.check_at_once(); });
+}
 
-int fl_gloo_awaited(fl_group* group) { return group->group.awaited(); }
+int fl_gloo_awaited(fl_group* group) {
+  return fl::guarded(-1, [&] { return group->group.awaited(); });
+}
 
-void fl_gloo_call_ranks(fl_group* group, const int* numbers) {
-  group->group.call_ranks({numbers, numbers + group->group.size()});
+int fl_gloo_call_ranks(fl_group* group, const int* numbers) {
+  return fl::done([&] { group->group.call_ranks({numbers, numbers + group->group.size()}); });
 }
 
 int fl_gloo_is_ahead(fl_group* group, int rank, fl_signature* call) {
-  return group->group.is_ahead(rank, *call) ? 1 : 0;
+  return fl::guarded(-1, [&] { return group->group.is_ahead(rank, *call) ? 1 : 0; });
 }
 
 fl_op* fl_gloo_lost(fl_group* group) {
   return fl::handle([&] { return group->group.lost(); });
 }
 
-void fl_gloo_give_up(fl_group* group, const char* why) { group->group.give_up(why); }
+int fl_gloo_give_up(fl_group* group, const char* why) {
+  return fl::done([&] { group->group.give_up(why); });
+}
 
-void fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {
-  group->group.on_interrupt(check);
+int fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {
+  return fl::done([&] { group->group.on_interrupt(check); });
 }
 
 fl_op* fl_gloo_run(fl_group* group, const fl_signature* signature, void* data, void* output,
                    int peer, double seconds, int async, const fl_site* site) {
-  const fl_message given{*signature, data, peer, site != nullptr ? *site : fl_site{}, nullptr};
   return fl::handle([&] {
+    const fl_message given{*signature, data, peer, site != nullptr ? *site : fl_site{}, nullptr};
     return async != 0 ? group->group.start(given, output, seconds)
                       : group->group.run(given, output, seconds);
   });
@@ -107,15 +111,21 @@ void fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, do
   });
 }
 
-void fl_gloo_leave(fl_group* group) { group->group.leave(); }
+int fl_gloo_leave(fl_group* group) {
+  return fl::done([&] { group->group.leave(); });
+}
 
-void fl_gloo_close(fl_group* group) { group->group.close(); }
+int fl_gloo_close(fl_group* group) {
+  return fl::done([&] { group->group.close(); });
+}
 
 // A child that was forked has the memory of the group, but none of its threads.
 void fl_gloo_free(fl_group* group) {
   if (group->owner == getpid()) delete group;
 }
 
-void fl_gloo_abandon(fl_group* group) { group->group.abandon(); }
+int fl_gloo_abandon(fl_group* group) {
+  return fl::done([&] { group->group.abandon(); });
+}
 
 }  // extern "C"

@@ -4,9 +4,9 @@ typedef struct fl_group fl_group;
 
 /* A group of `size` processes whose sockets are bound to `host` (a name or address) or, when
    `host` is empty, to the network interface `interface`. `seconds` bounds the connecting.
-   NULL with a message on failure. */
+   NULL on failure. */
 fl_group *fl_gloo_create(int rank, int size, const char *host, const char *interface,
-                         double seconds, char *message, size_t message_bytes);
+                         double seconds);
 
 /* A group of `size` ranks of another one that is connected, in this order, this one among them, which shares
    its connections and threads. `number` is the same on all of them, not 0, and that of no other group with two of
@@ -18,8 +18,8 @@ fl_group *fl_gloo_part(fl_group *group, const int *ranks, int size, uint64_t num
 int fl_gloo_address(fl_group *group, char *address, size_t address_bytes);
 
 /* Of a group on several hosts, before fl_gloo_connect: listen for those who ask whether this host is
-   there. Returns the port, or -1 with a message. */
-int fl_gloo_listen_for_hosts(fl_group *group, char *message, size_t message_bytes);
+   there. Returns the port, or -1. */
+int fl_gloo_listen_for_hosts(fl_group *group);
 
 /* What is known of the hosts of a group. */
 typedef struct {
@@ -33,17 +33,17 @@ typedef struct {
 /* Then: notice when hosts cannot be reached any more. Operations end (FL_HOST_LOST), also the next one
    where none runs. Without fl_gloo_listen_for_hosts, a group that takes this one along notices that.
    Addresses and key are those of fl_gloo_connect. */
-void fl_gloo_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses,
+int fl_gloo_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses,
                          size_t address_bytes, const char *key);
 
 /* Where hosts are lost, call give_up of `other` too, with why, and then `advice`: another group, which
    must live at least as long. */
-void fl_gloo_take_along(fl_group *group, void (*give_up)(void *other, const char *why), void *other,
+int fl_gloo_take_along(fl_group *group, int (*give_up)(void *other, const char *why), void *other,
                         const char *advice);
 
 /* Before fl_gloo_connect: no call of this rank ends before the others have made it, in this group and those
    that are made of it. */
-void fl_gloo_check_at_once(fl_group *group);
+int fl_gloo_check_at_once(fl_group *group);
 
 /* The calls below start an operation. `seconds` bounds the operation's time from when it begins to
    run. `data` and `output` must stay alive and untouched until it has ended. */
@@ -87,7 +87,7 @@ fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, v
 
 /* What users call the ranks of this group, where it is part of a larger one: `size` numbers. Before
    the first operation. */
-void fl_gloo_call_ranks(fl_group *group, const int *numbers);
+int fl_gloo_call_ranks(fl_group *group, const int *numbers);
 
 /* Whether `rank` has begun a collective that this rank has not, and what it is. For messages: it may
    change at any moment. */
@@ -100,10 +100,10 @@ fl_op *fl_gloo_lost(fl_group *group);
 
 /* Let the others know that this rank begins no more messages, as it waits for them to shut down: who waits
    for one of it that it has not begun raises. Does not wait. */
-void fl_gloo_leave(fl_group *group);
+int fl_gloo_leave(fl_group *group);
 
 /* End the group, and report to the others why, in words that end their operations too (FL_RAISED). */
-void fl_gloo_give_up(fl_group *group, const char *why);
+int fl_gloo_give_up(fl_group *group, const char *why);
 
 /* Run several messages at once, on the caller's thread; `async`: start them. results[i] is NULL where
    message i ended well, else a handle: of its failure, or of one that goes on (async). */
@@ -112,16 +112,16 @@ void fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, do
 
 /* Called now and then while the caller's own thread waits in fl_gloo_run or fl_gloo_exchange; not
    0: give up, and end the group. */
-void fl_gloo_on_interrupt(fl_group *group, int (*check)(void));
+int fl_gloo_on_interrupt(fl_group *group, int (*check)(void));
 
 /* In a child that was forked: close the descriptors and touch nothing else. The group is not used
    again, nor closed. */
-void fl_gloo_abandon(fl_group *group);
+int fl_gloo_abandon(fl_group *group);
 
 /* End what runs and what is queued (FL_CLOSED). What runs on callers' threads ends soon after; where it
    is the calling thread itself (a signal handler has interrupted it, and closes the group) when that
    goes on. */
-void fl_gloo_close(fl_group *group);
+int fl_gloo_close(fl_group *group);
 
 /* Close it, and the sockets, and free the group, which nobody may be in any more. Does nothing in a
    child that was forked. */

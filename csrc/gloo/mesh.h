@@ -32,7 +32,7 @@ enum Slot : uint64_t {
 // Another group that is to end where hosts are lost, and lives at least as long; `advice` ends what it
 // reports.
 struct Companion {
-  void (*give_up)(void* other, const char* why);
+  int (*give_up)(void* other, const char* why);
   void* other;
   std::string advice;
 };

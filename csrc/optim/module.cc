@@ -7,6 +7,8 @@
 #define FL_OPTIM_MODULE
 #include "tasks.h"
 
+#include "../common/caught.h"
+
 namespace fl::optim {
 namespace {
 
@@ -130,11 +132,11 @@ PyObject* use(PyObject*, PyObject* name) {
   return PyUnicode_FromString(before);
 }
 
-PyMethodDef methods[] = {{"step", (PyCFunction)(void (*)(void))step, METH_FASTCALL, nullptr},
-                         {"Steps", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL, nullptr},
-                         {"change", change, METH_VARARGS, nullptr},
-                         {"sum_of_squares", sum_of_squares, METH_O, nullptr},
-                         {"use", use, METH_O, nullptr},
+PyMethodDef methods[] = {{"step", (PyCFunction)(void (*)(void))caught<step>, METH_FASTCALL, nullptr},
+                         {"Steps", (PyCFunction)(void (*)(void))caught<prepare>, METH_FASTCALL, nullptr},
+                         {"change", caught<change>, METH_VARARGS, nullptr},
+                         {"sum_of_squares", caught<sum_of_squares>, METH_O, nullptr},
+                         {"use", caught<use>, METH_O, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_optim", nullptr, -1,     methods,

@@ -10,12 +10,11 @@ size_t fl_shm_bytes(int ranks);
 /* Map the segment at `path`, an empty file without a name (/proc/PID/fd/N) or one of this user in
    memory; `create` is not 0 on the one rank that makes it as large as that, before the others come. It
    stays open where it `is_named`, as ranks that do not see each other's processes need its locks: then
-   its memory is reserved. NULL with a message on failure. */
-fl_shm_group *fl_shm_open(const char *path, int create, int is_named, int rank, int size, char *message,
-                          size_t message_bytes);
+   its memory is reserved. NULL on failure. */
+fl_shm_group *fl_shm_open(const char *path, int create, int is_named, int rank, int size);
 /* The same of `size` ranks of `whole`, whose engine its messages share; they have this number, which is not 0. */
 fl_shm_group *fl_shm_part(fl_shm_group *whole, const int *ranks, unsigned number, const char *path, int create,
-                          int is_named, int rank, int size, char *message, size_t message_bytes);
+                          int is_named, int rank, int size);
 
 /* Run an operation. Where it ended well and there is nothing to fetch, the result is NULL; else a
    handle: of a failure, of what was received, or of an operation that goes on, which it does with
@@ -77,26 +76,25 @@ fl_op *fl_shm_finish(fl_shm_group *group, const fl_signature *signature, void *d
 
 /* Memory for an array of `bytes` on each rank; operations on it skip the copies. Collective: every
    rank maps the same file, in the same order, which one creates; with 2 its memory is reserved already.
-   NULL with a message on failure. The memory lives until the region was freed and the group has dropped
+   NULL on failure. The memory lives until the region was freed and the group has dropped
    the array, or was freed. It is dropped later, 0, while a thread runs a collective. */
-fl_shm_region *fl_shm_add_region(fl_shm_group *group, const char *path, int create, size_t bytes,
-                                 char *message, size_t message_bytes);
+fl_shm_region *fl_shm_add_region(fl_shm_group *group, const char *path, int create, size_t bytes);
 void *fl_shm_region_array(fl_shm_region *region);
 void fl_shm_free_region(fl_shm_region *region);
 int fl_shm_drop_region(fl_shm_group *group, void *array);
 
 /* Called now and then while the caller's own thread waits in one of these; not 0: give up. */
-void fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));
+int fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));
 
 /* Called on the caller's thread where other ranks are to know where the program has called. */
-void fl_shm_on_mismatch(fl_shm_group *group, void (*where)(fl_site *site));
+int fl_shm_on_mismatch(fl_shm_group *group, void (*where)(fl_site *site));
 
 /* From now on no call of this rank ends before all others have made it. */
-void fl_shm_compare_at_once(fl_shm_group *group);
+int fl_shm_compare_at_once(fl_shm_group *group);
 
 /* What users call the ranks of this group, where it is part of a larger one: `size` numbers. Before
    the first operation. */
-void fl_shm_call_ranks(fl_shm_group *group, const int *numbers);
+int fl_shm_call_ranks(fl_shm_group *group, const int *numbers);
 
 /* Whether `rank` has begun a collective that this rank has not, and what it is. For messages: it may
    change at any moment. */
@@ -109,19 +107,19 @@ fl_op *fl_shm_lost(fl_shm_group *group);
 
 /* Let the others know that this rank begins no more messages, as it waits for them to shut down: who waits
    for one of it that it has not begun raises. Does not wait. */
-void fl_shm_leave(fl_shm_group *group);
+int fl_shm_leave(fl_shm_group *group);
 
 /* End the group, and report to the others why, in words that end their operations too (FL_RAISED). */
-void fl_shm_give_up(fl_shm_group *group, const char *why);
+int fl_shm_give_up(fl_shm_group *group, const char *why);
 
 /* In a child that was forked: close the descriptors and touch nothing else. The group is not used
    again, nor closed. */
-void fl_shm_abandon(fl_shm_group *group);
+int fl_shm_abandon(fl_shm_group *group);
 
 /* End what runs and what is queued (FL_CLOSED), and leave. What runs on the calling thread itself (a
    signal handler has interrupted it, and closes the group) ends when that goes on; of what runs on
    other threads nothing may be left after half a second. */
-void fl_shm_close(fl_shm_group *group);
+int fl_shm_close(fl_shm_group *group);
 
 /* Close it, unmap, free the group, which nobody may be in any more. Does nothing in a child that was
    forked. */

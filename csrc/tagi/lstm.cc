@@ -17,17 +17,21 @@ const auto backward = FL_CHOSEN(backward);
 }  // namespace
 }  // namespace fl::tagi::lstm
 
-void fl_tagi_lstm_forward(const fl_tagi_lstm* lstm, const float* weight,
+int fl_tagi_lstm_forward(const fl_tagi_lstm* lstm, const float* weight,
                           const float* weight_variance, const float* bias,
                           const float* bias_variance, const float* x, const float* x_variance,
                           float* h, float* h_variance, float* joined, float* slopes,
                           float* states) {
-  fl::tagi::lstm::forward(*lstm, weight, weight_variance, bias, bias_variance, x, x_variance, h,
-                          h_variance, joined, slopes, states);
+  return fl::tagi::with_room([&] {
+    fl::tagi::lstm::forward(*lstm, weight, weight_variance, bias, bias_variance, x, x_variance, h,
+                            h_variance, joined, slopes, states);
+  });
 }
 
-void fl_tagi_lstm_backward(const fl_tagi_lstm* lstm, const float* weight, const float* slopes,
+int fl_tagi_lstm_backward(const fl_tagi_lstm* lstm, const float* weight, const float* slopes,
                            const float* d, const float* e, float* dz, float* ez, float* dx,
                            float* ex) {
-  fl::tagi::lstm::backward(*lstm, weight, slopes, d, e, dz, ez, dx, ex);
+  return fl::tagi::with_room([&] {
+    fl::tagi::lstm::backward(*lstm, weight, slopes, d, e, dz, ez, dx, ex);
+  });
 }

@@ -28,14 +28,18 @@ void fl_tagi_add_patches(const fl_tagi_windows* windows, const float* patches, f
   fl::tagi::images::add_patches(*windows, patches, images);
 }
 
-void fl_tagi_sum_windows(const fl_tagi_windows* windows, const float* images, float* sums,
+int fl_tagi_sum_windows(const fl_tagi_windows* windows, const float* images, float* sums,
                          ptrdiff_t image_step, ptrdiff_t channel_step, float factor) {
-  fl::tagi::images::sum_windows(*windows, images, sums, image_step, channel_step, factor);
+  return fl::tagi::with_room([&] {
+    fl::tagi::images::sum_windows(*windows, images, sums, image_step, channel_step, factor);
+  });
 }
 
-void fl_tagi_spread_windows(const fl_tagi_windows* windows, const float* deltas, float* images,
+int fl_tagi_spread_windows(const fl_tagi_windows* windows, const float* deltas, float* images,
                             ptrdiff_t image_step, ptrdiff_t channel_step, float factor) {
-  fl::tagi::images::spread_windows(*windows, deltas, images, image_step, channel_step, factor);
+  return fl::tagi::with_room([&] {
+    fl::tagi::images::spread_windows(*windows, deltas, images, image_step, channel_step, factor);
+  });
 }
 
 void fl_tagi_largest(const fl_tagi_windows* windows, const float* mean, const float* variance,

@@ -1,3 +1,5 @@
+/* A function that returns an int returns -1 where there is no memory for it, else 0. */
+
 /* How many samples an LSTM has, of how many time steps, and the units of a time step. */
 typedef struct {
   size_t rows, steps, inputs, outputs;
@@ -6,14 +8,14 @@ typedef struct {
 /* All time steps of all samples; see flashlight_py/tagi/lstm.py. NULL: no biases; no
    variances of inputs; begin with 0. Otherwise `states`, of one sample, is where h and c with their
    variances are, `[4, outputs]`, and are written. */
-void fl_tagi_lstm_forward(const fl_tagi_lstm *lstm, const float *weight,
+int fl_tagi_lstm_forward(const fl_tagi_lstm *lstm, const float *weight,
                           const float *weight_variance, const float *bias,
                           const float *bias_variance, const float *x, const float *x_variance,
                           float *h, float *h_variance, float *joined, float *slopes,
                           float *states);
 
 /* Back through time: deltas of the inputs of the gates, and unless NULL of x. */
-void fl_tagi_lstm_backward(const fl_tagi_lstm *lstm, const float *weight, const float *slopes,
+int fl_tagi_lstm_backward(const fl_tagi_lstm *lstm, const float *weight, const float *slopes,
                            const float *d, const float *e, float *dz, float *ez, float *dx,
                            float *ex);
 
@@ -40,11 +42,11 @@ void fl_tagi_add_patches(const fl_tagi_windows *windows, const float *patches, f
 
 /* The sum of each window times `factor`, channel by channel: rows of out_width elements, one after
    the other, each image and channel at steps of its own. */
-void fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, float *sums,
+int fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, float *sums,
                          ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
 
 /* The adjoint: what each window has, times `factor`, added to its places, which begin with 0. */
-void fl_tagi_spread_windows(const fl_tagi_windows *windows, const float *deltas, float *images,
+int fl_tagi_spread_windows(const fl_tagi_windows *windows, const float *deltas, float *images,
                             ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
 
 /* The largest mean of each window, its variance (unless NULL), and its place in the window, row by

@@ -5,6 +5,8 @@
 
 #include <structmember.h>
 
+#include "../common/caught.h"
+
 namespace fl::tape {
 namespace {
 
@@ -205,14 +207,14 @@ PyObject* at(PyObject*, PyObject* args) {
   return array.release();
 }
 
-PyMethodDef program_methods[] = {{"fits", fits_given, METH_VARARGS, nullptr},
-                                 {"is_alive", is_alive, METH_NOARGS, nullptr},
+PyMethodDef program_methods[] = {{"fits", caught<fits_given>, METH_VARARGS, nullptr},
+                                 {"is_alive", caught<is_alive>, METH_NOARGS, nullptr},
                                  {nullptr, nullptr, 0, nullptr}};
 PyMemberDef program_members[] = {
     {"signature", T_OBJECT_EX, offsetof(ProgramObject, signature), READONLY, nullptr},
     {"stamp", T_LONGLONG, offsetof(ProgramObject, stamp), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot program_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create_program)},
+PyType_Slot program_slots[] = {{Py_tp_new, reinterpret_cast<void*>(caught<create_program>)},
                                {Py_tp_traverse, reinterpret_cast<void*>(traverse_program)},
                                {Py_tp_clear, reinterpret_cast<void*>(clear_program)},
                                {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
@@ -227,8 +229,8 @@ PyMemberDef step_members[] = {{"slow", T_OBJECT_EX, offsetof(Step, slow), 0, nul
                               {"programs", T_OBJECT_EX, offsetof(Step, programs), 0, nullptr},
                               {"replays", T_PYSSIZET, offsetof(Step, replays), 0, nullptr},
                               {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create_step)},
-                            {Py_tp_call, reinterpret_cast<void*>(call)},
+PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(caught<create_step>)},
+                            {Py_tp_call, reinterpret_cast<void*>(caught<call>)},
                             {Py_tp_traverse, reinterpret_cast<void*>(traverse_step)},
                             {Py_tp_clear, reinterpret_cast<void*>(clear_step)},
                             {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
@@ -238,17 +240,17 @@ PyType_Spec step_spec = {"flashlight_py._native._tape.Step", sizeof(Step), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, step_slots};
 
 PyMethodDef methods[] = {
-    {"address", address, METH_O, "address(array): of its first element."},
-    {"at", at, METH_VARARGS, "at(owner, address, like): an array like another, in memory of its owner."},
-    {"bounds", bounds, METH_O, "bounds(array): the addresses between which its elements lie."},
-    {"new_memory", new_memory, METH_NOARGS, nullptr},
-    {"use_memory", use_memory, METH_O, nullptr},
-    {"find_memory", find_memory, METH_VARARGS, nullptr},
-    {"same", same, METH_VARARGS, nullptr},
-    {"run", run, METH_VARARGS, nullptr},
-    {"use_slots", use_slots, METH_VARARGS, nullptr},
-    {"use_structure", use_structure, METH_O, nullptr},
-    {"use_blas", use_blas, METH_VARARGS, nullptr},
+    {"address", caught<address>, METH_O, "address(array): of its first element."},
+    {"at", caught<at>, METH_VARARGS, "at(owner, address, like): an array like another, in memory of its owner."},
+    {"bounds", caught<bounds>, METH_O, "bounds(array): the addresses between which its elements lie."},
+    {"new_memory", caught<new_memory>, METH_NOARGS, nullptr},
+    {"use_memory", caught<use_memory>, METH_O, nullptr},
+    {"find_memory", caught<find_memory>, METH_VARARGS, nullptr},
+    {"same", caught<same>, METH_VARARGS, nullptr},
+    {"run", caught<run>, METH_VARARGS, nullptr},
+    {"use_slots", caught<use_slots>, METH_VARARGS, nullptr},
+    {"use_structure", caught<use_structure>, METH_O, nullptr},
+    {"use_blas", caught<use_blas>, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_tape", nullptr, -1,     methods,
                           nullptr,               nullptr, nullptr, nullptr};

@@ -258,10 +258,12 @@ class Gates(NamedTuple):
             last = np.zeros((4, 1, no), REAL) if states is None else np.stack(states)
         known = (None, None) if self.biases is None else (self.biases.mean, self.biases.variance)
         arrays = (self.weight.mean, self.weight.variance, *known, x, x_variance)
-        kernels.lib.fl_tagi_lstm_forward(
+        lacks = kernels.lib.fl_tagi_lstm_forward(
             kernels.ffi.new("fl_tagi_lstm *", (rows, steps, n - no, no)),
             *(floats(kernels, each) for each in (*arrays, h, v_h, joined, slopes, last)),
         )
+        if lacks:
+            raise MemoryError("LSTM.forward: no memory is left for the weights of all gates")
         after = None if last is None else States(*last)
         return h, v_h, after, Pass(joined, slopes, True)
 
@@ -274,10 +276,12 @@ class Gates(NamedTuple):
         no = slopes.shape[3]
         dz, ez = np.empty((2, rows * steps, 4 * no), REAL)
         deltas: Any = np.empty((2, rows, steps * (n - no)), REAL) if wanted else (None, None)
-        kernels.lib.fl_tagi_lstm_backward(
+        lacks = kernels.lib.fl_tagi_lstm_backward(
             kernels.ffi.new("fl_tagi_lstm *", (rows, steps, n - no, no)),
             *(floats(kernels, a) for a in (self.weight.mean, slopes, d, e, dz, ez, *deltas)),
         )
+        if lacks:
+            raise MemoryError("LSTM.backward: no memory is left for the weights of all gates")
         return dz, ez, (deltas[0], deltas[1]) if wanted else None
 
     def _products(self, pairs: int) -> Array:

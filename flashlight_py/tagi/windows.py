@@ -214,7 +214,9 @@ def call(
     steps = (step // REAL.itemsize for step in images.strides[:3])
     described = module.ffi.new("fl_tagi_windows *", (*sizes, *moved, *chosen, *steps))
     kernel = getattr(module.lib, f"fl_tagi_{name}")
-    kernel(described, *(a if isinstance(a, int | float) else address(module, a) for a in arguments))
+    given = (a if isinstance(a, int | float) else address(module, a) for a in arguments)
+    if kernel(described, *given):
+        raise MemoryError(f"{name}: no memory is left for the rows of a window")
     return True
 
 

@@ -37,6 +37,7 @@ from flashlight_py.errors import (
 
 # While ranks connect, a look at the others' processes every so many seconds.
 _LOOK_SECONDS = 0.1
+_ADDRESS_BYTES = 1024  # at most
 
 # Which ranks there may be, in the numbers of groups.
 _RANK_BITS = 24
@@ -110,11 +111,11 @@ class GlooBackend(NativeBackend):
         self._joining, self.places = joining, list(range(self.size))
         self._begin(native, self._create(address))
         if at_once:
-            self.lib.fl_gloo_check_at_once(self.group)
+            self._do("check_at_once", self.group)
         try:
             is_watched |= len(set(hosts)) < 2
             # The port at which this rank hears of the other hosts.
-            port = 0 if is_watched else self.lib.fl_gloo_listen_for_hosts(self.group, *self._reason)
+            port = 0 if is_watched else self.lib.fl_gloo_listen_for_hosts(self.group)
             if port < 0:
                 raise BackendUnavailableError(self.reason())
             self._connect(store, key, hosts, (port, host_timeout), lazily)
@@ -140,8 +141,7 @@ class GlooBackend(NativeBackend):
 
     def _create(self, address: str) -> Any:
         where = address.encode(), b""  # no interface's name: it might have several addresses
-        how = *where, self._joining, *self._reason
-        group = self.lib.fl_gloo_create(self.rank, self.size, *how)
+        group = self.lib.fl_gloo_create(self.rank, self.size, *where, self._joining)
         if group == self.ffi.NULL:
             raise BackendUnavailableError(
                 f"rank {self.rank} of {self.size}: Gloo cannot use address {address!r}: "
@@ -158,9 +158,10 @@ class GlooBackend(NativeBackend):
         lazily: bool,
     ) -> None:
         """Send the peers this rank's address, and connect to theirs."""
-        count = self.lib.fl_gloo_address(self.group, *self._reason)
+        room = self.ffi.new("char[]", _ADDRESS_BYTES)
+        count = self.lib.fl_gloo_address(self.group, room, _ADDRESS_BYTES)
         assert count > 0
-        address = bytes(self.ffi.buffer(self._reason[0], count))
+        address = bytes(self.ffi.buffer(room, count))
         mine = b64encode(zlib.compress(address)).decode()  # most of it are zeros
         card = [this_process(), mine, nonce().hex(), *watched]
         texts = store.exchange(json.dumps(card).encode())
@@ -204,7 +205,7 @@ class GlooBackend(NativeBackend):
             "count": len(texts),
             "seconds": max(cards.limits) if all(cards.limits) else 0.0,
         }
-        self.lib.fl_gloo_watch_hosts(self.group, self.ffi.new("fl_hosts *", known), *connecting)
+        self._do("watch_hosts", self.group, self.ffi.new("fl_hosts *", known), *connecting)
 
     def lost(self, doing: str) -> DistributedError | None:
         """Return why the group cannot be used any more; see ``Backend``.
@@ -229,10 +230,10 @@ class GlooBackend(NativeBackend):
         """Have ``other`` end too when hosts are lost, also while nobody asks this group."""
         give_up = other.ffi.addressof(other.lib, f"{other.symbols}_give_up")
         addresses = [int(other.ffi.cast("uintptr_t", each)) for each in (give_up, other.group)]
-        function = self.ffi.cast("void (*)(void *, const char *)", addresses[0])
+        function = self.ffi.cast("int (*)(void *, const char *)", addresses[0])
         self._kept.append(other.group)  # it is freed after this one
         pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
-        self.lib.fl_gloo_take_along(self.group, function, pointer, advice.encode())
+        self._do("take_along", self.group, function, pointer, advice.encode())
 
 
 class _Part(GlooBackend):
@@ -247,4 +248,6 @@ class _Part(GlooBackend):
         self.places = [whole.places[rank] for rank in kin.ranks]
         ranks = self.ffi.new("int[]", kin.ranks)
         made = self.lib.fl_gloo_part(whole._open("new_group"), ranks, self.size, kin.number)
+        if made == self.ffi.NULL:
+            raise DistributedError(f"[new_group] {self.name}: it cannot be made: {self.reason()}")
         self._begin(native, self._owned(made))

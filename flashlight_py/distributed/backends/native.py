@@ -55,7 +55,6 @@ from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 
-_MESSAGE_BYTES = 1024
 _ARRAY = object()
 
 _LEAST_RUNNING = 8  # operations, before it is looked which have ended
@@ -83,7 +82,6 @@ class NativeBackend(NativeGroup):
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
         super().__init__(native, store, timeout)
         # Where the library explains why it cannot do something, and how much it may write.
-        self._reason = self.ffi.new("char[]", _MESSAGE_BYTES), _MESSAGE_BYTES
         abort.watch(self)
         self._sites: dict[Place, Any] = {}
         self._most_running = _LEAST_RUNNING
@@ -135,9 +133,9 @@ class NativeBackend(NativeGroup):
     def _begin(self, native: ModuleType, group: Any) -> None:
         """Have calls go to ``group`` from now on."""
         self.group = group
-        self._function("call_ranks")(group, self.ffi.new("int[]", self.numbers))
+        self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
         answer = answer_to_interrupts(native, f"{self.symbols}_interrupted")
-        self._function("on_interrupt")(group, answer)
+        self._do("on_interrupt", group, answer)
 
     def _pointer(self, array: Array | None) -> Any:
         """Return the address of the elements, NULL where there is no array."""
@@ -217,7 +215,7 @@ class NativeBackend(NativeGroup):
     def call_ahead(self, rank: int) -> str:
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
         call, group = self.ffi.new("fl_signature *"), self.group
-        ahead = group is not None and self._function("is_ahead")(group, rank, call)
+        ahead = group is not None and self._function("is_ahead")(group, rank, call) > 0
         return call_in_words(self.lib, call) if ahead else ""
 
     def _launch(
@@ -417,11 +415,6 @@ class NativeBackend(NativeGroup):
 
         return Then(work, found)
 
-    def reason(self) -> str:
-        """Return why the library has not done what it was asked for last."""
-        text: str = self.ffi.string(self._reason[0]).decode(errors="replace")
-        return text
-
     def synchronize(self) -> None:
         """Block until all that was started has ended; raises what the first failure raises."""
         for work in list(self._running):
@@ -431,7 +424,7 @@ class NativeBackend(NativeGroup):
         group = self.group
         if group is not None:
             words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
-            self._function("give_up")(group, words.encode(errors="replace"))
+            self._do("give_up", group, words.encode(errors="replace"))
 
     def lost(self, doing: str) -> DistributedError | None:
         group = self.group
@@ -445,7 +438,7 @@ class NativeBackend(NativeGroup):
 
     def leave(self) -> None:
         if (group := self.group) is not None:
-            self._function("leave")(group)
+            self._do("leave", group)
 
     def is_busy(self) -> bool:
         return any(not work.is_completed() for work in list(self._running))
@@ -453,7 +446,7 @@ class NativeBackend(NativeGroup):
     def abandon(self) -> None:
         group, self.group, self._step = self.group, None, None
         if group is not None:
-            self._function("abandon")(group)
+            self._do("abandon", group)
 
     def close(self) -> None:
         """End what runs; the native threads have ended on return.
@@ -463,7 +456,7 @@ class NativeBackend(NativeGroup):
         group, self.group, self._step, self._kept = self.group, None, None, []
         if group is not None:
             self._first.clear()
-            self._function("close")(group)
+            self._do("close", group)
         self._running.clear()
 
 

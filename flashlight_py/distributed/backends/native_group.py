@@ -9,6 +9,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.work import Work
+from flashlight_py.errors import DistributedError
 
 
 class NativeGroup(Backend):
@@ -36,3 +37,13 @@ class NativeGroup(Backend):
     def _function(self, name: str) -> Any:
         """Return the library's function of that name, which takes its group."""
         return getattr(self.lib, f"{self.symbols}_{name}")
+
+    def _do(self, name: str, group: Any, *args: Any) -> None:
+        """Call such a function, which returns whether it has failed: then a DistributedError."""
+        if self._function(name)(group, *args):
+            raise DistributedError(f"[{name}] {self.name}: the library has failed: {self.reason()}")
+
+    def reason(self) -> str:
+        """Return why the library has not done what this thread has asked for last."""
+        text: str = self.ffi.string(self.lib.fl_error()).decode(errors="replace")
+        return text

@@ -23,6 +23,7 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, limit_passed
+from flashlight_py.errors import DistributedError
 
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
@@ -122,8 +123,8 @@ class NativeWork(Work):
         return int(self._lib.fl_op_wait(self._handle, seconds))
 
     def cancel(self) -> None:
-        if self._forks == journal.forks():
-            self._lib.fl_op_cancel(self._handle)
+        if self._forks == journal.forks() and self._lib.fl_op_cancel(self._handle):
+            raise DistributedError(f"cancel: the library has failed: {self._backend.reason()}")
 
     def is_completed(self) -> bool:
         """Return whether it has ended; in a forked child it has, as it is not this process's."""

@@ -68,9 +68,9 @@ class ShmBackend(NativeBackend):
         self.memory = self
         self.near = self.places = list(range(self.size) if self._kin is None else self._kin.ranks)
         self._begin(native, map_together(store, self._map, self._named))
-        self.lib.fl_shm_on_mismatch(self.group, answer_where(native, "fl_shm_where"))
+        self._do("on_mismatch", self.group, answer_where(native, "fl_shm_where"))
         if at_once:
-            self.lib.fl_shm_compare_at_once(self.group)
+            self._do("compare_at_once", self.group)
 
     def kin(self, ranks: Sequence[int], count: int, first: int) -> Kin | None:
         """Return that ``ranks`` of the memory are to be a group, some of a larger one.
@@ -82,7 +82,7 @@ class ShmBackend(NativeBackend):
         return Kin(self, ranks, number, False) if fits else None
 
     def _map(self, path: str, create: bool) -> Any:
-        place = path.encode(), create, self._named, self.rank, self.size, *self._reason
+        place = path.encode(), create, self._named, self.rank, self.size
         if self._kin is None:
             group = self.lib.fl_shm_open(*place)
         else:
@@ -125,7 +125,7 @@ class ShmBackend(NativeBackend):
                 what = f"shared_empty, {self.size} arrays of {dtype} {shape}"
                 with open_memory(path) as fd:
                     reserve(fd, stride * self.size, what)
-            region = self.lib.fl_shm_add_region(group, where, create + large, stride, *self._reason)
+            region = self.lib.fl_shm_add_region(group, where, create + large, stride)
             if region == self.ffi.NULL:
                 raise OSError(self.reason())
             return region
