@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from contextlib import ExitStack
 from heapq import heappop, heappush
 from operator import itemgetter
@@ -58,12 +59,18 @@ class GradSink:
 class InPasses:
     """An owner of methods that a pass calls, notified of a pass that fails before it has.
 
-    They are gradient hooks of leaves or vjps of operations, by ``functools.partial``.
+    They are gradient hooks of leaves or vjps of operations, by ``functools.partial``. Those in
+    ``watching`` are notified of every pass that is inside no other.
     """
+
+    def on_begin(self) -> None:
+        """Take note that a pass begins."""
 
     def join_failed(self) -> None:
         """Take note that the running pass, which would have called it, ends by an exception."""
 
+
+watching: list[weakref.ref[InPasses]] = []
 
 _LAST = sys.maxsize  # the turn of what users ask for
 
@@ -133,6 +140,9 @@ def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
     walk = _current.walk = Walk(start, seed, retain_graph)
     completed = False
     try:
+        for watcher in watching[:] if outer is None else ():
+            if (owner := watcher()) is not None:
+                owner.on_begin()
         if isinstance(start, Node):
             _visit_all(walk, start)
         else:

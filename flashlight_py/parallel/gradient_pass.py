@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.engine import InPasses, at_end
+from flashlight_py.autograd.engine import InPasses, at_end, watching
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup, all_reduce, shared_empty
 from flashlight_py.distributed.calls.arrays import scale_in_place
@@ -34,7 +34,7 @@ from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import DistributedError, OutOfMemoryError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.failing import end_together, fail
-from flashlight_py.structure import HoldsState, changed
+from flashlight_py.structure import HoldsState, changed, count
 
 _turns = itertools.count(1)  # in the order in which all ranks make them
 
@@ -78,6 +78,10 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
         self._running = False
         self._has_failed = False  # the pass, on this rank
         self._ends_together = False  # as all ranks do
+        self._module: Callable[[], Module | None] = lambda: None
+        self._known: set[Variable] = set()
+        self._strangers: dict[str, Variable] = {}  # parameters whose gradients nobody would reduce
+        self._structure = self._pending = 0  # when these were found; gradients that did not come
 
     def install(self) -> None:
         """Have the parameters report their gradients here."""
@@ -87,10 +91,53 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
 
     def detach(self) -> None:
         """Let go of the parameters, but of those that have another hook since."""
-        for param in self._params:
+        self._module, self._strangers = (lambda: None), {}
+        for param in (*self._params, *self._strangers.values()):
             if _owner_of(param) is self:
                 param.clear_grad_hook()
                 param.grad_buffer = None
+
+    # Parameters that it does not know ------------------------------------------------------------
+
+    def watch(self, module: Module) -> None:
+        """Refuse passes of ``module`` in which parameters take part that it has not now."""
+        named = module.named_params().items()
+        self._known = {param for name, param in named if param.calc_grad or name in self.ignored}
+        self._module, self._structure = weakref.ref(module), int(count[0])
+        here: weakref.ref[InPasses] = weakref.ref(self, watching.remove)
+        watching.append(here)
+
+    def on_begin(self) -> None:
+        """Autograd: a pass begins, perhaps of other modules."""
+        if count[0] != self._structure:
+            self._find_strangers()
+
+    def _find_strangers(self) -> None:
+        module, self._structure = self._module(), int(count[0])
+        named = {} if module is None else module.named_params()
+        new = {n: p for n, p in named.items() if p.calc_grad and p not in self._known}
+        self._strangers = {n: p for n, p in new.items() if _owner_of(p) in (None, self)}
+        for param in self._strangers.values():
+            if param.hook is None:
+                param.register_grad_hook(functools.partial(self._on_stranger))
+
+    def _on_stranger(self, _: object) -> None:
+        """Autograd: the gradient of such a parameter is complete."""
+        if self.enabled and not self._running:
+            self._begin()  # all ranks are to know
+
+    def _check_params(self) -> None:
+        pending = sum(unit.pending for unit in self._units)
+        if pending != self._pending:  # a parameter in a list may have been replaced
+            self._find_strangers()
+        if self._strangers:
+            raise ValueError(
+                f"backward: parameter {next(iter(self._strangers))!r} was assigned, added or "
+                "unfrozen after the module was distributed, and its gradient would not be reduced "
+                "over the ranks; distribute the module again (distribute_module_grads or "
+                "fully_shard), and make a new optimizer"
+            )
+        self._pending = pending
 
     # The pass -----------------------------------------------------------------------------------
 
@@ -124,6 +171,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
         """Autograd: all is computed. Give what is left, before anything waits for its sums."""
         try:
             if completed:
+                self._check_params()
                 self._give_rest()
         except BaseException:
             completed = False
@@ -295,6 +343,7 @@ def install(
     """Let ``sync`` be found for ``module`` from now on, and ``before_forward`` be called."""
     _passes[module] = sync
     changed()
+    sync.watch(module)
     if before_forward is not None:
         module.before_forward = functools.partial(before_forward, sync)
 
