@@ -77,6 +77,8 @@ def same_as_arrays(rank: int, size: int, async_op: bool, count: int) -> None:
                 got = native(group, verb, first, out=second, async_op=async_op, **given)
                 assert got is (first if in_place else second), (verb, how, code)
                 where = mine if in_place else out
+                if verb == "exscan" and rank == 0:  # fl.exscan writes the identity afterwards
+                    continue
                 assert where is None or np.array_equal(where, wanted), (verb, how, code)
             assert record_of(group).as_dict()["dtype"] == str(x.dtype)
 
