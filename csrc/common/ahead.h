@@ -42,46 +42,83 @@ inline bool may_be_small(int rank, const fl_signature& call) {
   return root_must_know(call.verb) && call.ndim == FL_ANY && rank != call.root;
 }
 
-// Earlier calls in which the ranks differ, as far as not every rank has raised since.
+// Of two numbers of calls, which wrap.
+inline bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
+
+// Whether `rank`, which needs the calls of `needed`, finds among these one that differs from its own.
+inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
+  for (int r = needed.first; r < needed.last; ++r) {
+    const fl_signature both[] = {calls[rank], calls[r]};
+    if (!all_same(both, 2) || (root_must_know(calls[rank].verb) && calls[r].ndim == FL_ANY)) return true;
+  }
+  return false;
+}
+
+// Earlier calls in which the ranks differ, as far as not every rank has raised since. All ranks find the same,
+// from what they have called.
 class Differing {
  public:
   struct Call {
     uint32_t number;
-    bool told;  // this rank has raised it
     Seen seen;
+    std::vector<bool> told;  // which ranks have raised it, or a later one
+    bool is_raised = false;  // by this rank, maybe in a call that was not compared yet
   };
   // A rank may be so many calls ahead.
-  explicit Differing(uint32_t most_ahead) : most_ahead_(most_ahead) {}
+  Differing(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}
 
   bool none() const { return calls_.empty(); }
 
   void forget_old(uint32_t number) {
-    const auto is_old = [&](const Call& call) { return number - call.number > most_ahead_; };
-    calls_.erase(std::remove_if(calls_.begin(), calls_.end(), is_old), calls_.end());
+    forget([&](const Call& call) { return number - call.number > most_ahead_; });
   }
 
-  // What was found of a call, the next one: whether some rank may have returned from it.
-  void compared(bool same, bool runs_ahead, Call call) {
-    forget_old(call.number);
-    if (!runs_ahead) {
-      calls_.clear();  // every rank raises in this call
-    } else if (!same) {
-      calls_.push_back(std::move(call));
+  // What the ranks have called in `number`, the next to be compared. `needed(r)` are those for whose calls r
+  // waits in it: all, if it can raise an earlier one.
+  template <typename Needed>
+  void compared(uint32_t number, bool same, const std::vector<fl_signature>& calls, Needed needed, Seen seen) {
+    forget_old(number);
+    const int size = static_cast<int>(calls.size());
+    std::vector<bool> told(size);
+    for (int r = 0; r < size; ++r) {
+      const Ranks others = needed(r);
+      const bool waits = others.count() == size, is_withdrawn = calls[r].ndim == FL_WITHDRAWN;
+      for (Call& call : calls_) {
+        const bool is_known = is_withdrawn && !is_before(static_cast<uint32_t>(calls[r].count), call.number);
+        call.told[r] = call.told[r] || waits || is_known;
+      }
+      told[r] = waits || is_withdrawn || calls[r].ndim == FL_REFUSED || sees_difference(calls.data(), r, others);
     }
+    if (!same && !only_withdrawn(calls)) calls_.push_back({number, std::move(seen), std::move(told)});
+    forget([](const Call& call) { return std::find(call.told.begin(), call.told.end(), false) == call.told.end(); });
   }
 
   // What is to be raised in call `number`: with `only_news` one of which this rank has not been told.
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
     if (none()) return std::nullopt;
     forget_old(number);
-    const auto news = std::find_if(calls_.begin(), calls_.end(), [](const Call& call) { return !call.told; });
+    const auto is_news = [&](const Call& call) { return !call.told[rank_] && !call.is_raised; };
+    const auto news = std::find_if(calls_.begin(), calls_.end(), is_news);
     if (none() || (only_news && news == calls_.end())) return std::nullopt;
     const Call found = news == calls_.end() ? calls_.back() : *news;
-    for (Call& call : calls_) call.told = true;
+    for (Call& call : calls_) call.is_raised = true;
     return found;
   }
 
  private:
+  template <typename Condition>
+  void forget(Condition is_done) {
+    calls_.erase(std::remove_if(calls_.begin(), calls_.end(), is_done), calls_.end());
+  }
+
+  // Whether the ranks call the same but for those that have withdrawn their calls.
+  static bool only_withdrawn(std::vector<fl_signature> calls) {
+    const auto is_withdrawn = [](const fl_signature& call) { return call.ndim == FL_WITHDRAWN; };
+    const auto end = std::remove_if(calls.begin(), calls.end(), is_withdrawn);
+    return end != calls.end() && (end == calls.begin() || all_same(calls.data(), end - calls.begin()));
+  }
+
+  const int rank_;
   const uint32_t most_ahead_;
   std::vector<Call> calls_;
 };

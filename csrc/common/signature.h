@@ -70,4 +70,15 @@ inline bool are_one_call(const fl_signature* calls, int ranks) {
   return all_same(calls, ranks) && (!root_must_know(calls->verb) || calls[calls->root].ndim != FL_ANY);
 }
 
+// In place of a call whose rank raises the mismatch of an earlier one; it has compared all up to `compared`.
+inline fl_signature withdrawn(const fl_signature& call, uint32_t compared) {
+  fl_signature instead{};
+  instead.verb = FL_BARRIER;
+  instead.ndim = FL_WITHDRAWN;
+  instead.op = call.verb;
+  instead.count = compared;
+  instead.sequence = call.sequence;
+  return instead;
+}
+
 }  // namespace fl

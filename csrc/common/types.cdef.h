@@ -40,9 +40,11 @@ typedef enum {
    all_gather, gather and all_to_all_uneven let the first dimension differ, and a rank that is not
    the root of a scatter or a broadcast may leave out what it expects: ndim is FL_ANY then. A rank whose program gave
    what cannot be called joins all the same, by a barrier, send or recv whose ndim is FL_REFUSED: that
-   equals no other rank's call, and its site says why. */
+   equals no other rank's call, and its site says why. The library itself replaces a call by a barrier whose
+   ndim is FL_WITHDRAWN, and whose op is the verb, if it raises the mismatch of an earlier call instead. */
 #define FL_ANY -1
 #define FL_REFUSED -2
+#define FL_WITHDRAWN -3
 /* Added to the dtype of a call that ranks only compare: it has no data, and its itemsize is 0. The
    handle of a collective in which shapes may differ has every rank's signature. What moves then, another
    library moves, that of a GPU for example: arrays in its memory are of another kind. */

@@ -11,12 +11,6 @@
 #include "../common/signature.h"
 
 namespace fl {
-namespace {
-
-// Numbers of calls wrap.
-bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
-
-}  // namespace
 
 Collectives::Collectives(Mesh& mesh)
     : mesh_(mesh),
@@ -132,10 +126,23 @@ void Collectives::enter(Call& call, const void* data, const Parts& give) {
   ++calls_;
   const Ranks needed = needed_by(rank_, call.mine);
   const bool is_ahead = needed.count() < size_;
-  announce(call, data, give, is_ahead ? kRunsAhead : kWaits);
+  if (is_ahead) raise_news(call);
+  announce(call.mine, call.site, data, give, is_ahead ? kRunsAhead : kWaits);
   if (is_ahead && receive_some(call, needed)) return;
   if (is_ahead) mesh_.hurry();
   receive_all(call);
+}
+
+// The mismatch of an earlier call of which this rank has not been told. What goes with a call that raises
+// would be the result of other ranks: they are told that it was withdrawn.
+void Collectives::raise_news(const Call& call) {
+  while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
+  auto news = differing_.to_raise(calls_, true);
+  if (!news) return;
+  announce(withdrawn(call.mine, compared_), call.site, nullptr, Parts(size_), kRunsAhead);
+  mesh_.hurry();
+  news->seen.ago = calls_ - news->number;
+  throw Mismatch(news->seen);
 }
 
 // The ranks whose calls bring something for `rank`, which calls that. All, where data follows that does not
@@ -148,25 +155,26 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   return is_ahead ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
-void Collectives::announce(const Call& call, const void* data, const Parts& give, How how) {
+void Collectives::announce(const fl_signature& mine, const fl_site& site, const void* data, const Parts& give,
+                           How how) {
   const char* const source = static_cast<const char*>(data);
   const uint32_t read = compared_;  // what came with these calls
   awaited_ = calls_;
-  made_[calls_ % made_.size()] = {call.mine, call.site, how};
+  made_[calls_ % made_.size()] = {mine, site, how};
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     const uint32_t place = calls_ % kLeaving;
     unless_left(r, [&] { await_leaving(r); });
     Frame& frame = outgoing_[r * kLeaving + place];
     frame.how = how;
-    frame.signature = call.mine;
-    frame.set_site(call.site);
+    frame.signature = mine;
+    frame.set_site(site);
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.rest + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = asked_; number != read;) post_header(r, ++number + kTurns, false);
     // A rank that gives more to a gather than goes with its call waits for all.
-    const bool may_wait = how == kWaits || first_dimension_is_free(call.mine.verb);
-    const bool is_needed = may_wait || fl::needed_by(r, size_, call.mine).has(rank_);
+    const bool may_wait = how == kWaits || first_dimension_is_free(mine.verb);
+    const bool is_needed = may_wait || fl::needed_by(r, size_, mine).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
     const size_t sent = offsetof(Frame, rest) + frame.site_bytes + bytes;
     unless_left(r, [&] {
@@ -194,34 +202,31 @@ void Collectives::unless_left(int r, Send send) {
 
 // False: more is needed, as the root has more than goes with its call.
 bool Collectives::receive_some(Call& call, Ranks needed) {
-  while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
-  raise_earlier(true);
   call.seen = last_;  // of whom this call need not be known
   call.seen.ago = 0;
-  bool same = true;
   for (int r = needed.first; r < needed.last; ++r) {
     if (r != rank_) wait_for(calls_, r);
     call.seen.calls[r] = r == rank_ ? call.mine : incoming(r, calls_).signature;
     call.seen.sites[r] = r == rank_ ? call.site : incoming(r, calls_).site();
-    const fl_signature both[] = {call.mine, call.seen.calls[r]};
-    same = same && all_same(both, 2) && !(root_must_know(call.mine.verb) && both[1].ndim == FL_ANY);
   }
   call.seen.calls[rank_] = call.mine;
   call.seen.sites[rank_] = call.site;
   received_at_ = Clock::now();
-  if (!same) {
-    raised_ = calls_;
+  if (sees_difference(call.seen.calls.data(), rank_, needed)) {
     mesh_.hurry();
     throw Mismatch(seen_in(calls_));
   }
-  const fl_signature& root = call.seen.calls[call.mine.root];
-  return call.mine.ndim != FL_ANY || static_cast<size_t>(root.count) * root.itemsize <= kInlineBytes;
+  return call.mine.ndim != FL_ANY || is_in_header(call.seen.calls[call.mine.root]);
+}
+
+bool Collectives::is_in_header(const fl_signature& root) {
+  return static_cast<size_t>(root.count) * root.itemsize <= kInlineBytes;
 }
 
 void Collectives::receive_all(Call& call) {
   while (compared_ + 1 != calls_) compare_call(compared_ + 1);
-  raise_earlier(false);
-  const bool same = compare_call(calls_, true);
+  raise_earlier();
+  const bool same = compare_call(calls_);
   call.seen = last_;
   if (!same) throw Mismatch(call.seen);
 }
@@ -259,27 +264,30 @@ Seen Collectives::seen_in(uint32_t number) const {
 
 // What all have called in the next call that was not compared; whether it is the same. A rank that may not
 // have been told where not, as it has returned ahead, hears of it in a later call.
-bool Collectives::compare_call(uint32_t number, bool or_raises) {
-  bool runs_ahead = false;
+bool Collectives::compare_call(uint32_t number) {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) wait_for(number, r);
-    const How how = r == rank_ ? made_[number % made_.size()].how : incoming(r, number).how;
-    runs_ahead = runs_ahead || how == kRunsAhead;
   }
   last_ = seen_in(number);
   received_at_ = Clock::now();
-  const bool same = are_one_call(last_.calls.data(), size_);
+  const auto& made = last_.calls;
+  const bool same = are_one_call(made.data(), size_);
   compared_ = number;
   if (same && differing_.none()) return true;
-  differing_.compared(same, runs_ahead, {number, or_raises || number == raised_, last_});
+  const auto needed = [&](int r) {
+    const How how = r == rank_ ? made_[number % made_.size()].how : incoming(r, number).how;
+    const bool finds_large = made[r].ndim == FL_ANY && !is_in_header(made[made[r].root]);
+    return how == kWaits || finds_large ? Ranks{0, size_} : needed_by(r, made[r]);
+  };
+  differing_.compared(number, same, made, needed, last_);
   return same;
 }
 
-// A mismatch of an earlier call: with `only_news` one of which this rank has not been told.
-void Collectives::raise_earlier(bool only_news) {
-  auto found = differing_.to_raise(calls_, only_news);
+// A mismatch of an earlier call, also if this rank has been told of it.
+void Collectives::raise_earlier() {
+  auto found = differing_.to_raise(calls_, false);
   if (!found) return;
-  if (!only_news) compare_call(calls_);
+  compare_call(calls_);
   found->seen.ago = calls_ - found->number;
   throw Mismatch(found->seen);
 }

@@ -117,7 +117,7 @@ class Collectives {
   void meet(Call& call, const void* data, const Parts& give);
   void begin();
   void enter(Call& call, const void* data, const Parts& give);
-  void announce(const Call& call, const void* data, const Parts& give, How how);
+  void announce(const fl_signature& mine, const fl_site& site, const void* data, const Parts& give, How how);
   void await_leaving(int r);
   template <typename Send>
   void unless_left(int r, Send send);
@@ -128,8 +128,10 @@ class Collectives {
   bool has_arrived(uint32_t number, int r) const;
   bool all_have_called(uint32_t number) const;
   Seen seen_in(uint32_t number) const;
-  bool compare_call(uint32_t number, bool or_raises = false);
-  void raise_earlier(bool only_news);
+  bool compare_call(uint32_t number);
+  static bool is_in_header(const fl_signature& root);
+  void raise_news(const Call& call);
+  void raise_earlier();
   size_t common_bytes(const Parts& give) const;
   void pass_on(Call& call, const void* data, const Parts& give, size_t bytes);
   void give_each(const void* data, const Parts& give);
@@ -180,9 +182,8 @@ class Collectives {
   uint32_t calls_ = 0;        // so far, of few ranks
   uint32_t compared_ = 0;     // of these, in which all ranks' calls are known
   uint32_t asked_ = 0;        // of these, in place of whose headers later ones have been asked for
-  uint32_t raised_ = 0;       // the last in which this rank has raised before it was compared
   uint32_t awaited_ = 0;      // whose headers are waited for
-  Differing differing_{kMostAhead};
+  Differing differing_{rank_, kMostAhead};
   // The last call that all have made, and when it arrived.
   Seen last_;
   Clock::time_point received_at_;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "../common/ahead.h"
@@ -144,6 +145,7 @@ class Collectives {
   void wait_for_room(size_t inline_bytes);
   bool find_payload();
   void announce(const fl_signature& mine, const Given& given, const fl_site* site);
+  void write_call(const fl_signature& mine, const Given& given, const fl_site* site);
   void announce_large(const fl_signature& mine, const void* data, Call& call);
   void show_waiting();
   void wait_and_show();
@@ -151,9 +153,10 @@ class Collectives {
   void receive_calls(const fl_signature& mine);
   void receive_some(const fl_signature& mine);
   void compare_all();
+  void compare_earlier(uint32_t number);
   void wait_for_all(Watch watch, uint32_t number);
   bool all_have_called(uint32_t number) const;
-  bool compare_call(uint32_t number, bool or_raises = false);
+  bool compare_call(uint32_t number);
   bool all_call_the_same(uint32_t number) const;
   std::vector<fl_signature> calls(uint32_t number) const;
   void raise_earlier(bool only_news);
@@ -224,8 +227,8 @@ class Collectives {
   const fl_site* waiting_site_ = nullptr;
   std::array<Payload, kPayloads> payloads_{};
   uint32_t payload_ = 0;  // a free one
-  Differing differing_{kMostAhead};
-  uint32_t raised_ = 0;       // the last call that differs and was raised before all had made it
+  Differing differing_{rank_, kMostAhead};
+  std::optional<Differing::Call> news_;  // an earlier call whose mismatch the running one raises
   bool compares_at_once_ = false;
   int only_reader_ = -1;  // of what this rank shows in the running call; -1: all read it
   uint32_t chunks_ = 0;  // chunks that have gone through the slots so far

@@ -53,9 +53,6 @@ bool alike(const Call& a, const Call& b, bool free) {
          a.shape == b.shape && (free || a.count == b.count);
 }
 
-// Of two numbers of calls, which wrap.
-bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
-
 }  // namespace
 
 void Collectives::begin(double seconds, InterruptCheck interrupt) {
@@ -154,6 +151,18 @@ void Collectives::wait_for_room(size_t inline_bytes) {
 }
 
 void Collectives::announce(const fl_signature& mine, const Given& given, const fl_site* site) {
+  const uint32_t number = calls_ + 1;
+  news_.reset();
+  if (needed_.count() < size_) {
+    compare_earlier(number);
+    news_ = differing_.to_raise(number, true);
+    // What goes with a call that raises would be the result of other ranks.
+    if (news_ && !is_compared(mine)) return write_call(withdrawn(mine, compared_), {nullptr, 0}, site);
+  }
+  write_call(mine, given, site);
+}
+
+void Collectives::write_call(const fl_signature& mine, const Given& given, const fl_site* site) {
   const uint32_t number = ++calls_;
   Call& call = segment_.block(rank_).calls[number % kCalls];
   call.kind = kind_of(mine);
@@ -258,12 +267,11 @@ void Collectives::receive_calls(const fl_signature& mine) {
 void Collectives::compare_all() {
   while (compared_ + 1 != calls_) compare_call(compared_ + 1);
   raise_earlier(false);
-  if (!compare_call(calls_, true)) throw Mismatch();
+  if (!compare_call(calls_)) throw Mismatch();
 }
 
 void Collectives::receive_some(const fl_signature& mine) {
-  while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
-  raise_earlier(true);
+  if (news_) throw Mismatch(seen_in(news_->number));
   const Call& own = call_of(rank_);
   bool same = true;
   for (int r = needed_.first; r < needed_.last; ++r) {
@@ -281,13 +289,18 @@ void Collectives::receive_some(const fl_signature& mine) {
 }
 
 bool Collectives::look_back(double seconds) {
-  while (compared_ != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
+  compare_earlier(calls_ + 1);
   raise_earlier(true);
   if (compared_ == calls_) return false;
   const uint32_t oldest = compared_ + 1;
   const double age = (coarse_now() - description_of(rank_, oldest).called_at) * 1e-9;
   if (age > seconds) wait_for_all(Watch(peers_, Concern{-1, oldest}, 0, nullptr), oldest);
   return true;
+}
+
+// The calls before `number` that all ranks have made.
+void Collectives::compare_earlier(uint32_t number) {
+  while (compared_ + 1 != number && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
 }
 
 void Collectives::wait_for_all(Watch watch, uint32_t number) {
@@ -305,7 +318,7 @@ bool Collectives::all_have_called(uint32_t number) const {
 
 // What all have called in the next call that was not compared; whether it is the same. A rank that may not
 // have been told where not, as it has returned ahead, hears of it in a later call.
-bool Collectives::compare_call(uint32_t number, bool or_raises) {
+bool Collectives::compare_call(uint32_t number) {
   const Call& own = call_of(rank_, number);
   const int verb = static_cast<int>(own.kind >> 16 & 0x1f);
   const bool free = first_dimension_is_free(verb);
@@ -325,7 +338,14 @@ bool Collectives::compare_call(uint32_t number, bool or_raises) {
   }
   if (same && differing_.none()) return true;
   // Where it lies is asked for when it is raised.
-  differing_.compared(same, (kinds & kRunsAhead) != 0, {number, or_raises || number == raised_, {}});
+  const auto made = calls(number);
+  const auto needed = [&](int r) {
+    if ((call_of(r, number).kind & kRunsAhead) == 0) return Ranks{0, size_};
+    if (is_compared(made[r])) return Ranks{};
+    const bool finds_large = made[r].ndim == FL_ANY && (call_of(made[r].root, number).kind & kIsLarge) != 0;
+    return finds_large ? Ranks{0, size_} : needed_by(r, made[r]);
+  };
+  differing_.compared(number, same, made, needed, {});
   return same;
 }
 
@@ -354,7 +374,6 @@ void Collectives::raise_earlier(bool only_news) {
 
 // That of this call, which others may not have made yet.
 void Collectives::raise_now() {
-  raised_ = calls_;
   try {
     wait_for_all(watch_.at_most(kAnnouncingSeconds), calls_);
   } catch (const Failure&) {  // then what they call is not known

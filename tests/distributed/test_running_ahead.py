@@ -195,3 +195,49 @@ def leave_ahead(rank: int, size: int) -> bool:
 @BACKEND
 def test_what_was_given_arrives_when_its_giver_has_left(pool: Any, backend: str) -> None:
     assert all(pool(3, **BACKENDS[backend][1]).run(leave_ahead))
+
+
+def refuse_often(rank: int, size: int, verb: str) -> None:
+    """Refuse calls on the root, which every rank catches, and go on."""
+    call = {"broadcast": fl.broadcast, "scatter": lambda x: fl.scatter(x if rank == 0 else None)}
+    for times in (1, 2, 3, 20):
+        for _ in range(times):
+            with pytest.raises(TypeError if rank == 0 else MismatchError):
+                fl.broadcast("text" if rank == 0 else np.ones(3))  # type: ignore[type-var]
+        for n in range(3):
+            x = call[verb](np.full((size, 2), 5.0 + n) if rank == 0 else np.zeros((size, 2)))
+            assert np.all(x == 5 + n)
+        assert fl.all_reduce(1) == size
+
+
+@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
+@BACKEND
+def test_all_ranks_go_on_after_refusals_of_a_root(pool: Any, backend: str, verb: str) -> None:
+    pool(3, **BACKENDS[backend][1]).run(refuse_often, verb)
+
+
+def raise_in_a_later_call(rank: int, size: int, verb: str) -> tuple[list[int], str]:
+    """Differ in a call from which the root returns; tell which later calls raise, and what."""
+    call = VERBS[verb][0]
+    told(lambda: fl.broadcast(np.zeros(3 + (rank > 0))))
+    fl.send(np.zeros(1), (rank + 1) % size)  # all have called
+    fl.recv(np.zeros(1), (rank - 1) % size)
+    errors = [told(lambda: call(np.full(3, rank + 1.0))) for _ in range(40)]
+    assert told_later() == ""  # all have been told
+    return [n for n, error in enumerate(errors) if error], "".join(errors)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@BACKEND
+def test_a_call_that_raises_for_an_earlier_one_gives_nothing(
+    pool: Any, backend: str, verb: str
+) -> None:
+    root, *others = pool(3, **BACKENDS[backend][1]).run(raise_in_a_later_call, verb)
+    assert len(root[0]) == 1, root
+    assert "called different things in an earlier call of this group" in root[1]
+    for numbers, message in others:
+        if verb in ("reduce", "gather"):  # in which the root needs the others, and they do not need it
+            assert numbers == []
+        else:
+            assert numbers == root[0]
+            assert f"{verb}, and raised the error of an earlier call instead" in message

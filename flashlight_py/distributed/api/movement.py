@@ -247,8 +247,6 @@ def all_to_all(
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
-    if isinstance(x, list | tuple):
-        return _blocks_to_all(of(group), x, out, async_op, rows is not None or return_rows)
     if not return_rows:
         parts: Any = "sum" if rows is None else rows
         y = (membership.world_native if group is None else of(group).native)(
@@ -259,6 +257,8 @@ def all_to_all(
                 members = of(group)
                 require_length(ALL_TO_ALL.name, out, y.shape[0], members.rank, members.size)
             return y
+    if isinstance(x, list | tuple):
+        return _blocks_to_all(of(group), x, out, async_op, rows is not None or return_rows)
     received: list[int] = []
     how: dict[str, Any] = {"rows": rows, "out": out, "async_op": async_op}
     result = collective(group, ALL_TO_ALL, x, **how, received=received)

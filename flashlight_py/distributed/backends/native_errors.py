@@ -217,6 +217,8 @@ def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
     """Write a signature as the call that it stands for; ``name`` is its dtype's, if known."""
     if signature.ndim == lib.FL_REFUSED:
         return "something, and refused its arguments"
+    if signature.ndim == lib.FL_WITHDRAWN:
+        return f"{_VERBS[signature.op].name}, and raised the error of an earlier call instead"
     if signature.part_of:
         return COMPOSED[signature.part_of - 1]
     verb, root = _VERBS[signature.verb], signature.root
