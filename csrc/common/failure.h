@@ -33,9 +33,12 @@ struct Failure : std::runtime_error {
       : std::runtime_error(message), status(status), missing(std::move(missing)) {}
   fl_status status;
   std::vector<int> missing;
-  Seen seen;  // of a timeout: the last calls
+  Seen seen;  // of a timeout or a lost rank: the last calls
   std::shared_ptr<const Failure> for_others;  // what they are told in its place
 };
+
+// Of a rank that has closed its group, as at the normal end of its program.
+constexpr const char* kHasLeft = "it has left the group";
 
 // What a rank has said of others, with who that was; it may have heard it itself.
 inline std::string as_told(const std::string& message, const std::string& who) {

@@ -138,11 +138,12 @@ Group::Task Group::collective(const fl_message& given, void* output, InterruptCh
       try {
         operation.output = dispatch(call, given.data, output);
       } catch (Failure& failure) {
-        if (failure.status == FL_TIMEOUT) {
+        const bool is_late = failure.status == FL_TIMEOUT;
+        if (is_late || failure.status == FL_PEER_LOST) {
           failure.seen = collectives_.last_calls();
           failure.seen.calls[mesh_->rank] = given.signature;
-          if (waits_in(failure, given.signature)) failure.missing = mesh_->cause_of(failure);
         }
+        if (is_late && waits_in(failure, given.signature)) failure.missing = mesh_->cause_of(failure);
         throw;
       }
     });

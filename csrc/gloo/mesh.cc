@@ -20,8 +20,6 @@ using std::chrono::milliseconds;
 // An answer that does not come in this time is not worth waiting for.
 constexpr milliseconds kGoodbye{500};
 
-constexpr const char* kHasClosed = "it has closed the group";
-
 // So long after another rank at most this one reports that a host is lost: news come at once, but whoever hears
 // of a loss waits a little for others.
 constexpr milliseconds kNewsTakes = 2 * Heartbeat::kLongestInterval;
@@ -176,7 +174,7 @@ void Mesh::require(int peer) {
 
 Pair& Mesh::pair_with(int peer) {
   if (!is_connected(peer)) require(peer);
-  if (has_news_ && has_said_all(peer)) throw std::runtime_error(kHasClosed);  // or given up: see explain
+  if (has_news_ && has_said_all(peer)) throw std::runtime_error(kHasLeft);  // or given up: see explain
   return *links_.pair(ranks_[peer]);
 }
 
@@ -359,8 +357,8 @@ Failure Mesh::explain(int peer, const std::string& what) {
     return {FL_PEER_LOST, {r}, "it gave up: " + farewell->words};
   }
   if (missing.empty() && peer >= 0) missing.push_back(peer);
-  const bool has_closed = !missing.empty() && broken[missing[0]] == kHasClosed;
-  return Failure(FL_PEER_LOST, missing, has_closed ? kHasClosed : what);
+  const bool has_closed = !missing.empty() && broken[missing[0]] == kHasLeft;
+  return Failure(FL_PEER_LOST, missing, has_closed ? kHasLeft : what);
 }
 
 std::map<int, std::string> Mesh::broken_peers() {
@@ -368,7 +366,7 @@ std::map<int, std::string> Mesh::broken_peers() {
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank || end_of(peer) == kNever) continue;
     const bool has_closed = known(peer).closed_at != kNever;
-    broken.emplace(peer, has_closed ? kHasClosed : links_.pair(ranks_[peer])->problem());
+    broken.emplace(peer, has_closed ? kHasLeft : links_.pair(ranks_[peer])->problem());
   }
   return broken;
 }

@@ -182,7 +182,7 @@ auto ShmGroup::reporting(const fl_site* site, Body body) {
     if (!mismatch.seen.calls.empty()) throw;  // of an earlier call
     throw Mismatch(collectives_.seen_now());
   } catch (Failure& failure) {
-    if (failure.status == FL_TIMEOUT) failure.seen = collectives_.last_calls();
+    if (failure.status == FL_TIMEOUT || failure.status == FL_PEER_LOST) failure.seen = collectives_.last_calls();
     throw;
   }
 }

@@ -95,7 +95,7 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
     if (farewell.given.value() == 0 || !matters(r, concern)) continue;
     const auto status = static_cast<fl_status>(farewell.status);
     const std::vector<int> missing(farewell.missing, farewell.missing + farewell.missing_count);
-    if (status == FL_OK) return Failure(FL_PEER_LOST, {r}, "it has left the group");
+    if (status == FL_OK) return Failure(FL_PEER_LOST, {r}, kHasLeft);
     if (std::find(missing.begin(), missing.end(), rank_) != missing.end()) {
       if (status == FL_RAISED) return Failure(FL_CLOSED, {}, "this rank reported an exception");
       return given_up_by(r, name(r), {status, missing, farewell.message});

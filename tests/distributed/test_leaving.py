@@ -50,6 +50,18 @@ BEHIND: dict[str, Verb] = {
 }
 
 
+def call_once_more(group: Group, rounds: int) -> None:
+    """Rank 1 leaves after ``rounds`` calls; the others call once more."""
+    for _ in range(rounds):
+        group.all_reduce(np.ones(3))
+    if group.rank == 1:
+        return
+    left = rf"lost rank 1 \(it ended normally or by sys.exit after {rounds} calls of this group, "
+    advice = r"1 fewer than (this rank|rank 0).*drop_last=True of DistributedSampler.*fl.join\(\)"
+    with pytest.raises(fl.errors.PeerLostError, match=f"{left}{advice}"):
+        group.all_reduce(np.ones(3))
+
+
 def wait_for_one_that_left(group: Group, name: str) -> None:
     if group.rank == group.size - 1:
         time.sleep(0.2)  # the others wait before rank 0 leaves, or soon after it
@@ -109,6 +121,21 @@ def backends(*fast: str) -> Any:
 def test_who_waits_for_a_message_of_one_that_has_closed_the_group(backend: str, pool: Any) -> None:
     size, how = world_of(backend)
     pool(size, **how).run_each(close_a_group, [(name,) for name in MESSAGES])
+
+
+def leave_a_group_early(rank: int, size: int) -> None:
+    for rounds in (0, 3):
+        with contextlib.closing(fl.new_group(range(size))) as group:
+            call_once_more(group, rounds)
+        fl.barrier()
+
+
+@backends("shm", "hierarchical", "gloo", "mpi")
+def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
+    backend: str, pool: Any
+) -> None:
+    size, how = world_of(backend)
+    pool(size, **how).run(leave_a_group_early)
 
 
 @backends("shm", "hierarchical")

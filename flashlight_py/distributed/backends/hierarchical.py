@@ -226,6 +226,8 @@ class HierarchicalBackend(Backend):
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread, number = self._callers.check(call.name), self.count[0]
+        for part in self._parts:  # errors give the number of calls that users count
+            part.count = self.count
         running = self._running  # they end in their order
         ended = next((n for n, one in enumerate(running) if not one.is_completed()), len(running))
         self._running = running[ended:]

@@ -14,6 +14,7 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import (
     EARLIER_ADVICE,
+    END_ADVICE,
     HOST_ADVICE,
     LEAVING_ADVICE,
     NOTHING_CHANGED,
@@ -40,6 +41,7 @@ from flashlight_py.errors import (
 _MOST_ASKED = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
+_LEFT = "it has left the group"  # as csrc/common says it
 _GIVEN_UP = "it gave up waiting for this rank: "  # as csrc/common says it
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
 _WORDS_FOR_OTHERS = re.compile("^[PTM](?=lost |rank |ranks |all |a rank |the ranks )")
@@ -65,6 +67,9 @@ def failure(
         return _as_told(where, text)
     lost = {lib.FL_PEER_LOST: PEER_ADVICE, lib.FL_HOST_LOST: HOST_ADVICE}
     advice = (lost | {lib.FL_LEAVING: LEAVING_ADVICE}).get(status)
+    if status == lib.FL_PEER_LOST and text.startswith(_LEFT):
+        text = _ended_normally(backend, handle, missing, number) + text.removeprefix(_LEFT)
+        advice = END_ADVICE
     if advice is not None:
         error = PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
         if text.startswith(_GIVEN_UP):
@@ -84,6 +89,18 @@ def failure(
         text = f"the group cannot be used any more{because}: {_WORDS_FOR_OTHERS.sub('', text)}"
         kind = GroupClosedError
     return kind(f"{where}: {text}")
+
+
+def _ended_normally(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
+    """Say how many calls the first of ``missing`` made before it left, if it made fewer."""
+    words, signatures = "it ended normally or by sys.exit", backend.lib.fl_op_signatures(handle)
+    if signatures == backend.ffi.NULL or not missing:
+        return words  # a message: nobody knows how many there are
+    calls, theirs = signatures[backend.rank].sequence, signatures[missing[0]].sequence
+    number = number or backend.count[0] or calls
+    made = min(number - 1, theirs + number - calls)  # of a call of several steps it may lack one
+    fewer = f", {number - made} fewer than this rank"
+    return f"{words} after {made} calls of this group{fewer}" if theirs < calls else words
 
 
 def words_of_traceback(backend: NativeGroup, traceback: str) -> str:

@@ -15,6 +15,10 @@ EARLIER_ADVICE = (
     "did nothing (with FLASHLIGHT_CHECKS=sync each call waits for all ranks)"
 )
 PEER_ADVICE = "It died, exited or closed its connection: look at its own output"
+END_ADVICE = (
+    "Let all ranks make as many calls: drop_last=True of DistributedSampler gives them equally "
+    "many batches, and with fl.join() the numbers may differ"
+)
 LEAVING_ADVICE = "It is alive: let it begin the message before it shuts down, or do not wait for it"
 HOST_ADVICE = (
     "Look at that host and at the network; hosts that may be silent for longer, as one in a "
