@@ -122,7 +122,7 @@ fl.all_reduce(np.zeros(3))
 """
     code, output = run(3, script)
     assert code != 0
-    assert "lost rank 1 (it ended normally or by sys.exit after 0 calls of this group, 1 fewer" in output
+    assert "lost rank 1 (it ended normally or by sys.exit after 0 calls of this group" in output
 
 
 def test_a_killed_rank_ends_the_job() -> None:

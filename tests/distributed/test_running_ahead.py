@@ -236,7 +236,7 @@ def test_a_call_that_raises_for_an_earlier_one_gives_nothing(
     assert len(root[0]) == 1, root
     assert "called different things in an earlier call of this group" in root[1]
     for numbers, message in others:
-        if verb in ("reduce", "gather"):  # in which the root needs the others, and they do not need it
+        if verb in ("reduce", "gather"):  # the root needs the others, they do not need it
             assert numbers == []
         else:
             assert numbers == root[0]
