@@ -145,7 +145,7 @@ class Collectives {
   void wait_for_room(size_t inline_bytes);
   bool find_payload();
   void announce(const fl_signature& mine, const Given& given, const fl_site* site);
-  void write_call(const fl_signature& mine, const Given& given, const fl_site* site);
+  void write_call(const fl_signature& mine, const Given& given, const fl_site* site, int64_t now);
   void announce_large(const fl_signature& mine, const void* data, Call& call);
   void show_waiting();
   void wait_and_show();

@@ -152,17 +152,19 @@ void Collectives::wait_for_room(size_t inline_bytes) {
 
 void Collectives::announce(const fl_signature& mine, const Given& given, const fl_site* site) {
   const uint32_t number = calls_ + 1;
+  const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    compare_earlier(number);
+    // One call straight after another is compared when its successor is on its way: others wait for that.
+    if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = differing_.to_raise(number, true);
     // What goes with a call that raises would be the result of other ranks.
-    if (news_ && !is_compared(mine)) return write_call(withdrawn(mine, compared_), {nullptr, 0}, site);
+    if (news_ && !is_compared(mine)) return write_call(withdrawn(mine, compared_), {nullptr, 0}, site, now);
   }
-  write_call(mine, given, site);
+  write_call(mine, given, site, now);
 }
 
-void Collectives::write_call(const fl_signature& mine, const Given& given, const fl_site* site) {
+void Collectives::write_call(const fl_signature& mine, const Given& given, const fl_site* site, int64_t now) {
   const uint32_t number = ++calls_;
   Call& call = segment_.block(rank_).calls[number % kCalls];
   call.kind = kind_of(mine);
@@ -174,7 +176,7 @@ void Collectives::write_call(const fl_signature& mine, const Given& given, const
   Description& description = description_of(rank_, number);
   description.signature = mine;
   description.signature.sequence = sequence_of(number);
-  description.called_at = coarse_now();
+  description.called_at = now;
   if (needed_.count() < size_) {
     call.kind |= kRunsAhead;
     if (needed_.count() == 0) {
@@ -272,6 +274,7 @@ void Collectives::compare_all() {
 
 void Collectives::receive_some(const fl_signature& mine) {
   if (news_) throw Mismatch(seen_in(news_->number));
+  compare_earlier(calls_);
   const Call& own = call_of(rank_);
   bool same = true;
   for (int r = needed_.first; r < needed_.last; ++r) {
