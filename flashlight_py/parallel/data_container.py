@@ -15,7 +15,7 @@ from flashlight_py.errors import NotInitializedError
 
 
 class Share:
-    """A share of ``what``: ``rank`` of ``size``, or ``is_of_group``, of ``group`` (None: the world)."""
+    """The share of ``what`` with ``rank`` and ``size``, those of ``group`` if ``is_of_group``."""
 
     def __init__(
         self, what: str, rank: int | None, size: int | None, group: ProcessGroup | None
