@@ -1,4 +1,4 @@
-"""What host_array, recompute and shard_linear save, and what they cost.
+"""What host_array, recompute, shard_linear and set_epoch save, and what they cost.
 
     python benchmarks/sharding_parts.py --json sharding_parts.json
 
@@ -9,7 +9,8 @@ proportional shares of memory (PSS), and the time to copy a batch of 256 rows ou
 network whose blocks keep their results, or compute them again: the most that NumPy has allocated in
 a step beyond parameters and gradients, the time of a step, and whether the gradients have the same
 bits. Four linear layers and one sample, on one rank and cut between two: the time until the result
-is there.
+is there. The order of an epoch of 8 million rows by set_epoch, and as many rows by NumPy's
+Generator.permutation in the same process.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ LIBRARY = "flashlight_parts"
 EACH, HOST = "every rank loads its own", "host_array"
 PLAIN, AGAIN = "results are kept", "recompute"
 WHOLE, CUT = "1 rank", "shard_linear, 2 ranks"
+EPOCH, PERMUTATION = "set_epoch", "Generator.permutation"
 DEEP = {"width": 256, "depth": 16, "batch": 2048}
 QUICK = {"width": 64, "depth": 4, "batch": 64}
 ROW_BYTES = 4096
@@ -91,9 +93,19 @@ def layers(options: argparse.Namespace, conductor: Conductor) -> Measurement:
     return conductor.measure(Case(result, task, 8 * width * width * 4), entrants)
 
 
+def epoch(options: argparse.Namespace, conductor: Conductor) -> Measurement:
+    """Measure the order of an epoch."""
+    rows = 10_000 if options.quick else options.rows
+    result = Measurement(f"order of {rows:,} rows", "int64", 8 * rows, 1)
+    kinds = {EPOCH: "sampler", PERMUTATION: "numpy"}
+    entrants = [Contender(title, ours(LIBRARY), 1, {"kind": kind}) for title, kind in kinds.items()]
+    return conductor.measure(Case(result, {"work": "epoch", "rows": rows}, 32 * rows), entrants)
+
+
 def read_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments("Measure host_array, recompute and shard_linear.", [8], "")
+    parser = common_arguments("Measure what serves large data sets and models.", [8], "")
+    parser.add_argument("--rows", type=int, default=8_000_000, help="of an epoch")
     parser.add_argument("--nbytes", type=int, default=64 << 20, help="of the data set")
     parser.add_argument("--width", type=int, default=4096, help="of the linear layers")
     return parser.parse_args()
@@ -107,6 +119,7 @@ def main() -> None:
         data, data_rows = data_set(options, conductor)
         deep, deep_rows = deep_network(options, conductor)
         latency = layers(options, conductor)
+        order = epoch(options, conductor)
     memory = {title: float(taken) for title, taken, _ in data_rows}
     judged: list[Verdict] = [
         at_most(
@@ -115,18 +128,20 @@ def main() -> None:
             {size_name(data.nbytes): [memory[HOST]]} if HOST in memory else {},
         ),
         at_least(f"{latency.task}, 2 ranks against 1", 1.8, {CUT: latency.ratios(WHOLE, CUT)}),
+        at_most(f"{order.task}, of NumPy's time", 1.2, {EPOCH: order.ratios(EPOCH, PERMUTATION)}),
     ]
     print(f"\n### A data set of {size_name(data.nbytes)}, {data.ranks} ranks\n")
     print(markdown(["", "memory of all ranks, in data sets", "a batch"], data_rows))
     print("\n### A step of a deep network\n")
     print(markdown(["", "results and temporaries, at most", "a step"], deep_rows))
-    print(f"\n### {latency.task}\n")
-    times = [[title, duration(median(found))] for title, found in latency.seconds.items()]
-    print(markdown(["", "until the result"], times))
+    for work in (latency, order):
+        times = [[title, duration(median(found))] for title, found in work.seconds.items()]
+        print(f"\n### {work.task}\n\n{markdown(['', 'until the result'], times)}")
     print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    print(left_out_text([data, deep, latency], lambda m: m.task))
+    measured = [data, deep, latency, order]
+    print(left_out_text(measured, lambda m: m.task))
     if options.json:
-        write_json(options.json, machine, conductor, [data, deep, latency], judged)
+        write_json(options.json, machine, conductor, measured, judged)
     conductor.require("flashlight_py")
 
 

@@ -179,6 +179,8 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_of_the_documents_run_on_two_ranks(program: str, tmp_path: Path) -> None:
+    if "import zarr\n" in program:
+        pytest.importorskip("zarr", minversion="3")  # Python 3.11 or later
     file = tmp_path / "program.py"
     file.write_text(program)
     done = subprocess.run(

@@ -93,7 +93,8 @@ class TensorDataset(Dataset):
     """The rows of some arrays: sample ``i`` is ``(arrays[0][i], arrays[1][i], ...)``.
 
     All arrays have the same first dimension, the number of samples. Samples are views (NumPy
-    scalars where an array has one dimension only); nothing is copied.
+    scalars where an array has one dimension only); nothing is copied. Of arrays in files (h5py,
+    zarr), only the rows of a sample or batch are read.
 
     Raises:
         TypeError: ``arrays`` is a single array, whose rows would be taken for the arrays, or holds
@@ -124,7 +125,7 @@ class TensorDataset(Dataset):
             )
 
     def __len__(self) -> int:
-        return len(self.arrays[0])
+        return int(self.arrays[0].shape[0])  # arrays of zarr have no len
 
     def get(self, index: int) -> Sample:
         """Return views of row ``index`` of every array."""
@@ -132,7 +133,7 @@ class TensorDataset(Dataset):
 
     def take(self, indices: Indices) -> Sample:
         """Return the rows at ``indices`` of every array, as new arrays of shape (batch, ...)."""
-        return tuple([array[indices] for array in self.arrays])
+        return tuple([_rows(array, indices) for array in self.arrays])
 
     def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
         """Iterate over views of ``batch_size`` rows each, up to row ``stop``; the last is shorter.
@@ -146,6 +147,14 @@ class TensorDataset(Dataset):
 
     def __iter__(self) -> Iterator[Sample]:
         return zip(*self.arrays, strict=True)
+
+
+def _rows(array: Any, indices: Indices) -> Array:
+    """Return the rows at ``indices``; of an array that is not in memory, each is read once."""
+    if hasattr(array, "__array_ufunc__") or hasattr(array, "__dlpack__"):
+        return array[indices]  # type: ignore[no-any-return]
+    ascending, places = np.unique(indices, return_inverse=True)  # h5py takes no other order
+    return array[ascending][places]  # type: ignore[no-any-return]
 
 
 BatchPolicy: TypeAlias = Literal["include_last", "skip_last", "divisible_only"]

@@ -101,8 +101,8 @@ def check_settings_agree(
     if differing := differences(of_all_ranks({"object": what, **settings}, group)):
         raise MismatchError(
             f"rank {group.rank} of {group.size}: the ranks pass a {what} different "
-            f"arguments: {', '.join(differing)}. Pass the same on every rank: the rank itself "
-            "decides which share is whose"
+            f"arguments: {', '.join(differing)}. Pass the same on every rank of this group "
+            f"({group.journal.name}): the rank itself decides which share is whose"
         )
 
 

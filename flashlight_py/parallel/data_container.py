@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, SupportsIndex
 
 from flashlight_py.dataset import Dataset
 from flashlight_py.dataset.dataset import Indices, Sample
@@ -15,10 +15,7 @@ from flashlight_py.errors import NotInitializedError
 
 
 class Share:
-    """The share of ``what`` that was passed; if both are None that of the group.
-
-    ``is_of_group`` says so; a ``group`` of None is the world.
-    """
+    """The share of ``what`` with ``rank`` and ``size``, those of ``group`` if ``is_of_group``."""
 
     def __init__(
         self, what: str, rank: int | None, size: int | None, group: ProcessGroup | None
@@ -26,61 +23,63 @@ class Share:
         self._what, self.is_of_group, self.group = what, rank is None and size is None, group
         if self.is_of_group:
             members = group_or_world(group)
+            if group is not None:
+                members.backend()  # raises if the group is closed or does not contain this rank
             rank, size = members.rank, members.size
         elif rank is None or size is None or group is not None:
             raise ValueError(
-                f"{what}: pass both rank and size, or neither for those of the group (default: the "
-                f"world); got rank={rank}, size={size}{'' if group is None else ' and a group'}"
+                f"{what}: pass both rank and size, or neither of them and a group (default: the "
+                f"world); got rank={rank}, size={size}{' and a group' * bool(group)}"
             )
         self.rank, self.size = whole_number(what, "rank", rank), whole_number(what, "size", size)
         if self.rank >= self.size:
             raise ValueError(f"{what}: rank must be in [0, size), got rank={rank}, size={size}")
 
-    def require_world(self) -> None:
-        """Raise a NotInitializedError where the world is another one than the share's.
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the share of this rank and size without the group, which cannot be pickled."""
+        of_world = self.is_of_group and self.group is None
+        return {**vars(self), "is_of_group": of_world, "group": None}
 
-        A process that is alone now (after a shutdown, or forked by a rank to load data) may keep
-        its share.
+    def require_world(self) -> None:
+        """Raise a NotInitializedError if the share is of another world than the current one.
+
+        Raises a GroupClosedError if its group is closed. A process that is alone now (after a
+        shutdown, or forked by a rank to load data) may keep its share.
         """
         rank, size = get_world_rank(), get_world_size()
-        of_world = self.is_of_group and self.group is None
-        if of_world and size > 1 and (rank, size) != (self.rank, self.size):
+        if not self.is_of_group or size == 1:
+            return
+        if self.group is not None:
+            self.group.backend()
+        elif (rank, size) != (self.rank, self.size):
             raise NotInitializedError(
                 f"rank {rank} of {size}: this {self._what} was made as rank {self.rank} of "
                 f"{self.size}, for a world that is no more; make it anew, after distributed_init"
             )
 
 
-class Indexed(Protocol):
-    """Has a length, and an element for each index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-
 class DistributedDataContainer(Dataset):
-    """This rank's share of ``data``, which is anything with ``len`` and ``[]``.
+    """This rank's share of ``data``, which is anything with ``len`` or ``shape``, and ``[]``.
 
-    Rank r's share are neighbouring elements; sizes differ by one at most, the longer shares come
-    first, and no element is in two. Lists, arrays (by their first dimension) and datasets will
-    do; the elements are what ``data`` returns, made when they are asked for. Where those are
-    tuples of arrays the container is a dataset like others, to be batched or prefetched.
+    A share is a run of neighbouring elements. Sizes differ by at most one, and the longer shares
+    come first. Lists, arrays (by their first dimension) and datasets are ``data``; an element is
+    read when it is used. If elements are tuples of arrays, the container can be batched and
+    prefetched like any dataset.
 
-    Not collective: every rank cuts its own ``data``, so the length must be the same everywhere.
-    The samples of a step depend on the number of ranks here; with
-    :class:`flashlight_py.ShardedDataset` they do not. The name is that of Lux.jl, where the last
-    share alone is shorter.
+    Not collective: ``data`` must have the same length on every rank. The samples of a step depend
+    on the number of ranks; with :class:`flashlight_py.ShardedDataset` they do not.
 
     Args:
         data: its length is asked for once.
-        rank: which share, in [0, size); default that of the world.
-        size: how many shares; default the size of the world. Pass both or neither.
-        group: whose rank and size they are instead of the world's.
+        rank: which share, in [0, size); default the rank in the group.
+        size: how many shares; default the size of the group. Pass both or neither.
+        group: the process group, default the world; not with ``rank`` and ``size``.
 
     Raises:
         TypeError: ``data`` has no length or no ``[]``, or is a mapping.
-        ValueError: ``rank`` is not in [0, size), or one of both is missing.
+        ValueError: ``rank`` is not in [0, size), one of both is missing, both are passed with a
+            group, or this process is not in the group.
+        GroupClosedError: the group is closed.
 
     Example:
         >>> share = DistributedDataContainer("abcde", rank=1, size=2)
@@ -90,7 +89,7 @@ class DistributedDataContainer(Dataset):
 
     def __init__(
         self,
-        data: Indexed,
+        data: Any,
         rank: int | None = None,
         size: int | None = None,
         group: ProcessGroup | None = None,
@@ -107,7 +106,8 @@ class DistributedDataContainer(Dataset):
         if not hasattr(data, "__getitem__"):
             raise TypeError(f"{what} cannot be indexed by []")
         try:
-            length = len(data)
+            shape = getattr(data, "shape", ())  # arrays of zarr have no len
+            length = shape[0] if shape else len(data)
         except TypeError as error:
             raise TypeError(f"{what} has no length ({error})") from error
         self._positions = contiguous_share(length, self._share.rank, self._share.size)
@@ -121,6 +121,7 @@ class DistributedDataContainer(Dataset):
 
         Raises:
             NotInitializedError: the world is another one than when the container was made.
+            GroupClosedError: its group is closed.
         """
         self._share.require_world()
         return self._data[self._positions[index]]

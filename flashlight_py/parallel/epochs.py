@@ -27,10 +27,10 @@ from flashlight_py.parallel.data_container import Share
 
 def _ranks(arguments: dict[str, Any]) -> ProcessGroup | None:
     """Return the group; None if rank and size were passed, so that nothing is compared."""
-    share = getattr(arguments["self"], "_share", None)
-    group = share.group if share else arguments.get("group")
-    compares = share.is_of_group if share else None in map(arguments.get, ("rank", "size"))
-    return group_or_world(group) if compares else None
+    if share := getattr(arguments["self"], "_share", None):
+        return group_or_world(share.group) if share.is_of_group else None
+    group, *place = map(arguments.get, ("group", "rank", "size"))
+    return group_or_world(group) if group is not None or None in place else None
 
 
 class InEpochs:
@@ -186,8 +186,8 @@ class DistributedSampler(InEpochs):
     numbers of steps. With ``drop_last`` every rank gets the same number, as training needs: the
     last n % size of the order are left out, if shuffled other ones in each epoch.
 
-    Making one, ``set_epoch`` and ``load_state_dict`` are collective, unless rank and size are
-    given: all ranks then compare n, shuffle, seed, drop_last, epoch and what is consumed.
+    Making one, ``set_epoch`` and ``load_state_dict`` are collective in the group, unless rank and
+    size are given: its ranks compare n, shuffle, seed, drop_last, epoch and what is consumed.
     Iterating is not, and communicates nothing: it may happen in a thread or on one rank only. It
     begins anew each time, in the epoch's order. An index counts as used when it is handed out, and
     the other ranks are taken to be as far as this one; for loaders that read ahead, such as one
@@ -203,15 +203,15 @@ class DistributedSampler(InEpochs):
         seed: at least 0, the same on every rank. With the epoch it decides the order, on every
             platform alike.
         drop_last: whether every rank gets n // size samples.
-        rank: which share, in [0, size); default that of the world.
-        size: how many shares; default the size of the world. Pass both or neither; those passed
+        rank: which share, in [0, size); default the rank in the group.
+        size: how many shares; default the size of the group. Pass both or neither; those passed
             are not compared with other ranks.
-        group: whose rank and size they are instead of the world's.
+        group: the process group, default the world; not with ``rank`` and ``size``.
 
     Raises:
         TypeError: an argument that must be an integer is none.
-        ValueError: ``n`` or ``seed`` is negative, ``rank`` is not in [0, size), or one of both
-            is missing.
+        ValueError: ``n`` or ``seed`` is negative, ``rank`` is not in [0, size), one of both is
+            missing, both are passed with a group, or this process is not in the group.
         MismatchError: ranks differ in an argument; on every rank, naming ranks and values.
         DistributedError: as :func:`flashlight_py.all_reduce`.
 
@@ -244,6 +244,7 @@ class DistributedSampler(InEpochs):
 
         Raises:
             NotInitializedError: the world is another one than when the sampler was made.
+            GroupClosedError: its group is closed.
         """
         return self._counting(self._at(self._positions()).tolist())
 
@@ -272,8 +273,8 @@ class ShardedDataset(InEpochs, Dataset):
     count for what it is worth, so that training gives the same for any number of ranks (but for
     rounding), also with a shorter last batch.
 
-    Making one, ``set_epoch`` and ``load_state_dict`` are collective, unless rank and size are
-    given: all ranks then compare their arguments, the number of samples, the epoch and what is
+    Making one, ``set_epoch`` and ``load_state_dict`` are collective in the group, unless rank and
+    size are given: its ranks compare their arguments, the number of samples, the epoch and what is
     consumed. Everything else communicates nothing, and ``PrefetchDataset`` may do it in threads.
     A batch counts as used when iterating hands it out, also by a ``PrefetchDataset``;
     ``dataset[t]`` does not count.
@@ -290,15 +291,16 @@ class ShardedDataset(InEpochs, Dataset):
         shuffle: whether each epoch has a random order of its own.
         seed: at least 0, the same on every rank; decides the orders, on every platform alike.
         drop_last: whether a last batch of fewer samples is left out.
-        rank: whose parts, in [0, size); default that of the world.
-        size: how many parts; default the size of the world. Pass both or neither; those are
+        rank: whose parts, in [0, size); default the rank in the group.
+        size: how many parts; default the size of the group. Pass both or neither; those are
             not compared with other ranks.
-        group: whose rank and size they are instead of the world's.
+        group: the process group, default the world; not with ``rank`` and ``size``.
 
     Raises:
         TypeError: ``dataset`` is no Dataset, or an argument that must be an integer is none.
         ValueError: ``global_batch_size`` < 1, ``seed`` is negative, ``rank`` is not in
-            [0, size), or one of both is missing.
+            [0, size), one of both is missing, both are passed with a group, or this process is
+            not in the group.
         MismatchError: ranks differ in an argument; on every rank, naming ranks and values.
         DistributedError: as :func:`flashlight_py.all_reduce`.
 
@@ -355,6 +357,7 @@ class ShardedDataset(InEpochs, Dataset):
 
         Raises:
             NotInitializedError: the world is another one than when this was made.
+            GroupClosedError: its group is closed.
         """
         batch, part = self._part(index)
         if part:

@@ -226,12 +226,12 @@ def require_module(module: object) -> None:
 def sync_meter(meter: Meter, group: ProcessGroup | None = None) -> Any:
     """Return the value that ``meter`` would have if it had seen what all ranks' meters saw.
 
-    Collective in ``group`` (default: the world), blocking. Every rank calls it with a meter made
-    alike, and gets the same value.
-    The meters stay as they are, so it can be repeated at any time.
+    Collective, blocking. Every rank of ``group`` (default the world) calls it with a meter made
+    alike, and gets the same value. The meters stay as they are, so it can be repeated at any time.
 
     Raises:
         TypeError: ``meter`` is no Meter.
+        ValueError: this process is not in the group.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     if not isinstance(meter, Meter):

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import exchange_bytes
@@ -28,7 +29,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.journal import Record, leave_to_python
 from flashlight_py.distributed.rendezvous.store import host_identity
-from flashlight_py.distributed.start.world import current_world
+from flashlight_py.distributed.start.world import get_world_rank, group_or_world
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline, call_text
@@ -43,8 +44,10 @@ _log = logging.getLogger("flashlight_py")
 class Profile:
     """Records the communication of all ranks into ``path``; see :func:`flashlight_py.profile`."""
 
-    def __init__(self, path: str | os.PathLike[str] = "trace.json") -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | os.PathLike[str] = "trace.json", group: ProcessGroup | None = None
+    ) -> None:
+        self.path, self._group = Path(path), group
         self._records: list[Record] = []
         self._spans: list[tuple[str, int, int]] = []
         self._offset = 0
@@ -55,19 +58,19 @@ class Profile:
 
         Raises:
             RuntimeError: a profile is being taken already.
+            ValueError: this process is not in the group.
             DistributedError: as for :func:`flashlight_py.all_reduce`.
         """
         if journal.listener is not None:
             raise RuntimeError("profile: one is being taken already; stop it first")
-        world = current_world().group
         self._records, self._spans = [], []
-        self._offset = offset_to_rank_0(world.backend())
+        self._offset = offset_to_rank_0(group_or_world(self._group).backend())
         journal.listener = self._records.append
         leave_to_python(True)
 
     @in_step()
     def stop(self) -> None:
-        """End the recording and write the file, on rank 0, for all ranks; collective, blocking.
+        """End the recording and write the file on rank 0 of the group; collective, blocking.
 
         Where another rank is lost, each that is left writes its own part, such as
         ``trace.rank1.json``.
@@ -77,9 +80,8 @@ class Profile:
             OSError: the file cannot be written.
         """
         timeline = self._end()
-        group = current_world().group
         try:
-            everyone = group.gather_object(timeline)
+            everyone = group_or_world(self._group).gather_object(timeline)
         except DistributedError as error:
             self._write_alone(timeline, str(error))
             return
@@ -101,7 +103,7 @@ class Profile:
         journal.listener = None
         leave_to_python(False)
         calls = [record.as_dict() for record in self._records]
-        rank, host, now = current_world().group.rank, socket.gethostname(), time.monotonic_ns()
+        rank, host, now = get_world_rank(), socket.gethostname(), time.monotonic_ns()
         return RankTimeline(rank, host, os.getpid(), self._offset, now, calls, self._spans)
 
     def _write(self, path: Path, timelines: list[RankTimeline]) -> None:
@@ -124,20 +126,22 @@ class Profile:
             self._write_alone(self._end(), f"{type(error).__name__}: {error}")
 
 
-def profile(path: str | os.PathLike[str] = "trace.json") -> Profile:
+def profile(
+    path: str | os.PathLike[str] = "trace.json", group: ProcessGroup | None = None
+) -> Profile:
     """Record every call of every verb, from entering the context to leaving it, into one file.
 
-    Collective at both ends, where it blocks; or ``start()`` and ``stop()`` do the same. The file is
-    written by rank 0, a Chrome trace with all ranks in it, on rank 0's clock: Perfetto and Chrome
-    show it, and ``python -m flashlight_py.trace view trace.json`` makes a page of it. It has of
-    each call the verb, bytes, dtype, shape, line of user code, how long the rank waited for others,
-    and what ran beside the program. ``span(name)`` marks a part of the program.
-
-    Meanwhile every call takes the way through Python: some 10 us each, in place of one. The host
+    Collective and blocking at both ends; ``start()`` and ``stop()`` do the same. Rank 0 of the
+    group writes the file: a Chrome trace of the group's ranks, numbered as in the world, with their
+    calls in all groups, on rank 0's clock. Perfetto and Chrome show it, and ``python -m
+    flashlight_py.trace view trace.json`` makes a page. Each call has its verb, bytes, dtype, shape,
+    line of user code and the time it waited for other ranks. ``span(name)`` marks a part of the
+    program. Meanwhile a call takes some 10 us in place of 1 us: it goes through Python. The host
     times work on a GPU, to within half a millisecond.
 
     Args:
         path: of the file; another one that is there is replaced.
+        group: the process group, default the world.
 
     Example:
         >>> with fl.profile(folder / "trace.json") as taken:
@@ -146,7 +150,7 @@ def profile(path: str | os.PathLike[str] = "trace.json") -> Profile:
         >>> (folder / "trace.json").exists()
         True
     """
-    return Profile(path)
+    return Profile(path, group)
 
 
 def offset_to_rank_0(backend: Backend) -> int:

@@ -157,9 +157,9 @@ def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_parts_of_sharding_are_measured(tmp_path: Path) -> None:
     output, result = run(tmp_path, "sharding_parts.py", "--nbytes", "1048576")
-    assert [len(m["seconds"]) for m in result["measurements"]] == [2, 2, 2]
+    assert [len(m["seconds"]) for m in result["measurements"]] == [2, 2, 2, 2]
     assert "| recompute |" in output
-    assert [verdict["reached"] for verdict in result["verdicts"]] != [None, None]
+    assert None not in [verdict["reached"] for verdict in result["verdicts"]][1:]
 
 
 @pytest.mark.slow

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from flashlight_py.dataset import TensorDataset
+from flashlight_py import DistributedDataContainer, ShardedDataset
+from flashlight_py.dataset import BatchDataset, Dataset, PrefetchDataset, TensorDataset
 
 X = np.arange(12.0).reshape(4, 3)
 Y = np.arange(4)
@@ -66,3 +70,44 @@ def test_one_array_is_not_taken_for_a_list_of_its_rows() -> None:
         TensorDataset(X)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got list among them; make one by numpy.asarray"):
         TensorDataset([X, [1, 2, 3, 4]])  # type: ignore[list-item]
+
+
+@pytest.fixture(params=["h5py", "zarr", "memmap"])
+def stored(request: Any, tmp_path: Path) -> Any:
+    """Return X and Y as arrays in files, which nothing has read yet."""
+    if request.param == "memmap":
+        np.save(tmp_path / "x.npy", X)
+        yield [np.load(tmp_path / "x.npy", mmap_mode="r"), Y]
+        return
+    library = pytest.importorskip(request.param, minversion="3")  # zarr: Python 3.11 or later
+    if request.param == "zarr":
+        yield [library.create_array(tmp_path / f"{a.ndim}.zarr", data=a) for a in (X, Y)]
+        return
+    with library.File(tmp_path / "rows.h5", "w") as file:
+        yield [file.create_dataset(str(a.ndim), data=a) for a in (X, Y)]
+
+
+@pytest.mark.parametrize("indices", [[3, 1, 2], [1, 1, 0], [0, 2], [2], []])
+def test_take_of_arrays_in_files_keeps_order_and_duplicates(
+    stored: Any, indices: list[int]
+) -> None:
+    taken = TensorDataset(stored).take(np.array(indices, np.int64))
+    for field, array in zip(taken, (X, Y), strict=True):
+        assert type(field) in (np.ndarray, np.memmap)
+        np.testing.assert_array_equal(field, array[indices])
+
+
+def test_arrays_in_files_serve_every_dataset(stored: Any) -> None:
+    rows, memory = TensorDataset(stored), TensorDataset([X, Y])
+    pairs: list[tuple[Dataset, Dataset]] = [
+        (rows, memory),
+        (BatchDataset(rows, 3), BatchDataset(memory, 3)),
+        (ShardedDataset(rows, 3), ShardedDataset(memory, 3)),
+        (PrefetchDataset(ShardedDataset(rows, 3), 2, 2), ShardedDataset(memory, 3)),
+        (TensorDataset([DistributedDataContainer(stored[0], 1, 2)[:]]), TensorDataset([X[2:]])),
+    ]
+    for of_file, of_memory in pairs:
+        assert len(of_file) == len(of_memory)
+        for ours, expected in zip(of_file, of_memory, strict=True):
+            for one, other in zip(ours, expected, strict=True):
+                np.testing.assert_array_equal(one, other)

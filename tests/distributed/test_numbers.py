@@ -40,6 +40,26 @@ def test_a_number_of_each_kind(pool: Any) -> None:
     assert [type(x) for x in zero] == [type(x) for x in expected]
 
 
+def locate(rank: int, size: int) -> list[Any]:
+    pair = fl.all_reduce_location(np.float32(-rank), async_op=True).wait()
+    return [
+        fl.all_reduce_location(rank + 0.5, "max"),
+        fl.all_reduce_location(5 - rank),
+        fl.all_reduce_location(rank == 1, "max"),
+        pair,
+        fl.all_reduce_location(np.datetime64(rank, "s")),
+    ]
+
+
+def test_all_reduce_location_of_a_number_returns_a_number_and_a_rank(pool: Any) -> None:
+    expected = [(1.5, 1), (4, 1), (True, 1), (np.float32(-1), 1), (np.datetime64(0, "s"), 0)]
+    for pairs in pool(2).run(locate):
+        assert pairs == expected
+        assert [(type(x), type(r)) for x, r in pairs] == [(type(x), int) for x, _ in expected]
+    with pytest.raises(OverflowError, match="all_reduce_location: "):
+        fl.all_reduce_location(2**63)
+
+
 def of_other_kinds(rank: int, size: int) -> str:
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.all_reduce(1 if rank == 0 else 1.0)

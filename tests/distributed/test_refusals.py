@@ -294,8 +294,9 @@ WITHOUT_CASE = {
     "no argument": "BaseLayer.forward_nothing DDPSequential.average_statistics "
     "DDPSequential.barrier FirstOrderOptimizer.state_dict Membership.join_gpus Module.state_dict "
     "PeriodicAveraging.step all_gather_object",
-    "sends nothing": "Bucket DistributedOptimizer DynamicScaler Joined Membership.backend "
-    "FirstOrderOptimizer.load_state_dict ProcessGroup Reducer grid profile sync_distributed",
+    "sends nothing": "Bucket DistributedDataContainer DistributedOptimizer DynamicScaler Joined "
+    "FirstOrderOptimizer.load_state_dict Membership.backend ProcessGroup Profile Reducer grid "
+    "profile sync_distributed",
     "internal": "Membership.subgroup",
     "tests/parallel/test_tagi.py": "DDPSequential.backward",
     "tests/distributed/test_objects.py": "send_object recv_object",

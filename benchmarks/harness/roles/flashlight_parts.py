@@ -1,8 +1,9 @@
-"""A data set per host or per rank, a deep network recomputed or not, linear layers cut or not."""
+"""A data set per host or rank, a deep network recomputed, layers cut, the order of an epoch."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,8 @@ BATCH = 256
 
 
 class Parts(RankRole):
-    """Works: "data" (kinds "each", "host"), "deep" ("plain", "again"), "layers" ("whole", "cut").
+    """Works: "data" (kinds "each", "host"), "deep" ("plain", "again"), "layers" ("whole", "cut"),
+    and "epoch" ("sampler", "numpy").
 
     The detail of data is how many bytes of memory it has taken in this process (its share of what
     others have mapped too), that of a deep network the most that a step has taken, and its bits.
@@ -28,7 +30,7 @@ class Parts(RankRole):
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         fl.set_seed(0)
         works: dict[str, Callable[[Mapping[str, Any]], Prepared]]
-        works = {"data": _data, "deep": _deep, "layers": _layers}
+        works = {"data": _data, "deep": _deep, "layers": _layers, "epoch": _epoch}
         return works[task["work"]](task)
 
 
@@ -104,6 +106,15 @@ def _layers(task: Mapping[str, Any]) -> Prepared:
 
     call: Call = lambda: net(x)  # noqa: E731
     return Prepared(call, check=check)
+
+
+def _epoch(task: Mapping[str, Any]) -> Prepared:
+    rows, numbers = task["rows"], itertools.count(1)
+    if task["kind"] == "numpy":
+        random = np.random.default_rng(0)
+        return Prepared(lambda: random.permutation(rows))
+    sampler = fl.DistributedSampler(rows)
+    return Prepared(lambda: sampler.set_epoch(next(numbers)))
 
 
 def join(place: Place) -> Parts:

@@ -32,7 +32,7 @@ from flashlight_py.distributed.calls.arrays import (
     parse_op,
 )
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.checks import NUMBERS, Apart
+from flashlight_py.distributed.calls.checks import NUMBERS, Apart, as_number
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.constants import Op, ReduceOp
@@ -306,18 +306,19 @@ def all_reduce_location(
 
     Args:
         x: array of any shape and of integer, float, date or bool dtype; the same shape and dtype on
-            every rank. Left as it is.
+            every rank. Left as it is. Or a number, as for :func:`all_reduce`.
         op: ``"min"`` or ``"max"``; a NaN or NaT is both.
         async_op: return a ``Work`` at once; its ``wait()`` returns the pair.
         group: the process group, default the world.
 
     Returns:
         A pair of new arrays of the kind and shape of ``x``: the values, of its dtype, and the
-        ranks, int64, of equal values the lowest; or the ``Work``. Blocks unless ``async_op``.
+        ranks, int64, of equal values the lowest. For a number, the number and the rank, an int. Or
+        the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``op`` is another.
-        TypeError, DistributedError: as for :func:`all_reduce`.
+        OverflowError, TypeError, DistributedError: as for :func:`all_reduce`.
 
     Example:
         >>> values, ranks = fl.all_reduce_location(np.array([3.0, 1.0]))  # one process
@@ -326,7 +327,10 @@ def all_reduce_location(
     """
     verb, members = "all_reduce_location", of(group)
     with refusing(members, verb, given=[x]):
-        array = as_array(verb, x, writes=False, of_any_dtype=True)
+        if is_number := isinstance(x, NUMBERS):
+            array, number = as_number(verb, x)
+        else:
+            array = as_array(verb, x, writes=False, of_any_dtype=True)
         kind = parse_op(verb, op)
         check_reduction(verb, array.dtype, kind, 1.0)
         if kind not in (ReduceOp.MIN, ReduceOp.MAX):
@@ -338,6 +342,9 @@ def all_reduce_location(
         def locate(rows: Array) -> tuple[Any, ...]:
             ranks = xp.asarray(find(rows, axis=0))
             pair = xp.asarray(xp.take_along_axis(rows, ranks[None], 0)[0]), ranks
+            if is_number:
+                array[...] = pair[0]
+                return number(), int(ranks)
             return tuple(returned(x, part, in_place=False) for part in pair)
 
         work = members.run(step)
