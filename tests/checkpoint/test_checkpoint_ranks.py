@@ -226,4 +226,4 @@ def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:
 def test_the_rest_have_left(tmp_path: Path) -> None:
     said, _ = run_ranks(saves_after_the_others_left, 2, tmp_path)
     assert said.startswith("[save] rank 0 of 2: in save(collective, to be called on every rank): ")
-    assert "lost rank 1 (it ended normally or by sys.exit after " in said
+    assert "lost rank 1 (it ended normally or closed this group after " in said

@@ -10,7 +10,7 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.distributed.verbs import VERBS, Verb
-from tests.distributed.conformance import LOGICAL, Array, dtype_of
+from tests.distributed.conformance import LOGICAL, Array, dtype_of, kept
 from tests.distributed.programs import Call, Oracle, is_whole, run_program
 
 __all__ = ["ORACLES", "run_with_mpi"]
@@ -91,7 +91,7 @@ def _mpi_prefix(verb: Verb, comm: Any, call: Call, group: fl.ProcessGroup) -> tu
     ours = getattr(fl, verb.name)(x.copy(), call.op, call.scale, group=group)
     is_inclusive = verb.fills(0, 0)
     if group.rank == 0 and not is_inclusive:
-        return x, ours
+        return kept(verb.name, x, call.op), ours
     if call.op in LOGICAL:  # of one rank its numbers, where ours are 1 and 0
         return (theirs != 0).astype(x.dtype), ours
     return _scaled(call, theirs, group.rank + is_inclusive), ours

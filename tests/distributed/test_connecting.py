@@ -48,7 +48,7 @@ class Raw:
         self.ffi, self.lib, self.size = native.ffi, native.lib, size
         room = self.ffi.new("char[]", 1024)
         create = self.lib.fl_gloo_create
-        self.groups = [create(r, size, HERE.encode(), b"", 20.0, room, 1024) for r in range(size)]
+        self.groups = [create(r, size, HERE.encode(), b"", 20.0) for r in range(size)]
         assert self.ffi.NULL not in self.groups
         counts = [self.lib.fl_gloo_address(group, room, 1024) for group in self.groups]
         one = [

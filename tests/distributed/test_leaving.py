@@ -56,7 +56,7 @@ def call_once_more(group: Group, rounds: int) -> None:
         group.all_reduce(np.ones(3))
     if group.rank == 1:
         return
-    left = rf"lost rank 1 \(it ended normally or by sys.exit after {rounds} calls of this group, "
+    left = rf"lost rank 1 \(it ended normally or closed this group after {rounds} calls of it, "
     advice = r"1 fewer than (this rank|rank 0).*drop_last=True of DistributedSampler.*fl.join\(\)"
     with pytest.raises(fl.errors.PeerLostError, match=f"{left}{advice}"):
         group.all_reduce(np.ones(3))

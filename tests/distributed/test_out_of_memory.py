@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
         while len(groups) < MOST_GROUPS:
             groups.append(fl.split(0))
     except (MemoryError, OSError, DistributedError) as error:
+        with contextlib.suppress(DistributedError):  # another rank may be in its next split
+            fl.distributed_shutdown()
         return len(groups), str(error)
     return len(groups), ""
 

@@ -106,7 +106,9 @@ def by_meaning(rank: int, size: int, name: str, layout: str) -> None:
             work = getattr(fl, verb.name)(x, op=op, async_op=True)
             assert work.wait() is x
             expected = conformance.meant(verb, everyone, rank, op)
-            expected = everyone[rank] if expected is None else expected
+            expected = (
+                conformance.kept(verb.name, everyone[rank], op) if expected is None else expected
+            )
             assert_close(x, expected, name, f"{verb} {name} {layout} {op} on rank {rank}")
 
 

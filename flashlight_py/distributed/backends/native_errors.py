@@ -93,14 +93,17 @@ def failure(
 
 def _ended_normally(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
     """Say how many calls the first of ``missing`` made before it left, if it made fewer."""
-    words, signatures = "it ended normally or by sys.exit", backend.lib.fl_op_signatures(handle)
+    words, signatures = (
+        "it ended normally or closed this group",
+        backend.lib.fl_op_signatures(handle),
+    )
     if signatures == backend.ffi.NULL or not missing:
         return words  # a message: nobody knows how many there are
     calls, theirs = signatures[backend.rank].sequence, signatures[missing[0]].sequence
     number = number or backend.count[0] or calls
     made = min(number - 1, theirs + number - calls)  # of a call of several steps it may lack one
     fewer = f", {number - made} fewer than this rank"
-    return f"{words} after {made} calls of this group{fewer}" if theirs < calls else words
+    return f"{words} after {made} calls of it{fewer}" if theirs < calls else words
 
 
 def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
