@@ -24,6 +24,7 @@ from tests.distributed.conformance import (
     assert_equal,
     combined,
     dtype_of,
+    kept,
     lay_out,
     meant,
     ops_of,
@@ -174,7 +175,7 @@ def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
     if not verb.in_place:
         assert_equal(x, given[rank], "the argument stays")
     elif expected is None:
-        expected = given[rank]
+        expected = kept(verb.name, given[rank], call.op)
     if verb.reduces:
         assert_reduced(call, got, expected)
     elif expected is None:
