@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy, is_floating
-from flashlight_py.distributed.calls.kinds import copy_to_fill, is_of, kind_of
+from flashlight_py.distributed.calls.kinds import (
+    BFLOAT16_BYTES,
+    bfloat16_or_bytes,
+    copy_to_fill,
+    is_of,
+    kind_of,
+)
 from flashlight_py.distributed.constants import ReduceOp
 
 
@@ -51,7 +57,7 @@ LEAST_NUMBER = 1 << 62
 # A thousand of each unit are one of that before.
 _UNITS = ("s", "ms", "us", "ns", "ps", "fs", "as")
 
-_codes_seen: dict[np.dtype[Any], int] = {}
+_codes_seen: dict[np.dtype[Any], int] = {BFLOAT16_BYTES: _CODES["bfloat16"]}
 
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
 
@@ -174,6 +180,11 @@ def _advice(verb: str, value: Any) -> str:
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
     """Return the native code of a ``dtype`` with which something is computed."""
     code = code_of(dtype)
+    if dtype == BFLOAT16_BYTES:
+        raise TypeError(
+            f"{verb} computes with bfloat16 only if ml_dtypes is installed; "
+            "pip install 'flashlight-py[bfloat16]'"
+        )
     if code == MOVED:
         advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
         raise TypeError(
@@ -194,7 +205,7 @@ def code_of(dtype: np.dtype[Any]) -> int:
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return ``dtype`` in words, equal where dtypes are: byte orders are not kept by verbs."""
     if code_of(dtype) != MOVED:
-        return dtype.name
+        return "bfloat16" if dtype == BFLOAT16_BYTES else dtype.name
     name = str(dtype if dtype.hasobject else of_text(in_text(dtype)))
     return name if len(name) <= _LONG_NAME else f"{name[:96]}... #{number_of(dtype):x}"
 
@@ -215,6 +226,8 @@ def _parts(dtype: np.dtype[Any]) -> Any:
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return [_parts(base), shape]
+    if dtype == BFLOAT16_BYTES:
+        return "bfloat16"
     if dtype.names is None:
         return _of_dates(dtype) if dtype.kind in "mM" else str(dtype)
     fields = [dtype.fields[name] for name in dtype.names] if dtype.fields else []
@@ -249,6 +262,8 @@ def _joined(parts: Any) -> np.dtype[Any]:
     try:
         found: np.dtype[Any] = np.dtype(of)
     except TypeError:  # NumPy knows the names of ml_dtypes only once that has been imported
+        if of == "bfloat16":
+            return bfloat16_or_bytes()
         import ml_dtypes
 
         found = np.dtype(getattr(ml_dtypes, of))
