@@ -457,7 +457,7 @@ def require_length(verb: str, out: Any, rows: int, rank: int, size: int) -> None
 def scale_in_place(array: Array, scale: float) -> None:
     """Multiply ``array`` by ``scale``, rounding as the native reductions do.
 
-    Whatever one rank has set by ``np.seterr``: ranks have the same results and errors.
+    ``np.seterr`` has no effect: all ranks have the same results and errors.
     """
     if scale == 1.0:
         return
