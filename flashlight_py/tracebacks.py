@@ -37,10 +37,9 @@ def words_of(error: BaseException) -> str:
 
 
 def folded(error: BaseException, start: int = 0) -> str:
-    """Return what Python prints of an exception nobody catches, our own frames as one line each.
+    """Return what Python prints of an exception from frame ``start`` on, our frames as one line.
 
-    So also in those that led to it. An exception of which no frame is the user's stays whole. The
-    frames before the one with the number ``start`` are left out.
+    So also in those that led to it. An exception of which no frame is the user's stays whole.
     """
     whole = traceback.TracebackException.from_exception(error)
     del whole.stack[:start]

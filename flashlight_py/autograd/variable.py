@@ -47,9 +47,8 @@ class Variable(Leaf):
     A variable made by the user is a leaf; one made by an operation on variables with ``calc_grad``
     remembers that operation until a backward pass has used it.
 
-    Arrays must not be changed between a forward pass and its backward pass. If the package changes
-    one, ``backward()`` raises; a change by NumPy is not noticed. Indices, targets and lengths are
-    copied and may be changed.
+    Arrays must not be changed between a forward pass and its backward pass. ``backward()`` notices
+    changes by this package, but not by NumPy. Indices, targets and lengths are copied.
 
     NumPy's functions return variables if ``fl.autograd.functions`` has the same function, arrays if
     the result has no derivative (``np.argmax``, ``<``), and raise TypeError otherwise if a variable

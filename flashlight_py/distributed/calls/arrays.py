@@ -12,14 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy, is_floating
-from flashlight_py.distributed.calls.kinds import (
-    BFLOAT16_BYTES,
-    bfloat16_or_bytes,
-    copy_to_fill,
-    is_of,
-    kind_of,
-)
+from flashlight_py.device import Array, array_module, bfloat16, is_cupy, is_floating
+from flashlight_py.distributed.calls.kinds import BFLOAT16_BYTES, copy_to_fill, is_of, kind_of
 from flashlight_py.distributed.constants import ReduceOp
 
 
@@ -30,9 +24,9 @@ def _name(value: object) -> str:
 ACCEPTED = (
     "numpy.ndarray, cupy.ndarray, torch.Tensor, jax.Array, flashlight_py.Variable or an array with "
     "DLPack, __cuda_array_interface__ or the buffer protocol, of dtype bool, int8 to int64, uint8 "
-    "to uint64, float16, bfloat16, float32, float64, longdouble or complex; where it is only moved "
-    "(broadcast, all_gather, gather, scatter, all_to_all, messages), of any dtype without objects; "
-    "min and max take dates"
+    "to uint64, float16, float32, float64, longdouble, complex, or bfloat16 (needs ml_dtypes: pip "
+    "install 'flashlight-py[bfloat16]'); if it is only moved (broadcast, all_gather, gather, "
+    "scatter, all_to_all, messages), of any dtype without objects; min and max take dates"
 )
 
 # In the order of csrc/reduce/reduce.h. bfloat16 is recognised by its name: NumPy knows it only once
@@ -180,12 +174,7 @@ def _advice(verb: str, value: Any) -> str:
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
     """Return the native code of a ``dtype`` with which something is computed."""
     code = code_of(dtype)
-    if dtype == BFLOAT16_BYTES:
-        raise TypeError(
-            f"{verb} computes with bfloat16 only if ml_dtypes is installed; "
-            "pip install 'flashlight-py[bfloat16]'"
-        )
-    if code == MOVED:
+    if code == MOVED or dtype == BFLOAT16_BYTES:
         advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
         raise TypeError(
             f"{verb} got an array of dtype {name_of(dtype)}{advice}; it takes a {ACCEPTED}"
@@ -226,8 +215,6 @@ def _parts(dtype: np.dtype[Any]) -> Any:
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return [_parts(base), shape]
-    if dtype == BFLOAT16_BYTES:
-        return "bfloat16"
     if dtype.names is None:
         return _of_dates(dtype) if dtype.kind in "mM" else str(dtype)
     fields = [dtype.fields[name] for name in dtype.names] if dtype.fields else []
@@ -263,7 +250,7 @@ def _joined(parts: Any) -> np.dtype[Any]:
         found: np.dtype[Any] = np.dtype(of)
     except TypeError:  # NumPy knows the names of ml_dtypes only once that has been imported
         if of == "bfloat16":
-            return bfloat16_or_bytes()
+            return bfloat16(BFLOAT16_BYTES)
         import ml_dtypes
 
         found = np.dtype(getattr(ml_dtypes, of))

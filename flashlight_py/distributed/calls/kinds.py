@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,12 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.device import Array, bfloat16, is_cupy
-from flashlight_py.errors import BackendUnavailableError
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
-
+# bfloat16 without ml_dtypes: verbs move it, and NumPy cannot compute with it.
 BFLOAT16_BYTES = np.dtype([("bfloat16", "V2")])
-"""bfloat16 of another library in a process without ml_dtypes: NumPy moves it, but computes not."""
 
 
 class ArrayKind(NamedTuple):
@@ -69,8 +66,6 @@ def returned(given: Any, array: Array | None, in_place: bool) -> Any:
     kind = OTHER if type(given) is np.ndarray else kind_of(given)
     if in_place and kind.is_filled:
         return given
-    if kind is OTHER and array is not None and array.dtype is BFLOAT16_BYTES:
-        bfloat16()  # raises: no caller who passes NumPy's arrays can read it
     return array if kind is OTHER or array is None else kind.make(array, given)
 
 
@@ -118,23 +113,13 @@ def _by_cuda(value: Any) -> Array:
     return cupy.asarray(silent)  # type: ignore[no-any-return]
 
 
-@functools.cache  # a failed import takes time in every call
-def bfloat16_or_bytes() -> np.dtype[Any]:
-    """Return the dtype of ml_dtypes, or ``BFLOAT16_BYTES`` if that is not installed."""
-    try:
-        return bfloat16()
-    except BackendUnavailableError:
-        return BFLOAT16_BYTES
-
-
-# NumPy has no bfloat16 of its own, so that is converted as int16 of the same memory.
 def _of_torch(tensor: Any) -> Array:
     if tensor.is_cuda:
         return _by_dlpack(tensor)
     torch = sys.modules["torch"]
-    if tensor.dtype is not torch.bfloat16:
+    if tensor.dtype is not torch.bfloat16:  # which NumPy lacks
         return tensor.numpy()  # type: ignore[no-any-return]
-    return tensor.view(torch.int16).numpy().view(bfloat16_or_bytes())  # type: ignore[no-any-return]
+    return tensor.view(torch.int16).numpy().view(bfloat16(BFLOAT16_BYTES))  # type: ignore[no-any-return]
 
 
 def _to_torch(array: Array, _: Any) -> Any:

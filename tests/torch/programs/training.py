@@ -338,6 +338,7 @@ def bfloat16_moves(rank: int, size: int, backend: str | None, hosts: int) -> str
         else:
             assert {dist.recv(part) for part in parts[1:]} == {*range(1, size)}
         assert torch.equal(fl.all_gather(x), torch.cat(everyone))
+        assert torch.equal(torch.cat(fl.all_to_all([x] * size)), torch.cat(everyone))
     try:
         dist.reduce_scatter(of(*[0.0] * (rank + 1)), [of(*[1.0] * (n + 1)) for n in range(size)])
     except TypeError as error:
