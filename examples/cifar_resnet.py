@@ -50,8 +50,8 @@ def main(options: argparse.Namespace) -> None:
     fl.set_seed(options.seed)
     train, test = cifar(options.data) if options.data else digits()
     if not fl.get_world_size() <= options.batch_size <= len(train[1]):
-        few = f"{fl.get_world_size()}, the number of processes, to {len(train[1])} images"
-        raise SystemExit(f"--batch-size: expected {few}, got {options.batch_size}")
+        bounds = f"{fl.get_world_size()}, the number of processes, to {len(train[1])} images"
+        raise SystemExit(f"--batch-size: expected {bounds}, got {options.batch_size}")
     fl.broadcast_parameters(model := resnet18(options.width))
     fl.distribute_module_grads(model, leaves=options.leaves or None)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)

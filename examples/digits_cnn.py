@@ -40,8 +40,8 @@ def main(options: argparse.Namespace) -> None:
     fl.set_seed(options.seed)
     train, test = digits()
     if not fl.get_world_size() <= options.batch_size <= len(train[1]):
-        few = f"{fl.get_world_size()}, the number of processes, to {len(train[1])} images"
-        raise SystemExit(f"--batch-size: expected {few}, got {options.batch_size}")
+        bounds = f"{fl.get_world_size()}, the number of processes, to {len(train[1])} images"
+        raise SystemExit(f"--batch-size: expected {bounds}, got {options.batch_size}")
     model = network()
     fl.broadcast_parameters(model)
     fl.distribute_module_grads(model, leaves=options.leaves or None)

@@ -47,8 +47,8 @@ def main(options: argparse.Namespace) -> None:
     fl.distributed_init()
     fl.set_seed(options.seed)
     if options.batch_size < fl.get_world_size():
-        few = f"{fl.get_world_size()}, the number of processes"
-        raise SystemExit(f"--batch-size: expected at least {few}, got {options.batch_size}")
+        least = f"{fl.get_world_size()}, the number of processes"
+        raise SystemExit(f"--batch-size: expected at least {least}, got {options.batch_size}")
     text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace").decode()
     letters = sorted(set(text))
     tokens = np.searchsorted(letters, [*text]).astype(np.int64)
