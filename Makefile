@@ -46,7 +46,7 @@ example: $(READY) ## train flashlight's example on 4 real processes
 tiny: $(DEV) ## the whole house in ten seconds: each verb, failures, training, flrun
 	$(IN_VENV) python -m pytest -q tests/test_tiny.py
 
-test: lint tools torch ## lint, types, then every test that is not marked slow: 11 minutes on 2 cores
+test: lint tools torch ## lint, types, then every test that is not marked slow: 12 minutes on 2 cores
 	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)
 
 test-slow: $(DEV) tools-slow oracle torch engines ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs

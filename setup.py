@@ -99,18 +99,30 @@ class Objects:
         return [str(made) for made in objects]
 
     def _units(self, sources: list[str]) -> list[str]:
-        """Join sources of the folders whose headers take longer to compile than what is in them."""
-        units = [each for each in sources if Path(each).parent.name not in JOINED]
+        """Join sources of the folders whose headers take longer to compile than what is in them.
+
+        Copy what CFFI has generated: each kind of build has it in another folder.
+        """
+        units = []
+        for each in map(Path, sources):
+            if each.parts[0] != "csrc":
+                units.append(self._unit(each.name, each.read_text()))
+            elif each.parent.name not in JOINED:
+                units.append(str(each))
         for folder in JOINED:
             joined = sorted(each for each in sources if Path(each).parent == Path("csrc", folder))
             for start in range(0, len(joined), TOGETHER):
-                unit = self._folder / f"{folder}_{start // TOGETHER}.cc"
                 lines = [f'#include "{each}"' for each in joined[start : start + TOGETHER]]
-                text = "\n".join([*lines, ""])
-                if not unit.exists() or unit.read_text() != text:
-                    unit.write_text(text)
-                units.append(str(unit))
+                name = f"{folder}_{start // TOGETHER}.cc"
+                units.append(self._unit(name, "\n".join([*lines, ""])))
         return units
+
+    def _unit(self, name: str, text: str) -> str:
+        """Return a source beside the objects."""
+        unit = self._folder / name
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+        return str(unit)
 
     def _make(self, source: str, made: Path, options: list[str]) -> None:
         sums, depends = made.with_suffix(".sum"), made.with_suffix(".d")

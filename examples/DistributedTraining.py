@@ -182,6 +182,10 @@ def read_options() -> argparse.Namespace:
         parser.error("--init file, --rank, --world-size and --file go together")
     if any(given) and not 0 <= options.rank < options.world_size:
         parser.error(f"--rank: expected 0 to {options.world_size - 1}, got {options.rank}")
+    if options.seed < 0:
+        parser.error(f"--seed: expected a number from 0 on, got {options.seed}")
+    if options.device == "cuda" and importlib.util.find_spec("cupy") is None:
+        parser.error("--device cuda needs CuPy: pip install 'flashlight-py[cuda12]'")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'flashlight-py[plot]'")
     for file in filter(None, (options.plot, options.save)):

@@ -40,10 +40,10 @@ def main(options: argparse.Namespace) -> None:
     model.add(fl.nn.Dropout(0.1))
     model.add(fl.nn.Linear(64, 1))
     fl.broadcast_parameters(model)
-    fl.distribute_module_grads(model, leaves=options.leaves)
+    fl.distribute_module_grads(model, leaves=options.leaves or None)
     optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3)
     criterion = fl.nn.MeanSquaredError()
-    batches = my_batches(options.seed, whole=options.leaves is not None)
+    batches = my_batches(options.seed, whole=options.leaves > 0)
 
     # All ranks go on from the same checkpoint; there is none when the run begins.
     checkpoint = fl.load(options.folder, module=model, optimizer=optimizer, rng=True)
@@ -103,9 +103,14 @@ def read_options() -> argparse.Namespace:
     add("--epochs", type=int, default=10)
     add("--save-every", type=int, default=10, metavar="STEPS")
     add("--seed", type=int, default=0)
-    add("--leaves", type=int, metavar="N", help="the same bits on any number of ranks, such as 8")
+    add("--leaves", type=int, default=0, help="the same bits on any number of ranks, such as 8")
     add("--result", type=Path, metavar="FILE.npz", help="write the trained parameters")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if min(options.epochs, options.save_every) < 1 or min(options.seed, options.leaves) < 0:
+        parser.error("--epochs and --save-every are from 1 on, --seed and --leaves from 0")
+    if options.result and not options.result.absolute().parent.is_dir():
+        parser.error(f"the folder of {options.result} does not exist")
+    return options
 
 
 if __name__ == "__main__":

@@ -49,8 +49,11 @@ def main(options: argparse.Namespace) -> None:
     fl.distributed_init()
     fl.set_seed(options.seed)
     train, test = cifar(options.data) if options.data else digits()
+    if not fl.get_world_size() <= options.batch_size <= len(train[1]):
+        bounds = f"{fl.get_world_size()}, the number of processes, to {len(train[1])} images"
+        raise SystemExit(f"--batch-size: expected {bounds}, got {options.batch_size}")
     fl.broadcast_parameters(model := resnet18(options.width))
-    fl.distribute_module_grads(model, leaves=options.leaves)
+    fl.distribute_module_grads(model, leaves=options.leaves or None)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)
     schedule = fl.optim.OneCycleLR(optimizer, 0.1, options.steps)
     criterion = nn.CategoricalCrossEntropy()
@@ -145,6 +148,13 @@ if __name__ == "__main__":
     add("--every", type=int, default=100, help="steps between validations, and checkpoints")
     add("--seed", type=int, default=0)
     add("--capture", action="store_true", help="record the step once and replay it natively")
-    add("--leaves", type=int, metavar="N", help="the same bits on any number of ranks, such as 8")
+    add("--leaves", type=int, default=0, help="the same bits on any number of ranks, such as 8")
     add("--folder", type=Path, help="of the checkpoints; made if there is none")
-    main(parser.parse_args())
+    options = parser.parse_args()
+    if options.steps < 4 or min(options.width, options.every) < 1:  # OneCycleLR has two phases
+        parser.error("--steps is from 4 on, --width and --every from 1")
+    if min(options.seed, options.leaves) < 0:
+        parser.error("--seed and --leaves are from 0 on")
+    if options.data and not (options.data / "test_batch.bin").is_file():
+        parser.error(f"--data: {options.data} has no test_batch.bin of CIFAR-10")
+    main(options)

@@ -212,8 +212,12 @@ def read_options() -> argparse.Namespace:
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--seed", type=int, default=42)
     options = parser.parse_args()
-    if min(options.num_epochs, options.batch_size) < 1 or options.sigma_v <= 0:
-        parser.error("--num-epochs and --batch-size are from 1 on, --sigma-v is above 0")
+    if min(options.num_epochs, options.batch_size) < 1 or options.seed < 0:
+        parser.error("--num-epochs and --batch-size are from 1 on, --seed from 0")
+    if not 0 < options.sigma_v < float("inf"):
+        parser.error(f"--sigma-v: expected a number above 0, got {options.sigma_v}")
+    if options.device == "cuda" and importlib.util.find_spec("cupy") is None:
+        parser.error("--device cuda needs CuPy: pip install 'flashlight-py[cuda12]'")
     if options.data_dir is not None and not (options.data_dir / "test_batch.bin").is_file():
         parser.error(f"--data-dir: {options.data_dir} has no test_batch.bin of CIFAR-10")
     if options.data_dir is None and importlib.util.find_spec("sklearn") is None:

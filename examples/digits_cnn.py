@@ -39,9 +39,12 @@ def main(options: argparse.Namespace) -> None:
     fl.distributed_init()
     fl.set_seed(options.seed)
     train, test = digits()
+    if not fl.get_world_size() <= options.batch_size <= len(train[1]):
+        bounds = f"{fl.get_world_size()}, the number of processes, to {len(train[1])} images"
+        raise SystemExit(f"--batch-size: expected {bounds}, got {options.batch_size}")
     model = network()
     fl.broadcast_parameters(model)
-    fl.distribute_module_grads(model, leaves=options.leaves)
+    fl.distribute_module_grads(model, leaves=options.leaves or None)
     optimizer = fl.optim.AdamOptimizer(model.params(), 2e-3, weight_decay=0.01)
     schedule = fl.optim.CosineAnnealingLR(optimizer, options.steps)
     criterion = nn.CategoricalCrossEntropy(label_smoothing=0.1)
@@ -131,6 +134,9 @@ if __name__ == "__main__":
     add("--every", type=int, default=200, help="steps between validations, and checkpoints")
     add("--seed", type=int, default=0)
     add("--capture", action="store_true", help="record the step once and replay it natively")
-    add("--leaves", type=int, metavar="N", help="the same bits on any number of ranks, such as 8")
+    add("--leaves", type=int, default=0, help="the same bits on any number of ranks, such as 8")
     add("--folder", type=Path, help="of the checkpoints; made if there is none")
-    main(parser.parse_args())
+    options = parser.parse_args()
+    if min(options.steps, options.every) < 1 or min(options.seed, options.leaves) < 0:
+        parser.error("--steps and --every are from 1 on, --seed and --leaves from 0")
+    main(options)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,9 @@ def main() -> None:
     parser.add_argument("--folder", required=True, help="of the checkpoints")
     parser.add_argument("--ranks", type=int, default=2, help="without flrun; default 2")
     options = parser.parse_args()
+    needed = {"ray": "ray", "dask": "distributed", "spark": "pyspark"}.get(options.engine, "sys")
+    if options.ranks < 1 or importlib.util.find_spec(needed) is None:
+        parser.error(f"--ranks is from 1 on, and {options.engine} must be installed")
     digests = run(options.engine, options.folder, options.ranks)
     if fl.is_main_process():
         print(f"SHA-256 of the parameters: {digests[0]}")

@@ -28,6 +28,8 @@ def main(options: argparse.Namespace) -> None:
     grid = fl.grid((None, None))  # as near to a square as the number of processes allows
 
     # This rank's piece and its margin; coords (0, 0) is the upper left one.
+    if options.cells < max(grid.shape):
+        raise SystemExit(f"--cells: expected at least {max(grid.shape)}, got {options.cells}")
     cells, places = options.cells, zip(grid.coords, grid.shape, strict=True)
     mine = tuple(slice(cells * i // n, cells * (i + 1) // n + 2) for i, n in places)
     plate = beginning(cells)[mine].copy()
@@ -93,4 +95,9 @@ if __name__ == "__main__":
     parser.add_argument("--cells", type=int, default=200, help="along each side")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
-    main(parser.parse_args())
+    options = parser.parse_args()
+    if min(options.cells - 1, options.steps) < 0:
+        parser.error("--cells is from 1 on, --steps from 0")
+    if options.plot and not options.plot.absolute().parent.is_dir():
+        parser.error(f"the folder of {options.plot} does not exist")
+    main(options)

@@ -5,7 +5,7 @@ python examples/plot_losses.py losses.png run-of-tiny-gpt run-of-digits-cnn
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 import flashlight_py as fl
 
 
-def main(picture: Path, *folders: Path) -> None:
+def main(picture: Path, folders: list[Path]) -> None:
     figure = Figure(figsize=(4.2 * len(folders), 3.4), layout="constrained")
     panels: Any = figure.subplots(1, len(folders), squeeze=False)[0]
     for axes, folder in zip(panels, folders, strict=True):
         checkpoint = fl.load(folder)
-        if checkpoint is None:
-            raise SystemExit(f"no checkpoint in {folder}; give an example --folder {folder}")
+        if checkpoint is None or not checkpoint.extra:
+            raise SystemExit(f"no losses in {folder}; give an example --folder {folder}")
         steps, training, validation, *_ = zip(*checkpoint.extra, strict=True)
         axes.plot(steps, training, label="training")
         axes.plot(steps, validation, label="validation")
@@ -32,4 +32,10 @@ def main(picture: Path, *folders: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description="Draw the losses of runs.")
+    parser.add_argument("picture", type=Path, metavar="FILE.png", help="to write")
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="of a run")
+    options = parser.parse_args()
+    if not options.picture.absolute().parent.is_dir():
+        parser.error(f"the folder of {options.picture} does not exist")
+    main(**vars(options))

@@ -126,8 +126,10 @@ def read_options() -> argparse.Namespace:
     add("--average", action="store_true", help="average what processes learn, as pytagi does")
     add("--seed", type=int, default=0)
     options = parser.parse_args()
-    if min(options.num_epochs, options.batch_size) < 1 or options.sigma_v <= 0:
-        parser.error("--num-epochs and --batch-size are from 1 on, --sigma-v is above 0")
+    if min(options.num_epochs, options.batch_size) < 1 or options.seed < 0:
+        parser.error("--num-epochs and --batch-size are from 1 on, --seed from 0")
+    if not 0 < options.sigma_v < float("inf"):
+        parser.error(f"--sigma-v: expected a number above 0, got {options.sigma_v}")
     if importlib.util.find_spec("sklearn") is None:
         parser.error("the digits come with scikit-learn: pip install 'flashlight-py[examples]'")
     return options

@@ -148,8 +148,10 @@ def read_options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--plot", type=Path, metavar="FILE.png", help="draw the predictive band")
     options = parser.parse_args()
-    if min(options.num_epochs, options.batch_size) < 1 or options.sigma_v <= 0:
-        parser.error("--num-epochs and --batch-size are from 1 on, --sigma-v is above 0")
+    if min(options.num_epochs, options.batch_size) < 1 or options.seed < 0:
+        parser.error("--num-epochs and --batch-size are from 1 on, --seed from 0")
+    if not 0 < options.sigma_v < float("inf"):
+        parser.error(f"--sigma-v: expected a number above 0, got {options.sigma_v}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'flashlight-py[plot]'")
     if options.plot and not options.plot.absolute().parent.is_dir():

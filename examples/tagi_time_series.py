@@ -135,8 +135,10 @@ def read_options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--plot", type=Path, metavar="FILE.png", help="draw the forecast with its band")
     options = parser.parse_args()
-    if min(options.num_epochs, options.batch_size) < 1 or options.sigma_v <= 0:
-        parser.error("--num-epochs and --batch-size are from 1 on, --sigma-v is above 0")
+    if min(options.num_epochs, options.batch_size) < 1 or options.seed < 0:
+        parser.error("--num-epochs and --batch-size are from 1 on, --seed from 0")
+    if not 0 < options.sigma_v < float("inf"):
+        parser.error(f"--sigma-v: expected a number above 0, got {options.sigma_v}")
     if options.samples < WINDOW + options.batch_size:
         needed = f"a window of {WINDOW} and a batch of {options.batch_size}"
         parser.error(f"--samples: expected {needed}, got {options.samples}")

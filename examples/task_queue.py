@@ -77,4 +77,6 @@ if __name__ == "__main__":
     parser.add_argument("--tasks", type=int, default=41)
     parser.add_argument("--done", type=Path, default=os.devnull, help="where results are kept")
     given = parser.parse_args()
+    if given.tasks < 0 or not given.done.absolute().parent.is_dir():
+        parser.error("--tasks is from 0 on, and the folder of --done must exist")
     main([*enumerate(np.linspace(0.5, 0.7, given.tasks).tolist())], given.done)

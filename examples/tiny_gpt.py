@@ -46,13 +46,16 @@ class GPT(fl.nn.Module):
 def main(options: argparse.Namespace) -> None:
     fl.distributed_init()
     fl.set_seed(options.seed)
+    if options.batch_size < fl.get_world_size():
+        least = f"{fl.get_world_size()}, the number of processes"
+        raise SystemExit(f"--batch-size: expected at least {least}, got {options.batch_size}")
     text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace").decode()
     letters = sorted(set(text))
     tokens = np.searchsorted(letters, [*text]).astype(np.int64)
     train, test = np.split(tokens, [len(tokens) * 9 // 10])
     model = GPT(len(letters))
     fl.broadcast_parameters(model)
-    fl.distribute_module_grads(model, leaves=options.leaves)
+    fl.distribute_module_grads(model, leaves=options.leaves or None)
     optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3, beta2=0.99, weight_decay=0.1)
     warm_up = fl.optim.LinearLR(optimizer, 0.01, total_iters=100)
     cosine = fl.optim.CosineAnnealingLR(optimizer, max(1, options.steps - 100), eta_min=1e-4)
@@ -143,6 +146,9 @@ if __name__ == "__main__":
     add("--letters", type=int, default=500, help="to write at the end")
     add("--seed", type=int, default=0)
     add("--capture", action="store_true", help="record the step once and replay it natively")
-    add("--leaves", type=int, metavar="N", help="the same bits on any number of ranks, such as 8")
+    add("--leaves", type=int, default=0, help="the same bits on any number of ranks, such as 8")
     add("--folder", type=Path, help="of the checkpoints; made if there is none")
-    main(parser.parse_args())
+    options = parser.parse_args()
+    if min(options.every - 1, options.steps, options.letters, options.seed, options.leaves) < 0:
+        parser.error("--every is from 1 on, other numbers from 0")
+    main(options)

@@ -124,15 +124,17 @@ def floating(dtype: Any, what: str) -> np.dtype[Any]:
     return found
 
 
-def bfloat16() -> np.dtype[Any]:
-    """Return the dtype of ml_dtypes.
+def bfloat16(otherwise: np.dtype[Any] | None = None) -> np.dtype[Any]:
+    """Return the dtype of ml_dtypes, or ``otherwise`` if that is not installed.
 
     Raises:
-        BackendUnavailableError: ml_dtypes is not installed.
+        BackendUnavailableError: ml_dtypes is not installed, and ``otherwise`` is None.
     """
     try:
         import ml_dtypes
     except ImportError as error:
+        if otherwise is not None:
+            return otherwise
         raise BackendUnavailableError(
             "NumPy lacks the dtype bfloat16; install it with: "
             f"pip install 'flashlight-py[bfloat16]' ({error})"

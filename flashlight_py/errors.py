@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flashlight_py.tracebacks import folded
+
 __all__ = [
     "DistributedError",
     "NotInitializedError",
@@ -31,6 +33,10 @@ class DistributedError(RuntimeError):
     """The base of all errors of the distributed module."""
 
     goes_on = False  # the operation does: only the limit of a wait for it has passed
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython prints, without IPython's own frame, which is the first."""
+        return folded(self, 1).splitlines()
 
 
 class NotInitializedError(DistributedError):

@@ -36,12 +36,13 @@ def words_of(error: BaseException) -> str:
         return f"(its str() raises {type(failure).__name__})"
 
 
-def folded(error: BaseException) -> str:
-    """Return what Python prints of an exception nobody catches, our own frames as one line each.
+def folded(error: BaseException, start: int = 0) -> str:
+    """Return what Python prints of an exception from frame ``start`` on, our frames as one line.
 
     So also in those that led to it. An exception of which no frame is the user's stays whole.
     """
     whole = traceback.TracebackException.from_exception(error)
+    del whole.stack[:start]
     if not is_full() and not all(_is_ours(frame) for frame in whole.stack):
         for each in _chain(whole):
             each.stack = _Folded(each.stack)

@@ -22,8 +22,8 @@ LONGEST = 700  # of one idea that is told as a whole
 FRAMEWORK = ("errors", "device", "random", "kernels", "autograd", "nn", "optim")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "_version": (),
-    "errors": (),
     "tracebacks": (),
+    "errors": ("tracebacks",),
     "device": ("errors",),
     "structure": (),
     "cores": (),

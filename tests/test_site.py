@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -77,5 +78,8 @@ def test_it_can_be_built_without_a_warning(tmp_path: Path) -> None:
     # Of our own docstrings: no reference in another tool's words, no example as a quotation.
     assert ":func:" not in page
     assert "<blockquote>" not in page
+    for file in tmp_path.rglob("*.html"):
+        for link in re.findall(r'(?:href|src)="(?!/|\w+:)([^"#]+)', file.read_text()):
+            assert (file.parent / unquote(link)).exists(), f"{file.name}: {link}"
     changes = (tmp_path / "contributing.html").read_text()
     assert 'href="design.html"' in changes

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,3 +106,30 @@ def test_a_program_that_ends_by_it_prints_it_so(full: str) -> None:
     assert done.returncode == 1
     assert ("distributed/api/verb_call.py" in done.stderr) == (full == "1")
     assert "in train" in done.stderr
+
+
+CELL = """
+import flashlight_py as fl
+def train(rank):
+    return 1 // (1 - rank)
+fl.spawn(train, nprocs=2)
+"""
+
+
+def test_a_failed_rank_takes_few_lines_in_a_notebook(tmp_path: Path) -> None:
+    pytest.importorskip("IPython")
+    pytest.importorskip("cloudpickle")
+    command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", CELL]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "IPYTHONDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert "    fl.spawn(train, nprocs=2)" in lines[:4]
+    assert lines[-1] == "ZeroDivisionError: integer division or modulo by zero"
+    assert done.stdout.count("inside flashlight_py") == 2
+    assert len(lines) <= 10

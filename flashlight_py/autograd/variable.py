@@ -47,13 +47,13 @@ class Variable(Leaf):
     A variable made by the user is a leaf; one made by an operation on variables with ``calc_grad``
     remembers that operation until a backward pass has used it.
 
-    Arrays must not be changed between a forward pass and its backward pass, which is not noticed.
-    Indices, targets and lengths are copied, and may be.
+    Arrays must not be changed between a forward pass and its backward pass. ``backward()`` notices
+    changes by this package, but not by NumPy. Indices, targets and lengths are copied.
 
-    NumPy's functions take variables where ``fl.autograd.functions`` has the like of them; others
-    refuse those that need a gradient. ``<``, ``<=``, ``>`` and ``>=`` return arrays of truth
-    values. ``==`` asks whether two variables are one object, as sets, dicts and lists of them need
-    it; ``np.equal(x, y)`` compares elements.
+    NumPy's functions return variables if ``fl.autograd.functions`` has the same function, arrays if
+    the result has no derivative (``np.argmax``, ``<``), and raise TypeError otherwise if a variable
+    needs a gradient. ``==`` asks whether two variables are one object, as sets, dicts and lists of
+    them need it; ``np.equal(x, y)`` compares elements.
 
     Args:
         array: the value, any shape; a real floating dtype, or bfloat16, where ``calc_grad`` is set.
@@ -289,7 +289,7 @@ class Variable(Leaf):
         return format(self.scalar(), spec) if spec else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Return the array, for ``np.asarray(variable)`` and NumPy's functions.
+        """Return the array, for ``np.asarray(variable)`` and functions of other libraries.
 
         Raises:
             TypeError: the variable needs a gradient, or is on a GPU.

@@ -19,6 +19,7 @@ PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES |= {
     f"examples/{file.name}": f"examples/{file.stem}.md" for file in ROOT.glob("examples/*.py")
 }
+PAGES["examples/Notebook.ipynb"] = "examples/Notebook.ipynb"  # a file that the reader downloads
 # A line of an API page that stands for one such line for each name that a module offers.
 _FAMILY = re.compile(r"^::: every name of flashlight_py\.([\w.]+)$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=[)#])")
@@ -54,4 +55,4 @@ def _target(link: str, base: str, here: str) -> str:
 
 def _content(file: Path) -> str:
     text = file.read_text()
-    return text if file.suffix == ".md" else f"# {file.name}\n\n```python\n{text}```\n"
+    return text if file.suffix != ".py" else f"# {file.name}\n\n```python\n{text}```\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.operators import _FUNCTIONS, _UFUNCS
 from tests.cupy_stand_in import StandInCupy
 from tests.nn.oracle import Oracle, weights_of
 from tests.tape.steps import compare
 
+ARITHMETIC = {"add", "subtract", "negative", "multiply", "divide", "power", "absolute"}
+SECOND_NAMES = {"amax", "amin"}
 RANDOM = np.random.default_rng(0)
 A, B = RANDOM.random((2, 3, 4)) + 0.5
 # By torch's expression, what NumPy's user writes of variables x and w and an array b.
@@ -90,6 +94,12 @@ def test_on_another_array_library(strict: StandInCupy) -> None:
     x = fl.param(strict.asarray(A))  # type: ignore[arg-type]
     for of in (np.exp, np.sum, lambda x: np.stack([x, x]), lambda x: x.reshape(4, 3)[x.T > 1]):
         assert type(of(x).array) is type(x.array)
+
+
+def test_the_page_lists_the_functions_that_are_differentiated() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    names = {function.__name__ for function in (*_FUNCTIONS, *_UFUNCS)} - ARITHMETIC - SECOND_NAMES
+    assert not [name for name in names if f"{name}`" not in page]
 
 
 REFUSED: dict[str, Callable[..., Any]] = {

@@ -148,29 +148,3 @@ def test_progress_bar_is_for_terminals_only() -> None:
     assert len(losses(output)) == 2
     piped = start(PYTHON, *job)
     assert piped.communicate(timeout=DEADLINE)[1] == ""
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--epochs", "0"], "whole number from 1 on, got '0'"),
-        (["--samples", "-5"], "whole number from 1 on, got '-5'"),
-        (["--batch-size", "many"], "whole number from 1 on, got 'many'"),
-        (["--seed", "x"], "invalid int value: 'x'"),
-        (["--init", "pigeon"], "invalid choice: 'pigeon'"),
-        (["--init", "file", "--rank", "0"], "--world-size and --file go together"),
-        (["--rank", "0"], "--init file, --rank"),
-        (
-            ["--init", "file", "--file", "f", "--world-size", "2", "--rank", "2"],
-            "--rank: expected 0 to 1, got 2",
-        ),
-        (["--save", "/no/such/folder/p.npz"], "the folder of /no/such/folder/p.npz does not"),
-        (["--plot", "/no/such/folder/p.png"], "the folder of /no/such/folder/p.png does not"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_starts(options: list[str], complaint: str) -> None:
-    process = start(PYTHON, *options)
-    output, error = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 2
-    assert output == ""
-    assert complaint in error

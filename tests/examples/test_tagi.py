@@ -27,15 +27,6 @@ def printed(program: str, *options: object, ranks: int = 1) -> str:
     return done.stdout
 
 
-def refused(program: str, *options: object) -> str:
-    """Return the complaint about options that must be refused before anything starts."""
-    command = [sys.executable, str(EXAMPLES / program), *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    return done.stderr
-
-
 def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"(?<![\w.])\d+\.?\d*", text)]
 
@@ -130,19 +121,3 @@ def test_resnet18_reads_the_binary_files_of_cifar(tmp_path: Path) -> None:
     first, errors = errors_of_resnet(*job)
     assert first == f"Data: CIFAR-10 from {tmp_path}; 20 images to learn, 4 to test"
     assert len(errors) == 1
-
-
-@pytest.mark.parametrize(
-    ("program", "options", "complaint"),
-    [
-        ("tagi_regression.py", ["--batch-size", 0], "--num-epochs and --batch-size are from 1 on"),
-        ("tagi_regression.py", ["--sigma-v", 0], "--sigma-v is above 0"),
-        ("tagi_regression.py", ["--plot", "/no/folder/p.png"], "the folder of /no/folder/p.png"),
-        ("tagi_digits.py", ["--num-epochs", 0], "--num-epochs and --batch-size are from 1 on"),
-        ("tagi_digits.py", ["--model", "tree"], "invalid choice: 'tree'"),
-        ("ddp_cifar_resnet.py", ["--sigma-v", -1], "--sigma-v is above 0"),
-        ("ddp_cifar_resnet.py", ["--data-dir", "/no/folder"], "/no/folder has no test_batch.bin"),
-    ],
-)
-def test_bad_options_are_refused(program: str, options: list[object], complaint: str) -> None:
-    assert complaint in refused(program, *options)

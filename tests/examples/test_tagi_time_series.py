@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_tagi import numbers, printed, refused
+from tests.examples.test_tagi import numbers, printed
 
 PROGRAM = "tagi_time_series.py"
 SHORT = ("--num-epochs", 5, "--samples", 400)
@@ -34,15 +34,3 @@ def test_its_own_length_is_enough_with_any_seed(ranks: int) -> None:
     for seed in range(3):
         error, *_ = numbers(printed(PROGRAM, "--seed", seed, ranks=ranks))
         assert error < 0.08
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--samples", 16], "--samples: expected a window of 12 and a batch of 5, got 16"),
-        (["--batch-size", 0], "--num-epochs and --batch-size are from 1 on"),
-        (["--plot", "/no/folder/p.png"], "the folder of /no/folder/p.png"),
-    ],
-)
-def test_bad_options_are_refused(options: list[object], complaint: str) -> None:
-    assert complaint in refused(PROGRAM, *options)

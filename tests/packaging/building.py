@@ -51,8 +51,9 @@ def copy_of_sources(folder: Path) -> Path:
 
 
 class Wheel(NamedTuple):
-    """A wheel of ``make wheel``, the sources that it was built from, and what the build printed."""
+    """A wheel of ``make wheel``, its sources, and the output of compiling them and of the build."""
 
     file: Path
     sources: Path
+    compiled: str
     output: str

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy, is_floating
-from flashlight_py.distributed.calls.kinds import copy_to_fill, is_of, kind_of
+from flashlight_py.device import Array, array_module, bfloat16, is_cupy, is_floating
+from flashlight_py.distributed.calls.kinds import BFLOAT16_BYTES, copy_to_fill, is_of, kind_of
 from flashlight_py.distributed.constants import ReduceOp
 
 
@@ -24,9 +24,9 @@ def _name(value: object) -> str:
 ACCEPTED = (
     "numpy.ndarray, cupy.ndarray, torch.Tensor, jax.Array, flashlight_py.Variable or an array with "
     "DLPack, __cuda_array_interface__ or the buffer protocol, of dtype bool, int8 to int64, uint8 "
-    "to uint64, float16, bfloat16, float32, float64, longdouble or complex; where it is only moved "
-    "(broadcast, all_gather, gather, scatter, all_to_all, messages), of any dtype without objects; "
-    "min and max take dates"
+    "to uint64, float16, float32, float64, longdouble, complex, or bfloat16 (needs ml_dtypes: pip "
+    "install 'flashlight-py[bfloat16]'); if it is only moved (broadcast, all_gather, gather, "
+    "scatter, all_to_all, messages), of any dtype without objects; min and max take dates"
 )
 
 # In the order of csrc/reduce/reduce.h. bfloat16 is recognised by its name: NumPy knows it only once
@@ -51,7 +51,7 @@ LEAST_NUMBER = 1 << 62
 # A thousand of each unit are one of that before.
 _UNITS = ("s", "ms", "us", "ns", "ps", "fs", "as")
 
-_codes_seen: dict[np.dtype[Any], int] = {}
+_codes_seen: dict[np.dtype[Any], int] = {BFLOAT16_BYTES: _CODES["bfloat16"]}
 
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
 
@@ -174,7 +174,7 @@ def _advice(verb: str, value: Any) -> str:
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
     """Return the native code of a ``dtype`` with which something is computed."""
     code = code_of(dtype)
-    if code == MOVED:
+    if code == MOVED or dtype == BFLOAT16_BYTES:
         advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
         raise TypeError(
             f"{verb} got an array of dtype {name_of(dtype)}{advice}; it takes a {ACCEPTED}"
@@ -194,7 +194,7 @@ def code_of(dtype: np.dtype[Any]) -> int:
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return ``dtype`` in words, equal where dtypes are: byte orders are not kept by verbs."""
     if code_of(dtype) != MOVED:
-        return dtype.name
+        return "bfloat16" if dtype == BFLOAT16_BYTES else dtype.name
     name = str(dtype if dtype.hasobject else of_text(in_text(dtype)))
     return name if len(name) <= _LONG_NAME else f"{name[:96]}... #{number_of(dtype):x}"
 
@@ -249,6 +249,8 @@ def _joined(parts: Any) -> np.dtype[Any]:
     try:
         found: np.dtype[Any] = np.dtype(of)
     except TypeError:  # NumPy knows the names of ml_dtypes only once that has been imported
+        if of == "bfloat16":
+            return bfloat16(BFLOAT16_BYTES)
         import ml_dtypes
 
         found = np.dtype(getattr(ml_dtypes, of))
@@ -442,7 +444,7 @@ def require_length(verb: str, out: Any, rows: int, rank: int, size: int) -> None
 def scale_in_place(array: Array, scale: float) -> None:
     """Multiply ``array`` by ``scale``, rounding as the native reductions do.
 
-    Whatever one rank has set by ``np.seterr``: ranks have the same results and errors.
+    ``np.seterr`` has no effect: all ranks have the same results and errors.
     """
     if scale == 1.0:
         return

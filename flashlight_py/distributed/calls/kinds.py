@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, bfloat16, is_cupy
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
+# bfloat16 without ml_dtypes: verbs move it, and NumPy cannot compute with it.
+BFLOAT16_BYTES = np.dtype([("bfloat16", "V2")])
 
 
 class ArrayKind(NamedTuple):
@@ -111,28 +113,20 @@ def _by_cuda(value: Any) -> Array:
     return cupy.asarray(silent)  # type: ignore[no-any-return]
 
 
-# NumPy has no bfloat16 of its own, so that is converted as int16 of the same memory.
 def _of_torch(tensor: Any) -> Array:
     if tensor.is_cuda:
         return _by_dlpack(tensor)
     torch = sys.modules["torch"]
-    if tensor.dtype is not torch.bfloat16:
+    if tensor.dtype is not torch.bfloat16:  # which NumPy lacks
         return tensor.numpy()  # type: ignore[no-any-return]
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise ImportError(
-            "NumPy has bfloat16 by ml_dtypes only, which is not installed; "
-            "pip install 'flashlight-py[bfloat16]'"
-        ) from error
-    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
+    return tensor.view(torch.int16).numpy().view(bfloat16(BFLOAT16_BYTES))  # type: ignore[no-any-return]
 
 
 def _to_torch(array: Array, _: Any) -> Any:
     torch = sys.modules["torch"]
     if is_cupy(array):
         return torch.from_dlpack(array)
-    if array.dtype.name != "bfloat16":
+    if array.dtype.name not in ("bfloat16", BFLOAT16_BYTES.name):
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+import flashlight_py as fl
 
 Result = dict[str, torch.Tensor]
 
@@ -294,6 +298,52 @@ def in_place(rank: int) -> Result:
         dist.reduce_scatter_tensor(part, whole)
         found[f"reduced {dtype}"] = part.clone()
     return found
+
+
+def bfloat16_moves(rank: int, size: int, backend: str | None, hosts: int) -> str:
+    """Move bfloat16 by every verb without ml_dtypes; return the error of an uneven reduction."""
+    os.environ["FLASHLIGHT_MEMORY_DOMAIN"] = str(rank * hosts // size)
+    sys.modules["ml_dtypes"] = None  # type: ignore[assignment]
+    dist.init_process_group("flashlight", pg_options={"BACKEND": backend} if backend else None)
+
+    def of(*numbers: float) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.bfloat16)
+
+    def room(count: int = 1) -> torch.Tensor:
+        return of(*[0.0] * 2 * count)[::2]  # it has gaps
+
+    x, last, is_last = of(rank + 0.5), size - 1, rank == size - 1
+    everyone = [of(peer + 0.5) for peer in range(size)]
+    for is_async in (False, True):
+        how = {"async_op": is_async}
+        parts, one, sent, received = [room() for _ in range(size)], room(), room(), room()
+        whole, to_last = room(size), room(size * is_last)
+        works = [
+            dist.broadcast(one.copy_(x), last, **how),
+            dist.all_gather(parts, x, **how),
+            dist.scatter(sent, everyone if is_last else None, last, **how),
+            dist.all_to_all_single(whole, torch.cat([x] * size), **how),
+            dist.all_to_all_single(to_last, x, [int(is_last)] * size, [0] * last + [1], **how),
+            dist.isend(x, (rank + 1) % size),
+            dist.irecv(received, (rank - 1) % size),
+        ]
+        for work in filter(None, works):
+            work.wait()
+        values = torch.cat([*parts, whole, one, sent, received, to_last])
+        expected = [*everyone, *everyone, everyone[last], x, everyone[rank - 1]]
+        assert torch.equal(values, torch.cat(expected + everyone * is_last))
+        dist.gather(x, parts if is_last else None, last)
+        if rank:
+            dist.send(x, 0)
+        else:
+            assert {dist.recv(part) for part in parts[1:]} == {*range(1, size)}
+        assert torch.equal(fl.all_gather(x), torch.cat(everyone))
+        assert torch.equal(torch.cat(fl.all_to_all([x] * size)), torch.cat(everyone))
+    try:
+        dist.reduce_scatter(of(*[0.0] * (rank + 1)), [of(*[1.0] * (n + 1)) for n in range(size)])
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 ALL: dict[str, Callable[[int], Result]] = {

@@ -1,0 +1,132 @@
+"""Options that no example can use end it with one line, and not with a traceback."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FLRUN = ("-m", "flashlight_py.launch", "-n", "2")
+NO_FOLDER = "the folder of /no/folder/p.png does not exist"
+TAGI = "--num-epochs and --batch-size are from 1 on, --seed from 0"
+# Of each example, options and the complaint about them.
+REFUSED = {
+    "DistributedTraining": {
+        "--epochs 0": "whole number from 1 on, got '0'",
+        "--samples -5": "whole number from 1 on, got '-5'",
+        "--batch-size many": "whole number from 1 on, got 'many'",
+        "--seed x": "invalid int value: 'x'",
+        "--seed -1": "--seed: expected a number from 0 on, got -1",
+        "--init pigeon": "invalid choice: 'pigeon'",
+        "--init file --rank 0": "--world-size and --file go together",
+        "--rank 0": "--init file, --rank",
+        "--init file --file f --world-size 2 --rank 2": "--rank: expected 0 to 1, got 2",
+        "--save /no/folder/p.png": NO_FOLDER,
+        "--plot /no/folder/p.png": NO_FOLDER,
+    },
+    "ResumableTraining": {
+        "": "the following arguments are required: --folder",
+        "--folder f --epochs 0": "--epochs and --save-every are from 1 on",
+        "--folder f --save-every 0": "--epochs and --save-every are from 1 on",
+        "--folder f --seed -1": "--seed and --leaves from 0",
+        "--folder f --result /no/folder/p.png": NO_FOLDER,
+    },
+    "cifar_resnet": {
+        "--steps 2": "--steps is from 4 on",
+        "--width 0": "--width and --every from 1",
+        "--leaves -1": "--seed and --leaves are from 0 on",
+        "--data /no/folder": "--data: /no/folder has no test_batch.bin of CIFAR-10",
+        "--width 2 --batch-size 10000": "1, the number of processes, to 1437 images, got 10000",
+    },
+    "ddp_cifar_resnet": {
+        "--batch-size 0": TAGI,
+        "--sigma-v -1": "--sigma-v: expected a number above 0, got -1.0",
+        "--data-dir /no/folder": "/no/folder has no test_batch.bin",
+    },
+    "digits_cnn": {
+        "--steps 0": "--steps and --every are from 1 on",
+        "--every 0": "--steps and --every are from 1 on",
+        "--leaves -1": "--seed and --leaves from 0",
+        "--batch-size 10000": "1, the number of processes, to 1437 images, got 10000",
+    },
+    "engines": {
+        "spawn --folder f --ranks 0": "--ranks is from 1 on",
+        "pigeon --folder f": "invalid choice: 'pigeon'",
+    },
+    "heat": {
+        "--steps -1": "--cells is from 1 on, --steps from 0",
+        "--cells 0": "--cells is from 1 on, --steps from 0",
+        "--plot /no/folder/p.png": NO_FOLDER,
+    },
+    "plot_losses": {
+        "": "the following arguments are required: FILE.png, FOLDER",
+        "p.png": "the following arguments are required: FOLDER",
+        "p.png /no/folder": "no losses in /no/folder; give an example --folder /no/folder",
+        "/no/folder/p.png f": NO_FOLDER,
+    },
+    "tagi_digits": {"--num-epochs 0": TAGI, "--model tree": "invalid choice: 'tree'"},
+    "tagi_regression": {
+        "--batch-size 0": TAGI,
+        "--sigma-v nan": "--sigma-v: expected a number above 0, got nan",
+        "--plot /no/folder/p.png": NO_FOLDER,
+    },
+    "tagi_time_series": {
+        "--samples 16": "--samples: expected a window of 12 and a batch of 5, got 16",
+        "--seed -1": TAGI,
+        "--plot /no/folder/p.png": NO_FOLDER,
+    },
+    "task_queue": {
+        "--tasks -1": "--tasks is from 0 on",
+        "--done /no/folder/f": "the folder of --done must exist",
+    },
+    "tiny_gpt": {
+        "--steps -1": "--every is from 1 on, other numbers from 0",
+        "--every 0": "--every is from 1 on, other numbers from 0",
+        "--batch-size 0": "--batch-size: expected at least 1, the number of processes, got 0",
+    },
+}
+
+
+# Calls a program with each of several options, in one process: imports take most of the time.
+CALLS = r"""
+import runpy, sys
+program, *calls = sys.argv[1:]
+for call in calls:
+    sys.argv = [program, *call.split()]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        print("" if end.code == 2 else end.code, "\0", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_example_refuses_options_in_one_line(name: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", CALLS, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(
+        [*command, *REFUSED[name]], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+    errors = done.stderr.split("\0")
+    lines = [error.strip().splitlines()[-1] for error in errors[:-1]]
+    for line, complaint in zip(lines, REFUSED[name].values(), strict=True):
+        assert complaint in line
+
+
+@pytest.mark.parametrize("name", ["cifar_resnet", "digits_cnn", "tiny_gpt", "heat"])
+def test_an_example_refuses_less_than_one_for_each_rank(name: str) -> None:
+    option = "--cells" if name == "heat" else "--batch-size"
+    command = [sys.executable, *FLRUN, str(EXAMPLES / f"{name}.py"), option, "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.search(rf"{option}: expected (at least )?2.*, got 1", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_plot_losses_explains_its_arguments() -> None:
+    command = [sys.executable, str(EXAMPLES / "plot_losses.py"), "--help"]
+    assert "FILE.png" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
