@@ -156,7 +156,7 @@ def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any])
         raise ValueError(f"{verb}: {len(xs)} arrays are passed, and out has {len(outs)}")
     if how["out"] is not None:
         apart = Apart(verb.name, len(outs))
-        for out in outs:
+        for out in (np.empty(0) if out is None else out for out in outs):
             apart.add(as_array(f"{verb}(out=)", out, of_any_dtype=True, anew=True))
         for place, x in enumerate(xs):  # which may share memory with its own part of out
             apart.add(as_array(verb.name, x, writes=False, of_any_dtype=True), False, place)
