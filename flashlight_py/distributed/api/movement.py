@@ -15,7 +15,6 @@ from flashlight_py.distributed.api.verb_call import (
     finish,
     output,
     pack_apart,
-    refuse_names,
     refusing,
 )
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
@@ -50,9 +49,7 @@ X = TypeVar("X")
 _DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the shape
 
 
-def broadcast(
-    x: X, root: int = 0, async_op: bool = False, group: Group = None, **unknown: Any
-) -> X | Work[X]:
+def broadcast(x: X, root: int = 0, async_op: bool = False, group: Group = None) -> X | Work[X]:
     """Send every rank the ``x`` of rank ``root``, in place.
 
     Args:
@@ -69,8 +66,6 @@ def broadcast(
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(broadcast, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op
     )
@@ -118,7 +113,6 @@ def gather(
     out: Any = None,
     async_op: bool = False,
     group: Group = None,
-    **unknown: Any,
 ) -> Array | Work[Array | None] | None:
     """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
 
@@ -139,8 +133,6 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(gather, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         GATHER.code, x, out, "sum", 1.0, root, 0, async_op
     )
@@ -156,7 +148,6 @@ def scatter(
     async_op: bool = False,
     group: Group = None,
     rows: Sequence[int] | None = None,
-    **unknown: Any,
 ) -> Array | Work[Array]:
     """Send each rank its part of what rank ``root`` has.
 
@@ -187,8 +178,6 @@ def scatter(
             passed different ``rows``; raised on every rank.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(scatter, unknown, group)
     if rows is None:
         y = (membership.world_native if group is None else of(group).native)(
             SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op

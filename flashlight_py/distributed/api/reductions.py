@@ -20,7 +20,6 @@ from flashlight_py.distributed.api.verb_call import (
     collective,
     output,
     reduction,
-    refuse_names,
     refusing,
 )
 from flashlight_py.distributed.calls.arrays import (
@@ -140,7 +139,6 @@ def reduce(
     scale: float = 1.0,
     async_op: bool = False,
     group: Group = None,
-    **unknown: Any,
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards rank ``root`` holds ``scale`` times the result.
 
@@ -163,8 +161,6 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(reduce, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         REDUCE.code, x, None, op, scale, root, 0, async_op
     )

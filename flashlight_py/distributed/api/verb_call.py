@@ -9,9 +9,8 @@ whose other end or tag is invalid belongs to no call: no rank is notified.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -297,22 +296,6 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
     if array is not None and part is not array:
         array[...] = part
     return returned(given, part, array is not None)
-
-
-# What torch and mpi4py call arguments that are ours by another name.
-_OURS = {
-    **{"src": "root", "dst": "root", "source": "src", "dest": "dst", "comm": "group"},
-    **{"sendtag": "tag", "recvtag": "recv_tag", "recvbuf": "out", "obj": "objs"},
-}
-
-
-def refuse_names(function: Callable[..., Any], given: Iterable[str], group: Group) -> NoReturn:
-    """Raise TypeError for arguments that ``function`` has not; of a collective on all ranks."""
-    verb, known = function.__name__, list(inspect.signature(function).parameters)[:-1]
-    ours = [f"{_OURS[name]}=" for name in given if _OURS.get(name) in known]
-    names = f"it is {' and '.join(ours)} here" if ours else f"it takes {', '.join(known)}"
-    with refusing(of(group), verb, [COLLECTIVE] if "root" in known else ()):
-        raise TypeError(f"{verb} got {', '.join(f'{name}=' for name in given)}: {names}")
 
 
 COLLECTIVE = None  # in place of a message
