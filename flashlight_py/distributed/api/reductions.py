@@ -257,18 +257,7 @@ def exscan(
     largest value of the dtype for min. An average and dates have no identity: ``x`` of rank 0
     stays unchanged.
 
-    Args:
-        x: array, or a number; the same shape and dtype on every rank.
-        op: as for :func:`scan`; ``"avg"`` multiplies by 1 / r.
-        scale: real number that the result is multiplied by.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
-        group: the process group, default the world.
-
-    Returns:
-        ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks unless ``async_op``.
-
-    Raises:
-        TypeError, ValueError, OverflowError, DistributedError: as for :func:`all_reduce`.
+    Arguments, results and errors are those of :func:`scan`; ``"avg"`` multiplies by 1 / r.
     """
     members = of(group)
     y = members.native(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
@@ -411,7 +400,7 @@ def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group:
             work: Any = all_reduce_multiple(packed, scale, op, async_op, limit >= 0, group)
         else:
             for array in {array.dtype: array for array in checked}.values():
-                reduction(members, verb, array, op, scale)
+                reduction(verb, array.dtype, op, scale, members.size)
             plan = plan_messages(sorted(checked, key=is_cupy), limit)
             work = AllOf([_together(members, same, limit, op, scale, async_op) for same in plan])
 
@@ -470,10 +459,11 @@ def _together(
         return y if async_op else Done()
     unpack: Callable[[Any], Any]
     if limit < 0:  # on a GPU, each by itself
-        reduce_op, factor = reduction(members, "all_reduce_multiple", arrays[0], op, scale)
+        verb, dtype = "all_reduce_multiple", arrays[0].dtype
+        reduce_op, factor = reduction(verb, dtype, op, scale, members.size)
         terms = [pack_terms(array, reduce_op) for array in arrays]
         calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
-        y = members.run_many(calls, "all_reduce_multiple")
+        y = members.run_many(calls, verb)
 
         def unpack(_: Any) -> None:
             for array, term in zip(arrays, terms, strict=True):

@@ -78,7 +78,7 @@ def collective(
     with refusing(members, verb, [COLLECTIVE] * begun, (x, out)):
         is_plain = verb is ALL_REDUCE and isinstance(op, str) and type(scale) is float
         if is_plain and op in PLAIN_OPS and is_cupy(x) and is_reduced_as_it_is(x):
-            known, scale = checked(verb, x.dtype, op, scale, members.size)
+            known, scale = _remembered(verb.name, x.dtype, op, scale, members.size)
             work = members.run(Call(verb, x, known, scale, root, blocking=not async_op))
             return work if async_op else work.wait()
         known = parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
@@ -108,16 +108,18 @@ def is_reduced_as_it_is(x: Any) -> bool:
     return bool(x.flags.c_contiguous) and x.dtype.kind in "fiu"
 
 
-@functools.lru_cache(256)
-def checked(
-    verb: Verb, dtype: np.dtype[Any], op: Op, scale: float, size: int
+def reduction(
+    verb: str, dtype: np.dtype[Any], op: Op, scale: float, size: int, of_some: bool = False
 ) -> tuple[ReduceOp, float]:
-    """Return the operation and the factor of a reduction over ``size`` ranks, checked."""
-    reduce_op = parse_op(verb.name, op)
-    factor = check_reduction(verb.name, dtype, reduce_op, scale)
-    if reduce_op is ReduceOp.AVG and not verb.prefix:
+    """Check the operation and the factor; an average, unless ``of_some``, becomes a scaled sum."""
+    reduce_op = parse_op(verb, op)
+    factor = check_reduction(verb, dtype, reduce_op, scale)
+    if reduce_op is ReduceOp.AVG and not of_some:
         return ReduceOp.SUM, factor / size
     return reduce_op, factor
+
+
+_remembered = functools.lru_cache(256)(reduction)
 
 
 def packed_natively(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) -> Any:
@@ -180,7 +182,8 @@ def _prepare(
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
     if verb.reduces:
-        op, scale = reduction(group, name, array, how["op"], how["scale"], verb.prefix)
+        size, is_prefix = group.size, verb.prefix
+        op, scale = reduction(name, array.dtype, how["op"], how["scale"], size, is_prefix)
     rows = check_rows(name, array, how["rows"], group.size) if verb.cuts else None
     mine = None if rows is None else rows[group.rank]
     call = Call(verb, None, op, scale, root, rows=rows, blocking=not how["async_op"])
@@ -190,22 +193,6 @@ def _prepare(
         out = how["out"] if verb.fills(group.rank, root) else None
         space = output(name, out, array, verb.shape(array.shape, group.size, mine), x)
     return lambda: _run(group, call, array, x, space)
-
-
-def reduction(
-    group: Membership,
-    name: str,
-    array: Array,
-    op: Op | ReduceOp,
-    scale: float,
-    of_some: bool = False,
-) -> tuple[ReduceOp, float]:
-    """Check the operation and the factor; an average, unless ``of_some``, becomes a scaled sum."""
-    reduce_op = parse_op(name, op)
-    factor = check_reduction(name, array.dtype, reduce_op, scale)
-    if reduce_op is ReduceOp.AVG and not of_some:
-        return ReduceOp.SUM, factor / group.size
-    return reduce_op, factor
 
 
 def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> Any:

@@ -56,7 +56,7 @@ _codes_seen: dict[np.dtype[Any], int] = {}
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
 
 _OP_NAMES = [op.name.lower() for op in ReduceOp]
-_UFUNCS = {
+UFUNCS = {
     "sum": np.add,
     "prod": np.multiply,
     **{"min": np.minimum, "max": np.maximum},
@@ -67,7 +67,7 @@ _UFUNCS = {
 _OPS: dict[object, ReduceOp] = {
     known: op
     for op, name in zip(ReduceOp, _OP_NAMES, strict=True)
-    for known in (name, op.name, _UFUNCS.get(name))
+    for known in (name, op.name, UFUNCS.get(name))
     if known is not None
 }
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
@@ -442,7 +442,7 @@ def require_length(verb: str, out: Any, rows: int, rank: int, size: int) -> None
 def scale_in_place(array: Array, scale: float) -> None:
     """Multiply ``array`` by ``scale``, rounding as the native reductions do.
 
-    Whatever one rank has set by ``np.seterr``: ranks have the same results and errors.
+    The settings of ``np.seterr`` are ignored, as they may differ between ranks.
     """
     if scale == 1.0:
         return
