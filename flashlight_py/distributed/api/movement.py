@@ -153,6 +153,7 @@ def scatter(
 
     The other ranks need not know what arrives: dtype and shape travel along. CuPy arrays are the
     exception: the other ranks pass ``out``, which shows that a GPU is meant.
+    ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         xs: on ``root`` a list or tuple with one array per rank, all of one shape (at most eight
@@ -161,8 +162,6 @@ def scatter(
         root: rank in the group.
         out: array that is filled in place, in place of a new one. It may share memory with what
             the root passes, which is copied then.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the part.
-        group: the process group, default the world.
         rows: how many rows of the first dimension rank 0, 1, ... gets, where parts are unequal; the
             same on every rank. The ranks compare them first, so that even with ``async_op`` the
             call blocks until every rank has called.

@@ -79,7 +79,7 @@ def all_reduce(
             of the bits of integers and bool; ``"land"``, ``"lor"``, ``"lxor"`` of truth values: 1
             or 0 in the dtype of ``x``, true being any number but zero. Also in upper case, and
             the functions of NumPy that mean the same, such as ``np.add`` and ``np.maximum``.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
+        async_op: return a ``Work`` at once; its ``wait()`` returns what the call would.
         group: the process group, default the world.
         out: array of the shape and dtype of ``x`` that the result goes to, while ``x`` stays as
             it is: for arrays that are read-only, as of pandas and Arrow. Where the call fails it
@@ -144,14 +144,11 @@ def reduce(
 
     In place on ``root``; the arrays of the other ranks stay as they are. Values are combined in
     rank order, as by :func:`all_reduce`, with the same bits.
+    ``op``, ``scale``, ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         x: array; the same shape and dtype on every rank. Or a number, as of :func:`all_reduce`.
         root: rank in the group.
-        op: as for :func:`all_reduce`.
-        scale: real number that the result is multiplied by.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
-        group: the process group, default the world.
 
     Returns:
         ``x``, or, where it is a number, the result on ``root`` and ``x`` elsewhere; or the
@@ -180,16 +177,14 @@ def reduce_scatter(
 ) -> Array | list[Array] | Work[Array]:
     """Combine ``x`` of all ranks and return this rank's part of the result.
 
+    ``scale``, ``op``, ``async_op`` and ``group`` are those of :func:`all_reduce`.
+
     Args:
         x: array whose first dimension is a multiple of the number of ranks, or has the sum of
             ``rows``; left as it is. Or a list or tuple of such arrays, of any shapes and dtypes, in
             the same order on every rank: all are checked before any is sent.
-        scale: real number that the result is multiplied by.
-        op: as for :func:`all_reduce`.
         out: array of the part's shape that is filled in place, in place of a new one. It may share
             memory with ``x``, which is copied then. A list where ``x`` is one.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the part.
-        group: the process group, default the world.
         rows: how many rows of the first dimension rank 0, 1, ... gets, where parts are unequal; the
             same on every rank.
 
@@ -221,13 +216,11 @@ def scan(
 
     In place; afterwards rank r holds ``scale`` times the result of ranks 0 to r, with the same bits
     in every run. Small arrays travel with the call, large ones in pieces from rank to rank.
+    ``scale``, ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         x: array, or a number, as of :func:`all_reduce`; the same shape and dtype on every rank.
         op: as for :func:`all_reduce`; ``"avg"`` multiplies by 1 / (r + 1): r + 1 are combined.
-        scale: real number that the result is multiplied by.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
-        group: the process group, default the world.
 
     Returns:
         ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks unless ``async_op``.
@@ -288,13 +281,12 @@ def all_reduce_location(
 
     As MPI's MINLOC and MAXLOC. Every rank receives every other's ``x``: for arrays that are not too
     large.
+    ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         x: array of any shape and of integer, float, date or bool dtype; the same shape and dtype on
             every rank. Left as it is.
         op: ``"min"`` or ``"max"``; a NaN or NaT is both.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the pair.
-        group: the process group, default the world.
 
     Returns:
         A pair of new arrays of the kind and shape of ``x``: the values, of its dtype, and the
@@ -340,16 +332,13 @@ def all_reduce_multiple(
     """Combine each array of ``xs`` over the ranks, in place, as :func:`all_reduce` does.
 
     The results have the bits that a loop of :func:`all_reduce` computes, in less time.
+    ``scale``, ``op``, ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         xs: arrays of any shapes and dtypes; the same list, in the same order, on every rank.
-        scale: real number that the results are multiplied by.
-        op: as for :func:`all_reduce`.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the list.
         contiguous: copy arrays of one dtype into a buffer and reduce them by one call, which is
             fastest for many small arrays. NumPy arrays are copied up to 8 KiB in shared memory (if
             the call blocks) and up to 32 KiB over a network, CuPy arrays of any size.
-        group: the process group, default the world.
 
     Returns:
         The list of ``xs``, or the ``Work``. Blocks unless ``async_op``.
