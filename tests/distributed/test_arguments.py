@@ -76,6 +76,8 @@ def misnamed(rank: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(TypeError, match="unexpected keyword argument 'src'"):
             fl.broadcast(np.ones(2), src=0)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match="positional arguments"):
+            fl.broadcast(np.ones(2), 0, True)  # type: ignore[call-overload]
     assert fl.all_reduce(1) == size
 
 

@@ -28,7 +28,7 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "send
 X = TypeVar("X")
 
 
-def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
+def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
     That is when it has been copied, where it is small (up to 16 KB on a host) and the world has
@@ -50,7 +50,7 @@ def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
         _message(send, x, dst, tag, group)
 
 
-def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False) -> X:
+def recv(x: X, src: int | None, tag: int = 0, *, group: Group = None, partial: bool = False) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
     Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
@@ -85,7 +85,7 @@ def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
-def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
+def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
     As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
@@ -103,7 +103,7 @@ def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
 
 
 def irecv(
-    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False
+    x: X, src: int | None, tag: int = 0, *, group: Group = None, partial: bool = False
 ) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 

@@ -49,15 +49,15 @@ X = TypeVar("X")
 _DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the shape
 
 
-def broadcast(x: X, root: int = 0, async_op: bool = False, group: Group = None) -> X | Work[X]:
+def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = False) -> X | Work[X]:
     """Send every rank the ``x`` of rank ``root``, in place.
 
     Args:
         x: array of any dtype without objects; the same shape and dtype on every rank. Or a number,
             as of :func:`all_reduce`.
         root: rank in the group.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.
+        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
 
     Returns:
         ``x``, or the root's number; or the ``Work``. Blocks unless ``async_op``.
@@ -108,11 +108,7 @@ def all_gather(
 
 
 def gather(
-    x: Any,
-    root: int = 0,
-    out: Any = None,
-    async_op: bool = False,
-    group: Group = None,
+    x: Any, root: int = 0, *, out: Any = None, group: Group = None, async_op: bool = False
 ) -> Array | Work[Array | None] | None:
     """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
 
@@ -122,8 +118,8 @@ def gather(
         root: rank in the group that gets the result.
         out: on ``root``, array that is filled in place, as for :func:`all_gather`; elsewhere not
             looked at.
-        async_op: return a ``Work`` at once; its ``wait()`` returns what this would.
         group: the process group, default the world.
+        async_op: return a ``Work`` at once; its ``wait()`` returns what this would.
 
     Returns:
         On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])`` and of the kind
@@ -144,10 +140,11 @@ def gather(
 def scatter(
     xs: Any = None,
     root: int = 0,
+    *,
     out: Any = None,
-    async_op: bool = False,
-    group: Group = None,
     rows: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
 ) -> Array | Work[Array]:
     """Send each rank its part of what rank ``root`` has.
 

@@ -66,7 +66,7 @@ _LATER_TAGS = -2
 _numbers = itertools.count()
 
 
-def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any:
+def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> Any:
     """Return rank ``root``'s ``obj``, on every rank; the others' is not looked at.
 
     Collective, blocking. On ``root`` it is the object itself, elsewhere a copy, made by pickle:
@@ -99,7 +99,7 @@ def all_gather_object(obj: T, group: Group = None) -> list[T]:
     return _moved(ALL_GATHER_OBJECT, obj, 0, group)
 
 
-def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
+def gather_object(obj: T, root: int = 0, *, group: Group = None) -> list[T] | None:
     """Return the list of all ranks' objects on rank ``root``, None elsewhere.
 
     Collective, blocking; as :func:`all_gather_object`.
@@ -111,7 +111,7 @@ def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
     return _moved(GATHER_OBJECT, obj, root, group)
 
 
-def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Group = None) -> Any:
+def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, *, group: Group = None) -> Any:
     """Return this rank's one of the objects that rank ``root`` passes, one per rank.
 
     Collective, blocking; as :func:`broadcast_object`.
@@ -138,15 +138,16 @@ def send_object(obj: Any, dst: int, tag: int = 0, group: Group = None) -> None:
     try:
         content = pickle.dumps(obj, 5)
     except Exception as error:
-        send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group)
+        send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group=group)
         raise TypeError(f"{_at('send_object', members)}: {reason_of(error)}") from error
     whole = np.frombuffer(content, np.uint8)
     if whole.size <= _FIRST_BYTES:
-        send(whole, dst, tag, group)
+        send(whole, dst, tag, group=group)
     else:
         number = next(_numbers) % 2**30
         with refusing(members, "send_object", ()):
-            send(np.array([0, whole.size, number, members.rank]).view(np.uint8), dst, tag, group)
+            head = np.array([0, whole.size, number, members.rank]).view(np.uint8)
+            send(head, dst, tag, group=group)
             members.run(Call(SEND, whole, peer=dst, tag=_LATER_TAGS - number))
 
 
@@ -160,7 +161,7 @@ def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
         ValueError, DistributedError: as for :func:`recv`. Errors of unpickling are raised, too.
     """
     members = of(group)
-    first = recv(np.empty(_FIRST_BYTES, np.uint8), src, tag, group, partial=True)
+    first = recv(np.empty(_FIRST_BYTES, np.uint8), src, tag, group=group, partial=True)
     if first[0] == _LATER:
         _, size, number, sender = first.view(np.int64).tolist()
         first = np.empty(size, np.uint8)

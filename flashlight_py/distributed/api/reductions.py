@@ -135,10 +135,11 @@ def _copied(x: Any, out: Any, group: Group) -> None:
 def reduce(
     x: X,
     root: int = 0,
+    *,
     op: Op = "sum",
     scale: float = 1.0,
-    async_op: bool = False,
     group: Group = None,
+    async_op: bool = False,
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards rank ``root`` holds ``scale`` times the result.
 
