@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashlight_py import _native
-from flashlight_py.doctor import Health, machine
+from flashlight_py import _native, doctor
 from flashlight_py.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parent.parent
@@ -45,10 +44,10 @@ def test_what_is_missing_is_named_with_a_remedy_that_exists(name: str, absent: P
 
 def test_the_doctor_distinguishes_what_was_left_out_from_what_does_not_load(absent: Path) -> None:
     (absent / "gloo.missing.txt").write_text("it could not be compiled. Install a compiler")
-    found = {each.what: each for each in machine.built()}
-    assert found["gloo"].state is Health.MISSING
+    found = {each.what: each for each in doctor.built()}
+    assert found["gloo"].state is doctor.MISSING
     assert found["gloo"].detail.endswith("Why: it could not be compiled. Install a compiler")
-    assert found["shm"].state is Health.FAILED
+    assert found["shm"].state is doctor.FAILED
     assert "100 times slower" in found["shm"].detail
 
 

@@ -42,7 +42,7 @@ def reduce_to_each(rank: int, size: int, name: str, count: int) -> None:
         for op in ("sum", "prod", "max"):
             everyone = [values(r, (count,), name) for r in range(size)]
             x = everyone[rank].copy()
-            assert fl.reduce(x, root, op, 3.0) is x
+            assert fl.reduce(x, root, op=op, scale=3.0) is x
             expected = combined(everyone, op, 3.0) if rank == root else everyone[rank]
             assert_equal(x, expected, f"reduce {op} of {count} {name} on {root}")
 
@@ -61,7 +61,7 @@ def gather_and_scatter(rank: int, size: int, name: str, rows: int) -> None:
         part = np.zeros_like(parts[rank])
         # One rank does not know what is coming, the others do.
         into = part if rank else None
-        got = fl.scatter(given, root, into)
+        got = fl.scatter(given, root, out=into)
         assert rank == 0 or got is part
         assert_equal(got, parts[rank], "into an array of its own")
 

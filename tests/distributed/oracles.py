@@ -78,7 +78,7 @@ def _mpi_reduce(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any
     x = call.array(group.rank)
     theirs = np.empty_like(x)
     comm.Reduce(x, theirs, _mpi_op(call), call.root)
-    ours = fl.reduce(x.copy(), call.root, call.op, call.scale, group=group)
+    ours = fl.reduce(x.copy(), call.root, op=call.op, scale=call.scale, group=group)
     here = group.rank == call.root
     return _scaled(call, theirs, group.size) if here else x, ours
 

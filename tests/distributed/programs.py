@@ -204,7 +204,8 @@ def _scatter(call: Call, group: fl.ProcessGroup) -> None:
         as_list = call.layout == "fortran"
         xs = [lay_out(p, "fortran") for p in parts] if as_list else lay_out(whole, call.layout)
     out = np.empty_like(parts[0]) if call.layout == "strided" or group.rank % 2 else None
-    got = _result(call, fl.scatter(xs, call.root, out, call.async_op, group))
+    how = {"out": out, "group": group, "async_op": call.async_op}
+    got = _result(call, fl.scatter(xs, call.root, **how))
     assert out is None or got is out
     assert_equal(got, parts[group.rank], repr(call))
 
@@ -217,7 +218,8 @@ def _scatter_uneven(call: Call, group: fl.ProcessGroup) -> None:
     if group.rank == call.root:
         xs = parts if call.layout == "fortran" else lay_out(whole, call.layout)
     out = np.empty_like(parts[group.rank]) if group.rank % 2 else None
-    got = _result(call, fl.scatter(xs, call.root, out, call.async_op, group, rows))
+    how = {"out": out, "rows": rows, "group": group, "async_op": call.async_op}
+    got = _result(call, fl.scatter(xs, call.root, **how))
     assert out is None or got is out
     assert_equal(got, parts[group.rank], repr(call))
 
@@ -301,7 +303,7 @@ def _assert_same(got: Any, expected: Any, what: str) -> None:
 
 def _broadcast_object(call: Call, group: fl.ProcessGroup) -> None:
     mine, everyone = _objects(call, group)
-    got = fl.broadcast_object(mine, call.root, group)
+    got = fl.broadcast_object(mine, call.root, group=group)
     _assert_same(got, everyone[call.root], repr(call))
 
 
@@ -313,7 +315,7 @@ def _all_gather_object(call: Call, group: fl.ProcessGroup) -> None:
 
 def _gather_object(call: Call, group: fl.ProcessGroup) -> None:
     mine, everyone = _objects(call, group)
-    all_of_them = fl.gather_object(mine, call.root, group)
+    all_of_them = fl.gather_object(mine, call.root, group=group)
     assert (all_of_them is None) == (group.rank != call.root), repr(call)
     for got, expected in zip(all_of_them or [], everyone if all_of_them else [], strict=True):
         _assert_same(got, expected, repr(call))
@@ -321,7 +323,8 @@ def _gather_object(call: Call, group: fl.ProcessGroup) -> None:
 
 def _scatter_object(call: Call, group: fl.ProcessGroup) -> None:
     _, everyone = _objects(call, group)
-    got = fl.scatter_object(everyone if group.rank == call.root else None, call.root, group)
+    objs = everyone if group.rank == call.root else None
+    got = fl.scatter_object(objs, call.root, group=group)
     _assert_same(got, everyone[group.rank], repr(call))
 
 

@@ -73,7 +73,8 @@ def test_the_page_says_of_each_verb_what_the_table_does() -> None:
 
 def test_a_method_knows_its_group_by_itself() -> None:
     group = fl.new_group([0])
-    part = group.scatter([X + 1], 0, None, False, [4])  # rows, which stand after the group
+    # rows stand after the group
+    part = group.reduce_scatter(X + 1, 1.0, "sum", None, False, [4])
     assert (part == X + 1).all()
     with pytest.raises(TypeError, match=r"multiple values for .*'group'"):
         group.all_reduce(X, group=group)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from flashlight_py import _native
-from flashlight_py.doctor import Finding, Health, machine, mpi, table, trial_run
-from flashlight_py.doctor.__main__ import main
+from flashlight_py import _native, doctor
+from flashlight_py.doctor import FAILED, MISSING, OK, WARNING, Finding, __main__
+from flashlight_py.doctor.__main__ import main, mpi, mpirun, mpirun_command, table, trials
 
 NEEDS_MPI = pytest.mark.skipif(
     importlib.util.find_spec("mpi4py") is None, reason="needs MPI: pip install 'flashlight-py[mpi]'"
@@ -22,8 +21,8 @@ NEEDS_MPI = pytest.mark.skipif(
 
 def test_table_has_columns_and_wraps() -> None:
     found = [
-        Finding("gloo", Health.OK, "there"),
-        Finding("shared memory", Health.WARNING, "very little " * 5, "take more of it"),
+        Finding("gloo", OK, "there"),
+        Finding("shared memory", WARNING, "very little " * 5, "take more of it"),
     ]
     assert table(found, 60).splitlines() == [
         "  ok       gloo           there",
@@ -43,38 +42,35 @@ def test_every_extension_is_reported() -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NEEDED"
     )
     assert set(_native.EXTENSIONS) == {*ast.literal_eval(needed), "nccl"}
-    reported = [finding.what for finding in machine.built()]
+    reported = [finding.what for finding in doctor.built()]
     assert set(_native.EXTENSIONS) <= set(reported)
 
 
 def test_names_that_are_the_loopback_are_reported() -> None:
-    assert machine.host_name("a", ["127.0.1.1", "::1"]).state is Health.WARNING
-    assert machine.host_name("a", ["127.0.1.1", "10.0.0.1"]).state is Health.OK
-    assert machine.host_name("a", []).state is Health.WARNING
+    assert doctor.host_name("a", ["127.0.1.1", "::1"])[0] is WARNING
+    assert doctor.host_name("a", ["127.0.1.1", "10.0.0.1"])[0] is OK
+    assert doctor.host_name("a", [])[0] is WARNING
 
 
 def test_an_interface_that_is_not_there_fails() -> None:
-    states = {name: machine.interface(name).state for name in ("lo", "127.0.0.1", "nothing0")}
-    assert states == {"lo": Health.OK, "127.0.0.1": Health.OK, "nothing0": Health.FAILED}
+    states = {name: doctor.interface(name)[0] for name in ("lo", "127.0.0.1", "nothing0")}
+    assert states == {"lo": OK, "127.0.0.1": OK, "nothing0": FAILED}
 
 
 def test_the_source_of_the_secret_is_reported_and_not_the_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_SECRET", "short")
-    found = machine.job_secret()
-    assert (found.state, "short" in found.remedy) == (Health.WARNING, False)
+    state, _, remedy = doctor.job_secret()
+    assert (state, "short" in remedy) == (WARNING, False)
     monkeypatch.setenv("MASTER_SECRET", "a word that is long enough")
-    found = machine.job_secret()
-    assert found == Finding(
-        "job secret", Health.OK, "from MASTER_SECRET; every rank needs the same"
-    )
+    assert doctor.job_secret() == (OK, "from MASTER_SECRET; every rank needs the same", "")
     monkeypatch.setenv("MASTER_SECRET", "")
-    assert machine.job_secret().state is Health.FAILED
+    assert doctor.job_secret()[0] is FAILED
     monkeypatch.delenv("MASTER_SECRET")
-    found = machine.job_secret()
-    assert found.state is Health.OK
-    assert str(Path(os.environ["XDG_RUNTIME_DIR"])) in found.detail
+    state, detail, _ = doctor.job_secret()
+    assert state is OK
+    assert str(Path(os.environ["XDG_RUNTIME_DIR"])) in detail
 
 
 def test_the_file_system_is_named(tmp_path: Path) -> None:
@@ -82,43 +78,43 @@ def test_the_file_system_is_named(tmp_path: Path) -> None:
         "1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /data\\040x rw,shared:1 - nfs4 server:/x rw\n"
         "3 1 0:3 / /\u00e9t\u00e9\udce9 rw - tmpfs none rw\n"
     )
-    assert machine.file_system_of(Path("/\u00e9t\u00e9\udce9/x"), mountinfo)[0] == "tmpfs"
-    assert machine.file_system_of(Path("/data x/run"), mountinfo) == ("nfs4", "/data x")
-    assert machine.file_system_of(Path("/home"), mountinfo) == ("ext4", "/")
+    assert doctor.file_system_of(Path("/\u00e9t\u00e9\udce9/x"), mountinfo)[0] == "tmpfs"
+    assert doctor.file_system_of(Path("/data x/run"), mountinfo) == ("nfs4", "/data x")
+    assert doctor.file_system_of(Path("/home"), mountinfo) == ("ext4", "/")
 
 
 def test_a_good_folder_keeps_every_promise_and_stays_as_it_was(tmp_path: Path) -> None:
-    found = list(machine.folder(tmp_path))
-    assert [each.what for each in found] == ["file system", *machine.PROMISES]
-    assert all(each.state is Health.OK for each in found)
+    found = list(doctor.folder(tmp_path))
+    assert [each.what for each in found] == ["file system", *doctor.PROMISES]
+    assert all(each.state is OK for each in found)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_there_fails(tmp_path: Path) -> None:
-    (found,) = machine.folder(tmp_path / "nowhere")
-    assert found.state is Health.FAILED
+    (found,) = doctor.folder(tmp_path / "nowhere")
+    assert found.state is FAILED
     assert "nowhere" in found.detail
 
 
 def test_broken_promises_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that breaks its promises cannot be had, so the system calls are changed."""
     monkeypatch.setattr(os, "O_EXCL", 0)
-    problem = machine.PROMISES["exclusive create"][1](tmp_path)
-    assert "created the same file with O_EXCL, expected 1" in problem
     monkeypatch.setattr(os, "listdir", lambda path: [])
-    (tmp_path / "empty").mkdir()
-    assert "the listing has 0" in machine.PROMISES["listing"][1](tmp_path / "empty")
+    problems = dict(zip(doctor.PROMISES, doctor.broken_promises(tmp_path), strict=True))
+    assert "created the same file with O_EXCL, expected 1" in problems["exclusive create"]
+    assert "the listing has 0" in problems["listing"]
+    assert problems["rename"] == problems["ownership"] == ""
 
 
 def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "ENOUGH_BYTES", 2**62)
-    found = machine.shared_memory()
-    assert found.state is Health.WARNING
-    assert "--shm-size" in found.remedy
-    monkeypatch.setattr(machine, "DIRECTORY", tmp_path / "none")
-    found = machine.shared_memory()
-    assert found.state is Health.WARNING
-    assert "there is no" in found.detail
+    monkeypatch.setattr(doctor, "ENOUGH_BYTES", 2**62)
+    state, _, remedy = doctor.shared_memory()
+    assert state is WARNING
+    assert "--shm-size" in remedy
+    monkeypatch.setattr(doctor, "DIRECTORY", tmp_path / "none")
+    state, detail, _ = doctor.shared_memory()
+    assert state is WARNING
+    assert "there is no" in detail
 
 
 def test_a_driver_without_cupy_is_a_warning(
@@ -126,11 +122,11 @@ def test_a_driver_without_cupy_is_a_warning(
 ) -> None:
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 550.1\nGCC\n")
-    monkeypatch.setattr(machine, "_DRIVER", driver)
+    monkeypatch.setattr(doctor, "_DRIVER", driver)
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it fails, whether it is there or not
-    first, second, _ = machine.gpus()
-    assert (first.state, first.detail) == (Health.OK, "NVRM version: 550.1")
-    assert second.state is Health.WARNING
+    first, second, _ = doctor.gpus()
+    assert (first.state, first.detail) == (OK, "NVRM version: 550.1")
+    assert second.state is WARNING
 
 
 def test_a_command_of_another_mpi_is_a_warning(
@@ -140,18 +136,18 @@ def test_a_command_of_another_mpi_is_a_warning(
     program = tmp_path / "mpirun"
     program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n")
     program.chmod(0o755)
-    assert mpi.mpirun("MPICH").state is Health.WARNING
-    assert mpi.mpirun("Open MPI").state is Health.OK
-    assert mpi.mpirun_command(2) == [
+    assert mpirun("MPICH").state is WARNING
+    assert mpirun("Open MPI").state is OK
+    assert mpirun_command(2) == [
         *(str(program), "--allow-run-as-root", "--oversubscribe", "-n", "2")
     ]
 
 
 @NEEDS_MPI
 def test_the_mpi_that_is_here() -> None:
-    found = {each.what: each for each in mpi.look()}
+    found = {each.what: each for each in mpi()}
     assert list(found) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
-    assert found["library"].state is found["ABI"].state is found["GPU memory"].state is Health.OK
+    assert found["library"].state is found["ABI"].state is found["GPU memory"].state is OK
     abi, standard, path = found["ABI"].detail.split("; ")
     assert abi
     assert standard.startswith("MPI ")
@@ -171,25 +167,33 @@ def test_an_mpi_and_the_memory_of_gpus(
     monkeypatch: pytest.MonkeyPatch, cuda: bool | None, words: str
 ) -> None:
     """Libraries of each kind are not here, so what the other process reports is a constant."""
-    answer = dict.fromkeys(("library", "mpi4py", "abi", "standard", "path", "vendor"), "x")
-    output = json.dumps({**answer, "threads": False, "cuda": cuda})
-    monkeypatch.setattr(mpi, "_output", lambda *command: (output, ""))
-    found = {each.what: each for each in mpi.look()}
+    facts = {"library": "x", "ABI": "x", "vendor": "x", "threads": False, "cuda": cuda}
+    monkeypatch.setattr(__main__, "outcome_of", lambda *command: ("", facts, ""))
+    found = {each.what: each for each in mpi()}
     assert found["GPU memory"].detail.startswith(words)
-    assert found["threads"].state is Health.WARNING
+    assert found["threads"].state is WARNING
 
 
 @NEEDS_MPI
 def test_an_mpi_that_cannot_be_loaded_is_missing_and_not_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mpi, "_output", lambda *command: ("", "libmpi.so.12: cannot open"))
-    monkeypatch.setattr(trial_run, "_WAYS", [way for way in trial_run._WAYS if way.name == "mpi"])
-    (library,) = mpi.look()
-    (way,) = trial_run.look(1.0, [library])
-    assert library.state is way.state is Health.MISSING
+    problem = "libmpi.so.12: cannot open"
+    monkeypatch.setattr(__main__, "outcome_of", lambda *command: ("", {}, problem))
+    monkeypatch.setattr(__main__, "TRIALS", {"mpi": __main__.TRIALS["mpi"]})
+    (library,) = mpi()
+    (way,) = trials(1.0, [library])
+    assert library.state is way.state is MISSING
     assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
     assert way.detail.startswith("needs what is not here: library")
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, backend: str, script: str, timeout: float) -> Finding:
+    """What the doctor finds if ``script`` is in the place of mpirun."""
+    monkeypatch.setattr(__main__, "TRIALS", {"a path": (2, backend, ())})
+    monkeypatch.setattr(__main__, "mpirun_command", lambda size: ["sh", "-c", script])
+    (finding,) = trials(timeout, [])
+    return finding
 
 
 SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
@@ -198,17 +202,19 @@ SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
 @pytest.mark.parametrize(
     ("script", "state", "words"),
     [
-        (f"echo '{SPEED}'; echo '{{a leak}}'", Health.OK, "1 us and 1 ms (4.2 GB/s); 2 ranks, shm"),
-        (f"echo '{SPEED}' | sed s/2,/1,/", Health.FAILED, "1 of 2 ranks have met"),
-        ("echo hello", Health.FAILED, "exit code 0: hello"),
-        ("true", Health.FAILED, "exit code 0: it wrote nothing"),
+        (f"echo '{SPEED}'; echo '{{a leak}}'", OK, "1 us and 1 ms (4.2 GB/s); 2 ranks, shm"),
+        (f"echo '{SPEED}' | sed s/2,/1,/", FAILED, "1 of 2 ranks have met"),
+        ("echo hello", FAILED, "exit code 0: hello"),
+        ("true", FAILED, "exit code 0: it wrote nothing"),
     ],
 )
-def test_what_the_ranks_of_a_way_wrote(script: str, state: Health, words: str) -> None:
+def test_what_the_ranks_of_a_way_wrote(
+    monkeypatch: pytest.MonkeyPatch, script: str, state: str, words: str
+) -> None:
     """Of whatever is written, by libraries too, the line of rank 0 is found, or its absence."""
-    found = trial_run.tried(trial_run.Way("mpi", 2, starter=("sh", "-c", script)), 10.0)
-    assert found.state is state
-    assert found.detail.startswith(words)
+    finding = tried(monkeypatch, "mpi", script, 10.0)
+    assert finding.state == state
+    assert finding.detail.startswith(words)
 
 
 FAILS = """
@@ -220,23 +226,19 @@ exit 3
 
 
 @pytest.mark.parametrize(
-    ("way", "timeout", "words"),
+    ("backend", "script", "timeout", "words"),
     [
-        (trial_run.Way("mpi", 2, starter=("sh", "-c", FAILS)), 10, "exit code 3: OSError: no such"),
-        (
-            trial_run.Way("mpi", 2, starter=("sh", "-c", "sleep 99")),
-            0.1,
-            "has not ended within 0.1",
-        ),
-        (trial_run.Way("shm", 2, "no"), 30, "exit code 1: flrun: rank"),
+        ("mpi", FAILS, 10, "exit code 3: OSError: no such"),
+        ("mpi", "sleep 99", 0.1, "has not ended within 0.1"),
+        ("no", "", 30, "exit code 1: flrun: rank"),
     ],
 )
 def test_a_way_that_fails_is_reported_by_its_cause(
-    way: trial_run.Way, timeout: float, words: str
+    monkeypatch: pytest.MonkeyPatch, backend: str, script: str, timeout: float, words: str
 ) -> None:
-    found = trial_run.tried(way, timeout)
-    assert (found.what, found.state) == (way.name, Health.FAILED)
-    assert found.detail.startswith(words)
+    finding = tried(monkeypatch, backend, script, timeout)
+    assert (finding.what, finding.state) == ("a path", FAILED)
+    assert finding.detail.startswith(words)
 
 
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

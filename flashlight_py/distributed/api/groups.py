@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -66,13 +66,7 @@ def new_group(
             raise ValueError(f"new_group: a rank is in the list twice: {members}")
         if not members:
             raise ValueError("new_group: a group has at least one rank, got none")
-        seconds = check_seconds("new_group", timeout)
-        steps = Steps(parent.backend(), "new_group")
-        with parent.journal.recording("new_group"):
-            mine = json.dumps([_in_words(members), seconds, next(groups_so_far)]).encode()
-            asked = list(map(json.loads, exchange_bytes(steps, mine)))
-            _require_same(parent, "new_group", [(words, limit) for words, limit, _ in asked])
-            return _founded(parent, steps, members, seconds, [count for *_, count in asked])
+        return _founded(parent, "new_group", _in_words(members), timeout, lambda _: members)
 
 
 def split(
@@ -98,20 +92,17 @@ def split(
     """
     parent = of(group)
     with refusing(parent, "split"):
-        mine = None if isinstance(color, bool) else whole(color), whole(key)
-        if mine[0] is None and color is not None:
+        number, place = None if isinstance(color, bool) else whole(color), whole(key)
+        if number is None and color is not None:
             raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
-        if mine[1] is None:
+        if place is None:
             raise ValueError(f"split: key must be an integer, got {key!r}")
-        seconds = check_seconds("split", timeout)
-        steps = Steps(parent.backend(), "split")
-        with parent.journal.recording("split"):
-            card = json.dumps([*mine, seconds, next(groups_so_far)]).encode()
-            choices = list(map(json.loads, exchange_bytes(steps, card)))
-            _require_same(parent, "split", [("split", limit) for _, _, limit, _ in choices])
-            alike = [(k, rank) for rank, (c, k, *_) in enumerate(choices) if c == mine[0]]
-            members = [] if mine[0] is None else [rank for _, rank in sorted(alike)]
-            return _founded(parent, steps, members, seconds, [count for *_, count in choices])
+
+        def alike(choices: Sequence[Any]) -> list[int]:
+            pairs = [(k, rank) for rank, (c, k) in enumerate(choices) if c == number]
+            return [] if number is None else [rank for _, rank in sorted(pairs)]
+
+        return _founded(parent, "split", (number, place), timeout, alike)
 
 
 def grid(
@@ -150,17 +141,6 @@ def grid(
     return Grid(rank, extents, tuple(map(bool, wraps)))
 
 
-def _require_same(parent: Membership, verb: str, asked: Iterable[tuple[str, float | None]]) -> None:
-    """Raise MismatchError unless all ranks ask for the same groups, of the same timeout."""
-    texts = [words + ("" if limit is None else f", timeout={limit!r}") for words, limit in asked]
-    if len(set(texts)) > 1:
-        calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-        raise MismatchError(
-            f"[{verb}] rank {parent.rank} of {parent.size}: the ranks asked for different "
-            f"groups ({calls}). Every rank of the parent must pass the same"
-        )
-
-
 def _in_words(members: Sequence[int]) -> str:
     """Return which ``members`` a new group has; of very many the first, and a digest of all."""
     words = f"new_group {list(members)}"
@@ -172,14 +152,33 @@ def _in_words(members: Sequence[int]) -> str:
 
 def _founded(
     parent: Membership,
-    steps: Backend,
-    members: list[int],
-    seconds: float | None,
-    counts: Sequence[int],
+    verb: str,
+    choice: Any,
+    timeout: float | None,
+    members_of: Callable[[Sequence[Any]], list[int]],
 ) -> ProcessGroup:
-    is_member = parent.rank in members
-    store, count = (MemberStore(steps, members), counts[members[0]]) if is_member else (None, None)
-    return cast("ProcessGroup", parent.subgroup(members, store, seconds, count))
+    """Return a group of the ``members_of`` the choices of all ranks, which exchange them.
+
+    Texts and timeouts must be the same on all ranks, else every rank raises MismatchError.
+    """
+    seconds, steps = check_seconds(verb, timeout), Steps(parent.backend(), verb)
+    with parent.journal.recording(verb):
+        mine = json.dumps([choice, seconds, next(groups_so_far)]).encode()
+        choices, limits, counts = zip(*map(json.loads, exchange_bytes(steps, mine)), strict=True)
+        texts = [
+            (c if isinstance(c, str) else verb) + ("" if limit is None else f", timeout={limit!r}")
+            for c, limit in zip(choices, limits, strict=True)
+        ]
+        if len(set(texts)) > 1:
+            calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise MismatchError(
+                f"[{verb}] rank {parent.rank} of {parent.size}: the ranks asked for different "
+                f"groups ({calls}). Every rank of the parent must pass the same"
+            )
+        members, store, count = members_of(choices), None, None
+        if parent.rank in members:
+            store, count = MemberStore(steps, members), counts[members[0]]
+        return cast("ProcessGroup", parent.subgroup(members, store, seconds, count))
 
 
 # Members of a new group meet by messages of the old one: no port, no file, and the code that

@@ -12,7 +12,6 @@ from flashlight_py.distributed.api.verb_call import (
     Output,
     finish,
     packed_natively,
-    refuse_names,
     refusing,
 )
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
@@ -29,7 +28,7 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "send
 X = TypeVar("X")
 
 
-def send(x: Any, dst: int, tag: int = 0, group: Group = None, **unknown: Any) -> None:
+def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
     That is when it has been copied, where it is small (up to 16 KB on a host) and the world has
@@ -45,17 +44,13 @@ def send(x: Any, dst: int, tag: int = 0, group: Group = None, **unknown: Any) ->
             call of the group where the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(send, unknown, group)
     if (membership.world_native if group is None else of(group).native)(
         SEND.code, x, None, None, None, dst, tag, False
     ) is NotImplemented:
         _message(send, x, dst, tag, group)
 
 
-def recv(
-    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False, **unknown: Any
-) -> X:
+def recv(x: X, src: int | None, tag: int = 0, *, group: Group = None, partial: bool = False) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
     Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
@@ -84,15 +79,13 @@ def recv(
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(recv, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         RECV.code, x, None, partial, None, src, tag, False
     )
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
-def isend(x: X, dst: int, tag: int = 0, group: Group = None, **unknown: Any) -> Work[X]:
+def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
     As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
@@ -103,8 +96,6 @@ def isend(x: X, dst: int, tag: int = 0, group: Group = None, **unknown: Any) -> 
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    if unknown:
-        refuse_names(isend, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         SEND.code, x, None, None, None, dst, tag, True
     )
@@ -112,7 +103,7 @@ def isend(x: X, dst: int, tag: int = 0, group: Group = None, **unknown: Any) -> 
 
 
 def irecv(
-    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False, **unknown: Any
+    x: X, src: int | None, tag: int = 0, *, group: Group = None, partial: bool = False
 ) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 
@@ -124,8 +115,6 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    if unknown:
-        refuse_names(irecv, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         RECV.code, x, None, partial, None, src, tag, True
     )
@@ -140,7 +129,6 @@ def sendrecv(
     tag: int = 0,
     recv_tag: int | None = None,
     group: Group = None,
-    **unknown: Any,
 ) -> X:
     """Send ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
 
@@ -170,8 +158,6 @@ def sendrecv(
         >>> fl.sendrecv(x, (rank + 1) % size, out, (rank - 1) % size)  # a ring of one
         array([0, 1, 2])
     """
-    if unknown:
-        refuse_names(sendrecv, unknown, group)
     other = tag if recv_tag is None else recv_tag
     y = (membership.world_native_sendrecv if group is None else of(group).native_sendrecv)(
         x, dst, out, src, tag, other

@@ -15,7 +15,6 @@ from flashlight_py.distributed.api.verb_call import (
     finish,
     output,
     pack_apart,
-    refuse_names,
     refusing,
 )
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
@@ -50,17 +49,15 @@ X = TypeVar("X")
 _DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the shape
 
 
-def broadcast(
-    x: X, root: int = 0, async_op: bool = False, group: Group = None, **unknown: Any
-) -> X | Work[X]:
+def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = False) -> X | Work[X]:
     """Send every rank the ``x`` of rank ``root``, in place.
 
     Args:
         x: array of any dtype without objects; the same shape and dtype on every rank. Or a number,
             as of :func:`all_reduce`.
         root: rank in the group.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.
+        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
 
     Returns:
         ``x``, or the root's number; or the ``Work``. Blocks unless ``async_op``.
@@ -69,8 +66,6 @@ def broadcast(
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(broadcast, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op
     )
@@ -113,12 +108,7 @@ def all_gather(
 
 
 def gather(
-    x: Any,
-    root: int = 0,
-    out: Any = None,
-    async_op: bool = False,
-    group: Group = None,
-    **unknown: Any,
+    x: Any, root: int = 0, *, out: Any = None, group: Group = None, async_op: bool = False
 ) -> Array | Work[Array | None] | None:
     """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
 
@@ -128,8 +118,8 @@ def gather(
         root: rank in the group that gets the result.
         out: on ``root``, array that is filled in place, as for :func:`all_gather`; elsewhere not
             looked at.
-        async_op: return a ``Work`` at once; its ``wait()`` returns what this would.
         group: the process group, default the world.
+        async_op: return a ``Work`` at once; its ``wait()`` returns what this would.
 
     Returns:
         On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])`` and of the kind
@@ -139,8 +129,6 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(gather, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         GATHER.code, x, out, "sum", 1.0, root, 0, async_op
     )
@@ -152,16 +140,17 @@ def gather(
 def scatter(
     xs: Any = None,
     root: int = 0,
+    *,
     out: Any = None,
-    async_op: bool = False,
-    group: Group = None,
     rows: Sequence[int] | None = None,
-    **unknown: Any,
+    group: Group = None,
+    async_op: bool = False,
 ) -> Array | Work[Array]:
     """Send each rank its part of what rank ``root`` has.
 
     The other ranks need not know what arrives: dtype and shape travel along. CuPy arrays are the
     exception: the other ranks pass ``out``, which shows that a GPU is meant.
+    ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         xs: on ``root`` a list or tuple with one array per rank, all of one shape (at most eight
@@ -170,8 +159,6 @@ def scatter(
         root: rank in the group.
         out: array that is filled in place, in place of a new one. It may share memory with what
             the root passes, which is copied then.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the part.
-        group: the process group, default the world.
         rows: how many rows of the first dimension rank 0, 1, ... gets, where parts are unequal; the
             same on every rank. The ranks compare them first, so that even with ``async_op`` the
             call blocks until every rank has called.
@@ -187,8 +174,6 @@ def scatter(
             passed different ``rows``; raised on every rank.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(scatter, unknown, group)
     if rows is None:
         y = (membership.world_native if group is None else of(group).native)(
             SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op

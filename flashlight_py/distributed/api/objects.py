@@ -15,7 +15,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.messages import recv, send
-from flashlight_py.distributed.api.verb_call import Group, reason_of, refuse_names, refusing
+from flashlight_py.distributed.api.verb_call import Group, reason_of, refusing
 from flashlight_py.distributed.backends.exchange import (
     LATER,
     PROBLEM,
@@ -66,7 +66,7 @@ _LATER_TAGS = -2
 _numbers = itertools.count()
 
 
-def broadcast_object(obj: Any = None, root: int = 0, group: Group = None, **unknown: Any) -> Any:
+def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> Any:
     """Return rank ``root``'s ``obj``, on every rank; the others' is not looked at.
 
     Collective, blocking. On ``root`` it is the object itself, elsewhere a copy, made by pickle:
@@ -79,8 +79,6 @@ def broadcast_object(obj: Any = None, root: int = 0, group: Group = None, **unkn
             ranks.
         DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(broadcast_object, unknown, group)
     return _moved(BROADCAST_OBJECT, obj, root, group)[0]
 
 
@@ -101,7 +99,7 @@ def all_gather_object(obj: T, group: Group = None) -> list[T]:
     return _moved(ALL_GATHER_OBJECT, obj, 0, group)
 
 
-def gather_object(obj: T, root: int = 0, group: Group = None, **unknown: Any) -> list[T] | None:
+def gather_object(obj: T, root: int = 0, *, group: Group = None) -> list[T] | None:
     """Return the list of all ranks' objects on rank ``root``, None elsewhere.
 
     Collective, blocking; as :func:`all_gather_object`.
@@ -110,14 +108,10 @@ def gather_object(obj: T, root: int = 0, group: Group = None, **unknown: Any) ->
         ValueError: ``root`` is no rank of the group.
         TypeError, DistributedError: as for :func:`all_gather_object`.
     """
-    if unknown:
-        refuse_names(gather_object, unknown, group)
     return _moved(GATHER_OBJECT, obj, root, group)
 
 
-def scatter_object(
-    objs: Sequence[Any] | None = None, root: int = 0, group: Group = None, **unknown: Any
-) -> Any:
+def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, *, group: Group = None) -> Any:
     """Return this rank's one of the objects that rank ``root`` passes, one per rank.
 
     Collective, blocking; as :func:`broadcast_object`.
@@ -126,8 +120,6 @@ def scatter_object(
         ValueError: ``root`` is no rank of the group, or has not one object for each rank.
         TypeError, DistributedError: as for :func:`broadcast_object`.
     """
-    if unknown:
-        refuse_names(scatter_object, unknown, group)
     return _moved(SCATTER_OBJECT, objs, root, group)[0]
 
 
@@ -146,15 +138,16 @@ def send_object(obj: Any, dst: int, tag: int = 0, group: Group = None) -> None:
     try:
         content = pickle.dumps(obj, 5)
     except Exception as error:
-        send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group)
+        send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group=group)
         raise TypeError(f"{_at('send_object', members)}: {reason_of(error)}") from error
     whole = np.frombuffer(content, np.uint8)
     if whole.size <= _FIRST_BYTES:
-        send(whole, dst, tag, group)
+        send(whole, dst, tag, group=group)
     else:
         number = next(_numbers) % 2**30
         with refusing(members, "send_object", ()):
-            send(np.array([0, whole.size, number, members.rank]).view(np.uint8), dst, tag, group)
+            head = np.array([0, whole.size, number, members.rank]).view(np.uint8)
+            send(head, dst, tag, group=group)
             members.run(Call(SEND, whole, peer=dst, tag=_LATER_TAGS - number))
 
 
@@ -168,7 +161,7 @@ def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
         ValueError, DistributedError: as for :func:`recv`. Errors of unpickling are raised, too.
     """
     members = of(group)
-    first = recv(np.empty(_FIRST_BYTES, np.uint8), src, tag, group, partial=True)
+    first = recv(np.empty(_FIRST_BYTES, np.uint8), src, tag, group=group, partial=True)
     if first[0] == _LATER:
         _, size, number, sender = first.view(np.int64).tolist()
         first = np.empty(size, np.uint8)

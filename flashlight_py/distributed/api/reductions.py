@@ -20,7 +20,6 @@ from flashlight_py.distributed.api.verb_call import (
     collective,
     output,
     reduction,
-    refuse_names,
     refusing,
 )
 from flashlight_py.distributed.calls.arrays import (
@@ -80,7 +79,7 @@ def all_reduce(
             of the bits of integers and bool; ``"land"``, ``"lor"``, ``"lxor"`` of truth values: 1
             or 0 in the dtype of ``x``, true being any number but zero. Also in upper case, and
             the functions of NumPy that mean the same, such as ``np.add`` and ``np.maximum``.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
+        async_op: return a ``Work`` at once; its ``wait()`` returns what the call would.
         group: the process group, default the world.
         out: array of the shape and dtype of ``x`` that the result goes to, while ``x`` stays as
             it is: for arrays that are read-only, as of pandas and Arrow. Where the call fails it
@@ -136,24 +135,21 @@ def _copied(x: Any, out: Any, group: Group) -> None:
 def reduce(
     x: X,
     root: int = 0,
+    *,
     op: Op = "sum",
     scale: float = 1.0,
-    async_op: bool = False,
     group: Group = None,
-    **unknown: Any,
+    async_op: bool = False,
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards rank ``root`` holds ``scale`` times the result.
 
     In place on ``root``; the arrays of the other ranks stay as they are. Values are combined in
     rank order, as by :func:`all_reduce`, with the same bits.
+    ``op``, ``scale``, ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         x: array; the same shape and dtype on every rank. Or a number, as of :func:`all_reduce`.
         root: rank in the group.
-        op: as for :func:`all_reduce`.
-        scale: real number that the result is multiplied by.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
-        group: the process group, default the world.
 
     Returns:
         ``x``, or, where it is a number, the result on ``root`` and ``x`` elsewhere; or the
@@ -163,8 +159,6 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if unknown:
-        refuse_names(reduce, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         REDUCE.code, x, None, op, scale, root, 0, async_op
     )
@@ -184,16 +178,14 @@ def reduce_scatter(
 ) -> Array | list[Array] | Work[Array]:
     """Combine ``x`` of all ranks and return this rank's part of the result.
 
+    ``scale``, ``op``, ``async_op`` and ``group`` are those of :func:`all_reduce`.
+
     Args:
         x: array whose first dimension is a multiple of the number of ranks, or has the sum of
             ``rows``; left as it is. Or a list or tuple of such arrays, of any shapes and dtypes, in
             the same order on every rank: all are checked before any is sent.
-        scale: real number that the result is multiplied by.
-        op: as for :func:`all_reduce`.
         out: array of the part's shape that is filled in place, in place of a new one. It may share
             memory with ``x``, which is copied then. A list where ``x`` is one.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the part.
-        group: the process group, default the world.
         rows: how many rows of the first dimension rank 0, 1, ... gets, where parts are unequal; the
             same on every rank.
 
@@ -225,13 +217,11 @@ def scan(
 
     In place; afterwards rank r holds ``scale`` times the result of ranks 0 to r, with the same bits
     in every run. Small arrays travel with the call, large ones in pieces from rank to rank.
+    ``scale``, ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         x: array, or a number, as of :func:`all_reduce`; the same shape and dtype on every rank.
         op: as for :func:`all_reduce`; ``"avg"`` multiplies by 1 / (r + 1): r + 1 are combined.
-        scale: real number that the result is multiplied by.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
-        group: the process group, default the world.
 
     Returns:
         ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks unless ``async_op``.
@@ -261,18 +251,7 @@ def exscan(
     largest value of the dtype for min. An average and dates have no identity: ``x`` of rank 0
     stays unchanged.
 
-    Args:
-        x: array, or a number; the same shape and dtype on every rank.
-        op: as for :func:`scan`; ``"avg"`` multiplies by 1 / r.
-        scale: real number that the result is multiplied by.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
-        group: the process group, default the world.
-
-    Returns:
-        ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks unless ``async_op``.
-
-    Raises:
-        TypeError, ValueError, OverflowError, DistributedError: as for :func:`all_reduce`.
+    Arguments, results and errors are those of :func:`scan`; ``"avg"`` multiplies by 1 / r.
     """
     members = of(group)
     y = members.native(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
@@ -303,13 +282,12 @@ def all_reduce_location(
 
     As MPI's MINLOC and MAXLOC. Every rank receives every other's ``x``: for arrays that are not too
     large.
+    ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         x: array of any shape and of integer, float, date or bool dtype; the same shape and dtype on
             every rank. Left as it is. Or a number, as for :func:`all_reduce`.
         op: ``"min"`` or ``"max"``; a NaN or NaT is both.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the pair.
-        group: the process group, default the world.
 
     Returns:
         A pair of new arrays of the kind and shape of ``x``: the values, of its dtype, and the
@@ -362,16 +340,13 @@ def all_reduce_multiple(
     """Combine each array of ``xs`` over the ranks, in place, as :func:`all_reduce` does.
 
     The results have the bits that a loop of :func:`all_reduce` computes, in less time.
+    ``scale``, ``op``, ``async_op`` and ``group`` are those of :func:`all_reduce`.
 
     Args:
         xs: arrays of any shapes and dtypes; the same list, in the same order, on every rank.
-        scale: real number that the results are multiplied by.
-        op: as for :func:`all_reduce`.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the list.
         contiguous: copy arrays of one dtype into a buffer and reduce them by one call, which is
             fastest for many small arrays. NumPy arrays are copied up to 8 KiB in shared memory (if
             the call blocks) and up to 32 KiB over a network, CuPy arrays of any size.
-        group: the process group, default the world.
 
     Returns:
         The list of ``xs``, or the ``Work``. Blocks unless ``async_op``.
@@ -422,7 +397,7 @@ def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group:
             work: Any = all_reduce_multiple(packed, scale, op, async_op, limit >= 0, group)
         else:
             for array in {array.dtype: array for array in checked}.values():
-                reduction(members, verb, array, op, scale)
+                reduction(verb, array.dtype, op, scale, members.size)
             plan = plan_messages(sorted(checked, key=is_cupy), limit)
             work = AllOf([_together(members, same, limit, op, scale, async_op) for same in plan])
 
@@ -481,10 +456,11 @@ def _together(
         return y if async_op else Done()
     unpack: Callable[[Any], Any]
     if limit < 0:  # on a GPU, each by itself
-        reduce_op, factor = reduction(members, "all_reduce_multiple", arrays[0], op, scale)
+        verb, dtype = "all_reduce_multiple", arrays[0].dtype
+        reduce_op, factor = reduction(verb, dtype, op, scale, members.size)
         terms = [pack_terms(array, reduce_op) for array in arrays]
         calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
-        y = members.run_many(calls, "all_reduce_multiple")
+        y = members.run_many(calls, verb)
 
         def unpack(_: Any) -> None:
             for array, term in zip(arrays, terms, strict=True):

@@ -9,9 +9,8 @@ whose other end or tag is invalid belongs to no call: no rank is notified.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -79,7 +78,7 @@ def collective(
     with refusing(members, verb, [COLLECTIVE] * begun, (x, out)):
         is_plain = verb is ALL_REDUCE and isinstance(op, str) and type(scale) is float
         if is_plain and op in PLAIN_OPS and is_cupy(x) and is_reduced_as_it_is(x):
-            known, scale = checked(verb, x.dtype, op, scale, members.size)
+            known, scale = _remembered(verb.name, x.dtype, op, scale, members.size)
             work = members.run(Call(verb, x, known, scale, root, blocking=not async_op))
             return work if async_op else work.wait()
         known = parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
@@ -109,16 +108,18 @@ def is_reduced_as_it_is(x: Any) -> bool:
     return bool(x.flags.c_contiguous) and x.dtype.kind in "fiu"
 
 
-@functools.lru_cache(256)
-def checked(
-    verb: Verb, dtype: np.dtype[Any], op: Op, scale: float, size: int
+def reduction(
+    verb: str, dtype: np.dtype[Any], op: Op, scale: float, size: int, of_some: bool = False
 ) -> tuple[ReduceOp, float]:
-    """Return the operation and the factor of a reduction over ``size`` ranks, checked."""
-    reduce_op = parse_op(verb.name, op)
-    factor = check_reduction(verb.name, dtype, reduce_op, scale)
-    if reduce_op is ReduceOp.AVG and not verb.prefix:
+    """Check the operation and the factor; an average, unless ``of_some``, becomes a scaled sum."""
+    reduce_op = parse_op(verb, op)
+    factor = check_reduction(verb, dtype, reduce_op, scale)
+    if reduce_op is ReduceOp.AVG and not of_some:
         return ReduceOp.SUM, factor / size
     return reduce_op, factor
+
+
+_remembered = functools.lru_cache(256)(reduction)
 
 
 def packed_natively(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) -> Any:
@@ -181,7 +182,8 @@ def _prepare(
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
     if verb.reduces:
-        op, scale = reduction(group, name, array, how["op"], how["scale"], verb.prefix)
+        size, is_prefix = group.size, verb.prefix
+        op, scale = reduction(name, array.dtype, how["op"], how["scale"], size, is_prefix)
     rows = check_rows(name, array, how["rows"], group.size) if verb.cuts else None
     mine = None if rows is None else rows[group.rank]
     call = Call(verb, None, op, scale, root, rows=rows, blocking=not how["async_op"])
@@ -191,22 +193,6 @@ def _prepare(
         out = how["out"] if verb.fills(group.rank, root) else None
         space = output(name, out, array, verb.shape(array.shape, group.size, mine), x)
     return lambda: _run(group, call, array, x, space)
-
-
-def reduction(
-    group: Membership,
-    name: str,
-    array: Array,
-    op: Op | ReduceOp,
-    scale: float,
-    of_some: bool = False,
-) -> tuple[ReduceOp, float]:
-    """Check the operation and the factor; an average, unless ``of_some``, becomes a scaled sum."""
-    reduce_op = parse_op(name, op)
-    factor = check_reduction(name, array.dtype, reduce_op, scale)
-    if reduce_op is ReduceOp.AVG and not of_some:
-        return ReduceOp.SUM, factor / group.size
-    return reduce_op, factor
 
 
 def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> Any:
@@ -297,22 +283,6 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
     if array is not None and part is not array:
         array[...] = part
     return returned(given, part, array is not None)
-
-
-# What torch and mpi4py call arguments that are ours by another name.
-_OURS = {
-    **{"src": "root", "dst": "root", "source": "src", "dest": "dst", "comm": "group"},
-    **{"sendtag": "tag", "recvtag": "recv_tag", "recvbuf": "out", "obj": "objs"},
-}
-
-
-def refuse_names(function: Callable[..., Any], given: Iterable[str], group: Group) -> NoReturn:
-    """Raise TypeError for arguments that ``function`` has not; of a collective on all ranks."""
-    verb, known = function.__name__, list(inspect.signature(function).parameters)[:-1]
-    ours = [f"{_OURS[name]}=" for name in given if _OURS.get(name) in known]
-    names = f"it is {' and '.join(ours)} here" if ours else f"it takes {', '.join(known)}"
-    with refusing(of(group), verb, [COLLECTIVE] if "root" in known else ()):
-        raise TypeError(f"{verb} got {', '.join(f'{name}=' for name in given)}: {names}")
 
 
 COLLECTIVE = None  # in place of a message

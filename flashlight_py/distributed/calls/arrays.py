@@ -56,7 +56,7 @@ _codes_seen: dict[np.dtype[Any], int] = {BFLOAT16_BYTES: _CODES["bfloat16"]}
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
 
 _OP_NAMES = [op.name.lower() for op in ReduceOp]
-_UFUNCS = {
+UFUNCS = {
     "sum": np.add,
     "prod": np.multiply,
     **{"min": np.minimum, "max": np.maximum},
@@ -67,7 +67,7 @@ _UFUNCS = {
 _OPS: dict[object, ReduceOp] = {
     known: op
     for op, name in zip(ReduceOp, _OP_NAMES, strict=True)
-    for known in (name, op.name, _UFUNCS.get(name))
+    for known in (name, op.name, UFUNCS.get(name))
     if known is not None
 }
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)

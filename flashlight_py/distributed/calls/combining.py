@@ -14,16 +14,10 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import verbs
-from flashlight_py.distributed.calls.arrays import LOGICAL, scale_in_place
+from flashlight_py.distributed.calls.arrays import LOGICAL, UFUNCS, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import Verb
-
-# In the order of ReduceOp; an average is a sum, scaled.
-_UFUNCS = (
-    *("add", "multiply", "minimum", "maximum", "add"),
-    *("bitwise_and", "bitwise_or", "bitwise_xor"),
-)
 
 
 def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array:
@@ -39,7 +33,7 @@ def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array
     terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
     if op in LOGICAL:
         op, terms = LOGICAL[op], [array != 0 for array in arrays]  # of one alone too
-    fold = functools.partial(functools.reduce, getattr(xp, _UFUNCS[op]))
+    fold = functools.partial(functools.reduce, getattr(xp, UFUNCS[op.name.lower()].__name__))
     with np.errstate(all="ignore"):  # infinities come as they come
         total = xp.array(fold(terms))
         scale_in_place(total, scale)
