@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import Array, array_module
 from flashlight_py.optim.cpu import sums_of_squares
 from flashlight_py.optim.optimizer import Shards, Summing, as_param_list, check_at_least_zero
@@ -53,13 +54,32 @@ def clip_grad_norm(
     return _limit_norm(own, list(sharded.items()), limit, group)
 
 
+def clip_grad_value(params: Iterable[Variable], clip_value: float) -> None:
+    """Limit each element of all gradients to ``-clip_value`` .. ``clip_value``, in place.
+
+    Nan stays. With sharded parameters it is collective. Errors are those of :func:`clip_grad_norm`.
+    """
+    params = as_param_list(params)
+    with _in_step(next(iter(shards_of(params)), None), "clip_grad_value"):
+        limit = check_at_least_zero("clip_value", clip_value)
+    _limit_values(params, limit)
+
+
+@as_one
+def _limit_values(params: Sequence[Variable], limit: float) -> None:
+    grads, sharded = gradients_of(params)
+    for grad in grads:
+        xp, most = array_module(grad), grad.dtype.type(limit)
+        xp.maximum(xp.minimum(grad, most, out=grad), -most, out=grad)
+    for shards in sharded:
+        shards.meet()
+
+
 @as_one
 def _limit_norm(
-    grads: list[Array],
-    sharded: list[tuple[Shards, list[Variable]]],
-    limit: float,
+    grads: list[Array], sharded: list[tuple[Shards, list[Variable]]], limit: float,
     group: Summing | None,
-) -> float:
+) -> float:  # fmt: skip
     """Scale ``grads`` and those of ``sharded`` parameters in place; return their joint norm."""
     sums = [part for grad in grads for part in sums_of_squares(grad)]
     sums += [shards.sum_of_squares(those) for shards, those in sharded]
@@ -75,8 +95,10 @@ def _limit_norm(
     return norm
 
 
-def _in_step(ranks: Summing | Shards | None) -> AbstractContextManager[None]:
-    return nullcontext() if ranks is None else ranks.in_step("clip_grad_norm")
+def _in_step(
+    ranks: Summing | Shards | None, name: str = "clip_grad_norm"
+) -> AbstractContextManager[None]:
+    return nullcontext() if ranks is None else ranks.in_step(name)
 
 
 def _scale(grads: Iterable[Array], factor: float) -> None:
