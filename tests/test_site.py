@@ -24,7 +24,11 @@ API = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
 FAMILIES = re.findall(r"^::: every name of (\S+)$", API, re.MULTILINE)
 DESCRIBED = {
     *re.findall(r"^::: flashlight_py\.(\S+)$", API, re.MULTILINE),
-    *(name for family in FAMILIES for name in importlib.import_module(family).__all__),
+    *(
+        name if family.startswith("flashlight_py.distributed.") else f"{family[14:]}.{name}"
+        for family in FAMILIES
+        for name in importlib.import_module(family).__all__
+    ),
 }
 
 
@@ -49,11 +53,18 @@ def test_every_public_name_is_described() -> None:
     for package in (fl.nn, fl.optim, fl.dataset, fl.meter, fl.errors, fl.functional, fl.tagi):
         offered = [n for n in package.__all__ if inspect.isclass(getattr(package, n))]
         assert not [name for name in offered if name not in names], package.__name__
+    for module in (fl.autograd.functions, fl.nn.init, fl.optim):
+        home = module.__name__.partition(".")[2]
+        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
+        offered = [n for n in functions if n in module.__all__]
+        assert offered
+        assert not [n for n in offered if f"{home}.{n}" not in DESCRIBED], home
 
 
 def test_what_is_described_exists() -> None:
     for name in DESCRIBED:
-        assert callable(pkgutil.resolve_name(f"flashlight_py.{name}")), name
+        found = pkgutil.resolve_name(f"flashlight_py.{name}")
+        assert callable(getattr(found, name.rpartition(".")[2], found)), name  # a module of its name
 
 
 @pytest.mark.slow

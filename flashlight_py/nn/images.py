@@ -93,8 +93,10 @@ class ConvTranspose2D(Conv2D):
 
     ``[batch, in_channels, height, width]`` to ``[batch, out_channels, (height - 1) * stride - 2 *
     padding + dilation * (kernel - 1) + 1 + output_padding, ...]``. The weight is ``[in_channels,
-    out_channels / groups, kernel height, kernel width]``. Arguments are in torch's order; an
-    ``output_padding`` that is not below ``stride`` is a ValueError.
+    out_channels / groups, kernel height, kernel width]``. Arguments are in torch's order.
+
+    Raises:
+        ValueError: also if ``output_padding`` is not below ``stride``.
     """
 
     _swaps = True

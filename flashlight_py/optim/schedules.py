@@ -286,7 +286,8 @@ class ReduceLROnPlateau(LearningRateSchedule):
     difference (``"abs"``). After more than ``patience`` of them the rate changes, and the next
     ``cooldown`` steps do not count. Better is lower in mode ``"min"``, higher in ``"max"``.
 
-    Another mode is a ValueError.
+    Raises:
+        ValueError: also for another mode.
     """
 
     def __init__(
@@ -302,8 +303,8 @@ class ReduceLROnPlateau(LearningRateSchedule):
         self._sign, self._is_relative = (1 if mode == "min" else -1), threshold_mode == "rel"
         self._threshold, self._patience, self._cooldown = threshold, patience, cooldown
         self._memory = {"best": math.inf, "bad": 0, "cooling": 0, "cuts": 0}
-        memory = lambda: self._memory["cuts"]  # noqa: E731
-        super().__init__(optimizer, lambda base, _: min(base, max(base * factor ** memory(), low)))
+        cuts: Any = lambda: self._memory["cuts"]  # noqa: E731
+        super().__init__(optimizer, lambda base, _: min(base, max(base * factor ** cuts(), low)))
 
     def step(self, metric: Any) -> None:  # type: ignore[override]
         """Look at ``metric``, a number or what ``float`` takes, and set the rate."""
