@@ -58,10 +58,9 @@ def _dot(a: Operand, b: Operand) -> Variable:
 
 
 def _split(ary: Variable, indices_or_sections: Any, axis: int = 0) -> list[Variable]:
-    sections = indices_or_sections
-    if not isinstance(sections, int):
-        sections = np.diff([0, *sections, ary.shape[axis]]).tolist()
-    return dimensions.split(ary, sections, axis)
+    if not isinstance(indices_or_sections, int):
+        indices_or_sections = np.diff([0, *indices_or_sections, ary.shape[axis]]).tolist()
+    return dimensions.split(ary, indices_or_sections, axis)
 
 
 def _take(a: Any, indices: Any, axis: int | None = None) -> Variable:

@@ -7,13 +7,8 @@ from typing import Any
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd.functions.convolution import (
-    Pair,
-    as_two,
-    check_mode,
-    pad_of,
-    transposed,
-)
+from flashlight_py.autograd.functions import convolution
+from flashlight_py.autograd.functions.convolution import Pair, as_two, check_mode, pad_of
 from flashlight_py.nn import init
 from flashlight_py.nn.layers import Function, Plain, check_sizes
 
@@ -25,8 +20,8 @@ class Conv2D(Plain):
     within ``sqrt(3 / fan_in)`` of 0, the bias ``[out_channels]`` uniform within
     ``1 / sqrt(fan_in)``, as in flashlight; ``fan_in`` is how many elements an output is made of.
 
-    ``kernel`` is the size of windows in pixels, a number or a pair (down, across), and ``dtype``
-    that of the parameters. Other arguments are those of the function.
+    ``kernel`` is the size of windows in pixels, a number or a pair (down, across); ``dtype`` is the
+    dtype of the parameters. ``functions.conv2d`` describes the other arguments.
 
     Raises:
         ValueError: a size is too small, or ``groups`` does not divide the channels; when called:
@@ -114,7 +109,7 @@ class ConvTranspose2D(Conv2D):
 
     def forward(self, x: Variable) -> Variable:
         options = self.stride, self.padding, self.dilation, self.groups, self.output_padding
-        return transposed(x, self.weight, self.bias, *options)
+        return convolution.transposed(x, self.weight, self.bias, *options)
 
 
 class Upsample(Plain):

@@ -13,15 +13,6 @@ from typing import Any
 from flashlight_py.device import Array, floating
 from flashlight_py.random import generator
 
-__all__ = [
-    "uniform",
-    "normal",
-    "kaiming_uniform",
-    "kaiming_normal",
-    "glorot_uniform",
-    "glorot_normal",
-]
-
 
 def uniform(
     shape: Sequence[int], low: float = 0.0, high: float = 1.0, dtype: Any = "float32"

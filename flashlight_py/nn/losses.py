@@ -7,12 +7,7 @@ Their inputs, and the errors of a call, are those of the function of the same na
 from __future__ import annotations
 
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd.functions.losses import (
-    check_reduction,
-    check_smoothing,
-    huber_loss,
-    kl_divergence,
-)
+from flashlight_py.autograd.functions import losses
 from flashlight_py.nn.layers import Function
 
 
@@ -27,7 +22,7 @@ class MeanAbsoluteError(Function):
     """The mean (``reduction``: or ``"sum"``, ``"none"``) of ``abs(prediction - target)``."""
 
     def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(F.mean_absolute_error, reduction=check_reduction(reduction))
+        super().__init__(F.mean_absolute_error, reduction=losses.check_reduction(reduction))
 
 
 class HuberLoss(Function):
@@ -40,7 +35,8 @@ class HuberLoss(Function):
     def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
         if not delta > 0:
             raise ValueError(f"HuberLoss: delta must be above 0, got {delta}")
-        super().__init__(huber_loss, reduction=check_reduction(reduction), delta=delta)
+        reduction = losses.check_reduction(reduction)
+        super().__init__(losses.huber_loss, reduction=reduction, delta=delta)
 
 
 class KLDivergence(Function):
@@ -51,7 +47,7 @@ class KLDivergence(Function):
     """
 
     def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(kl_divergence, reduction=check_reduction(reduction))
+        super().__init__(losses.kl_divergence, reduction=losses.check_reduction(reduction))
 
 
 class BinaryCrossEntropy(Function):
@@ -61,7 +57,7 @@ class BinaryCrossEntropy(Function):
     """
 
     def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(F.binary_cross_entropy, reduction=check_reduction(reduction))
+        super().__init__(F.binary_cross_entropy, reduction=losses.check_reduction(reduction))
 
 
 class CategoricalCrossEntropy(Function):
@@ -76,9 +72,9 @@ class CategoricalCrossEntropy(Function):
     def __init__(
         self, reduction: str = "mean", ignore_index: int = -1, label_smoothing: float = 0.0
     ) -> None:
-        check_smoothing(label_smoothing)
+        losses.check_smoothing(label_smoothing)
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        reduction = check_reduction(reduction)
+        reduction = losses.check_reduction(reduction)
         super().__init__(F.categorical_cross_entropy, reduction=reduction, **options)
 
 
@@ -94,5 +90,5 @@ class ConnectionistTemporalClassification(Function):
     def __init__(
         self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False
     ) -> None:
-        options = {"reduction": check_reduction(reduction), "zero_infinity": zero_infinity}
+        options = {"reduction": losses.check_reduction(reduction), "zero_infinity": zero_infinity}
         super().__init__(F.connectionist_temporal_classification, blank=blank, **options)

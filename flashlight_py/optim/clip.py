@@ -46,10 +46,10 @@ def clip_grad_norm(
         ValueError: ``params`` is empty without a group, or ``max_norm`` is negative.
         DistributedError: with a group, or sharded parameters, as :func:`flashlight_py.all_reduce`.
     """
-    with _in_step(group):
+    with _in_step(group, "clip_grad_norm"):
         params = as_param_list(params, may_be_empty=group is not None)
     own, sharded = _by_shards(params)
-    with _in_step(next(iter(sharded), group)):  # the group of the first call
+    with _in_step(next(iter(sharded), group), "clip_grad_norm"):  # the group of the first call
         limit = check_at_least_zero("max_norm", max_norm)
     return _limit_norm(own, list(sharded.items()), limit, group)
 
@@ -57,7 +57,7 @@ def clip_grad_norm(
 def clip_grad_value(params: Iterable[Variable], clip_value: float) -> None:
     """Limit each element of all gradients to ``-clip_value`` .. ``clip_value``, in place.
 
-    Nan stays. With sharded parameters it is collective. Errors are those of :func:`clip_grad_norm`.
+    nan stays. Collective with sharded parameters. It raises the errors of :func:`clip_grad_norm`.
     """
     params = as_param_list(params)
     with _in_step(next(iter(shards_of(params)), None), "clip_grad_value"):
@@ -95,9 +95,7 @@ def _limit_norm(
     return norm
 
 
-def _in_step(
-    ranks: Summing | Shards | None, name: str = "clip_grad_norm"
-) -> AbstractContextManager[None]:
+def _in_step(ranks: Summing | Shards | None, name: str) -> AbstractContextManager[None]:
     return nullcontext() if ranks is None else ranks.in_step(name)
 
 

@@ -296,9 +296,7 @@ class ReduceLROnPlateau(LearningRateSchedule):
         min_lr: float = 0.0,
     ) -> None:  # fmt: skip
         if mode not in ("min", "max") or threshold_mode not in ("rel", "abs"):
-            raise ValueError(
-                f"mode is min or max, threshold_mode rel or abs: {mode, threshold_mode}"
-            )
+            raise ValueError(f"{mode=} must be min or max, {threshold_mode=} rel or abs")
         factor, low = check_at_least_zero("factor", factor), check_at_least_zero("min_lr", min_lr)
         self._sign, self._is_relative = (1 if mode == "min" else -1), threshold_mode == "rel"
         self._threshold, self._patience, self._cooldown = threshold, patience, cooldown
@@ -310,8 +308,7 @@ class ReduceLROnPlateau(LearningRateSchedule):
         """Look at ``metric``, a number or what ``float`` takes, and set the rate."""
         value, (best, bad, cooling, cuts) = float(metric) * self._sign, self._memory.values()
         margin = self._threshold * (abs(best) if self._is_relative and best < math.inf else 1)
-        is_better = value < best - margin
-        best, bad = (value, 0) if is_better else (best, bad + 1)
+        best, bad = (value, 0) if value < best - margin else (best, bad + 1)
         bad, cooling = (0, cooling - 1) if cooling else (bad, 0)
         if bad > self._patience:
             bad, cooling, cuts = 0, self._cooldown, cuts + 1

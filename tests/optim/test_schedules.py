@@ -305,7 +305,7 @@ def test_a_rate_below_the_lowest_one_stays() -> None:
     for _ in range(3):
         schedule.step(1.0)
     assert optimizer.lr == 0.1
-    with pytest.raises(ValueError, match="mode is min or max"):
+    with pytest.raises(ValueError, match="mode='least' must be min or max"):
         ReduceLROnPlateau(optimizer, "least")
 
 

@@ -135,10 +135,7 @@ def transposed(
     x: Input, weight: Variable, bias: Variable | None, stride: _Two, padding: _Two, dilation: _Two,
     groups: int, output_padding: _Two,
 ) -> Variable:  # fmt: skip
-    """Return the gradient of ``conv2d`` by its images, if ``x`` is that of its result, plus bias.
-
-    ``output_padding``: the number of rows and columns that the result has in addition.
-    """
+    """Return ``bias`` plus the gradient of ``conv2d`` by images, if ``x`` is that of the result."""
     x, weight = as_half(x), as_half(weight)
     channels, in_group, *kernel = weight.shape
     numbers = zip(x.shape[2:], kernel, stride, padding, dilation, output_padding, strict=False)

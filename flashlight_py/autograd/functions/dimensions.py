@@ -74,10 +74,7 @@ def flat(x: Input) -> Variable:
 
 
 def squeeze(x: Input, axis: Axis = None) -> Variable:
-    """Return ``x`` without the dimensions ``axis`` (None: all) of size 1; a view of its array.
-
-    Another size is a ValueError.
-    """
+    """Return ``x`` without dimensions ``axis`` (None: all) of size 1, else a ValueError; a view."""
     x = as_variable(x)
     return reshape(x, x.data.squeeze(None if axis is None else _axes(axis, x.ndim)).shape)
 
@@ -94,8 +91,7 @@ def flip(x: Input, axis: Axis = None) -> Variable:
     """Return ``x`` with the elements along ``axis`` in reverse order; a view of its array."""
     x = as_variable(x)
     axes = _axes(axis, x.ndim)
-    back = tuple(slice(None, None, -1 if a in axes else 1) for a in range(x.ndim))
-    return record(x.data[back], (x, lambda grad: grad[back]))
+    return index(x, tuple(slice(None, None, -1 if a in axes else 1) for a in range(x.ndim)))
 
 
 def transpose(x: Input, axes: Sequence[int] | None = None) -> Variable:
@@ -145,12 +141,10 @@ def stack(variables: Sequence[Input], axis: int = 0) -> Variable:
     Raises:
         ValueError: no variables, unequal shapes, or no such axis.
     """
-    given = [as_variable(variable) for variable in variables]
-    if len({each.shape for each in given}) != 1:
-        raise ValueError(
-            f"stack: expected variables of one shape, got {[each.shape for each in given]}"
-        )
-    return concatenate([expand_dims(each, axis) for each in given], axis)
+    shapes = [each.shape for each in variables]
+    if len(set(shapes)) != 1:
+        raise ValueError(f"stack: expected variables of one shape, got {shapes}")
+    return concatenate([expand_dims(each, axis) for each in variables], axis)
 
 
 def split(x: Input, sections: int | Sequence[int], axis: int = 0) -> list[Variable]:
@@ -305,12 +299,12 @@ def _deviation(name: str, x: Input, axis: Axis, ddof: int) -> tuple[Variable, in
 
 
 def prod(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the product over ``axis``; arguments and errors are those of :func:`sum`."""
+    """Return the product over ``axis``, with the arguments and errors of :func:`sum`."""
     x = as_float32(x)
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp = array_module(array)
 
-    def slope() -> Any:  # the product of the others
+    def slope() -> Any:  # the product of all other elements
         is_zero = array == 0
         rest = xp.where(is_zero, 1, array)
         product = rest.prod(axis=axes, keepdims=True) / rest
@@ -320,7 +314,7 @@ def prod(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def logsumexp(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return ``log(sum(exp(x)))`` over ``axis``, as :func:`max` of one element or more."""
+    """Return ``log(sum(exp(x)))`` over ``axis``, with the arguments and errors of :func:`mean`."""
     x = real(as_float32(x))
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp, top = array_module(array), array.max(axis=axes, keepdims=True)
@@ -382,8 +376,7 @@ def cumsum(x: Input, axis: int) -> Variable:
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     """Return the largest element over ``axis``; equal ones share the gradient evenly.
 
-    Raises:
-        ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
+    The arguments and errors of :func:`mean` apply.
     """
     return _extremum("max", as_variable(x), axis, keepdims)
 
