@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import Array, array_module
 from flashlight_py.optim.cpu import sums_of_squares
 from flashlight_py.optim.optimizer import Shards, Summing, as_param_list, check_at_least_zero
@@ -59,20 +59,20 @@ def clip_grad_value(params: Iterable[Variable], clip_value: float) -> None:
 
     nan stays. Collective with sharded parameters. It raises the errors of :func:`clip_grad_norm`.
     """
-    params = as_param_list(params)
-    with _in_step(next(iter(shards_of(params)), None), "clip_grad_value"):
+    own, sharded = _by_shards(as_param_list(params))
+    with _in_step(next(iter(sharded), None), "clip_grad_value"):
         limit = check_at_least_zero("clip_value", clip_value)
-    _limit_values(params, limit)
+    _limit_values(own, list(sharded.items()), limit)
 
 
 @as_one
-def _limit_values(params: Sequence[Variable], limit: float) -> None:
-    grads, sharded = gradients_of(params)
-    for grad in grads:
+def _limit_values(grads: list[Array], sharded: Any, limit: float) -> None:
+    pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
+    for grad in [*grads, *pieces]:
         xp, most = array_module(grad), grad.dtype.type(limit)
         xp.maximum(xp.minimum(grad, most, out=grad), -most, out=grad)
-    for shards in sharded:
-        shards.meet()
+    for shards, _ in sharded:
+        shards.group.all_reduce(np.zeros(1))  # ranks wait for all pieces, and for a wrong limit
 
 
 @as_one
