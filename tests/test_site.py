@@ -25,7 +25,11 @@ API = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
 FAMILIES = re.findall(r"^::: every name of (\S+)$", API, re.MULTILINE)
 DESCRIBED = {
     *re.findall(r"^::: flashlight_py\.(\S+)$", API, re.MULTILINE),
-    *(name for family in FAMILIES for name in importlib.import_module(family).__all__),
+    *(
+        name if family.startswith("flashlight_py.distributed.") else f"{family[14:]}.{name}"
+        for family in FAMILIES
+        for name in importlib.import_module(family).__all__
+    ),
 }
 
 
@@ -50,11 +54,19 @@ def test_every_public_name_is_described() -> None:
     for package in (fl.nn, fl.optim, fl.dataset, fl.meter, fl.errors, fl.functional, fl.tagi):
         offered = [n for n in package.__all__ if inspect.isclass(getattr(package, n))]
         assert not [name for name in offered if name not in names], package.__name__
+    for module in (fl.autograd.functions, fl.nn.init, fl.optim):
+        home = module.__name__.partition(".")[2]
+        functions = [f for f in vars(module).values() if inspect.isfunction(f)]
+        family = module.__name__ if module is fl.nn.init else module.__name__ + "."
+        offered = [f.__name__ for f in functions if f.__module__.startswith(family)]
+        assert offered
+        assert not [n for n in offered if f"{home}.{n}" not in DESCRIBED], home
 
 
 def test_what_is_described_exists() -> None:
     for name in DESCRIBED:
-        assert callable(pkgutil.resolve_name(f"flashlight_py.{name}")), name
+        found = pkgutil.resolve_name(f"flashlight_py.{name}")
+        assert callable(getattr(found, name.rpartition(".")[2], found)), name  # or a module
 
 
 @pytest.mark.slow

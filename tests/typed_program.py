@@ -40,6 +40,10 @@ def collectives(x: Floats, later: bool) -> None:
     fl.reduce_scatter(x, op="max", async_op=1)  # type: ignore[call-overload]
 
 
+async def tasks(x: Floats) -> None:
+    assert_type(await fl.all_reduce(x, async_op=True), Floats)
+
+
 def messages(x: Floats) -> None:
     assert_type(fl.irecv(x, src=0), fl.Work[Floats])
     fl.isend(x, dst=0).wait()

@@ -11,11 +11,9 @@ from flashlight_py.device import Array, array_module
 
 
 def gradcheck(
-    function: Callable[..., Variable],
-    arrays: Sequence[Array],
-    step: float = 1e-6,
+    function: Callable[..., Variable], arrays: Sequence[Array], step: float = 1e-6,
     tolerance: float = 1e-6,
-) -> None:
+) -> None:  # fmt: skip
     """Compare the gradients of ``function`` with central differences, or raise.
 
     The result is weighted with fixed numbers and summed, so that it may have any shape. Every

@@ -69,12 +69,9 @@ class Node:
     repeat: Repeat | None = None
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        edges: Edges,
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], edges: Edges,
         through: Vjp | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shape = shape
         self.dtype = dtype
         self.edges = edges

@@ -10,7 +10,8 @@ import numpy as np
 
 from flashlight_py.autograd import functions
 from flashlight_py.autograd.functions import dimensions, elementwise, selecting
-from flashlight_py.autograd.variable import Operand, Variable
+from flashlight_py.autograd.variable import Operand, Variable, record, summed
+from flashlight_py.device import array_module
 
 
 def _reversed(function: Callable[[Operand, Operand], Variable]) -> Callable[..., Variable]:
@@ -20,6 +21,28 @@ def _reversed(function: Callable[[Operand, Operand], Variable]) -> Callable[...,
 def _reshape(self: Variable, *shape: Any) -> Variable:
     """Return it with another shape, one number of which may be -1; a view where possible."""
     return dimensions.reshape(self, shape[0] if len(shape) == 1 else shape)
+
+
+def _transpose(self: Variable, *axes: Any) -> Variable:
+    """Return it with its dimensions in the order of ``axes``, by default reversed; a view."""
+    return dimensions.transpose(self, axes if len(axes) > 1 else (*axes, None)[0])
+
+
+def _missing(self: Variable, name: str) -> Any:
+    """Raise the AttributeError of an attribute, with what to write instead if that is known."""
+    instead = _INSTEAD.get(name, f"x.numpy().{name}" if hasattr(np.ndarray, name) else "")
+    instead = f"fl.autograd.functions.{name}(x)" if hasattr(functions, name) else instead
+    words = f"; write {instead}" if instead and name[0] != "_" else ""
+    raise AttributeError(f"a Variable x has no attribute {name!r}{words}", name=name, obj=self)
+
+
+# Attributes of NumPy's arrays and torch's tensors, and what a Variable x has instead.
+_INSTEAD = {
+    **{"clone": "x.copy()", "dim": "x.ndim", "numel": "x.size", "requires_grad": "x.calc_grad"},
+    **{"view": "x.reshape(shape)", "permute": "x.transpose(axes)", "ravel": "x.flatten()"},
+    **{"unsqueeze": "fl.autograd.functions.expand_dims(x, axis)", "dot": "x @ y"},
+    **dict.fromkeys(("cpu", "cuda", "to"), "fl.device.to_device(x.array, device)"),
+}
 
 
 def _where(condition: Any, *others: Any) -> Any:
@@ -34,13 +57,36 @@ def _dot(a: Operand, b: Operand) -> Variable:
     return dimensions.matmul(a, b) if np.ndim(a) and np.ndim(b) else elementwise.mul(a, b)
 
 
+def _split(ary: Variable, indices_or_sections: Any, axis: int = 0) -> list[Variable]:
+    if not isinstance(indices_or_sections, int):
+        indices_or_sections = np.diff([0, *indices_or_sections, ary.shape[axis]]).tolist()
+    return dimensions.split(ary, indices_or_sections, axis)
+
+
+def _take(a: Any, indices: Any, axis: int | None = None) -> Variable:
+    where = (indices,) if axis is None else (*(slice(None),) * (axis % a.ndim), indices)
+    return dimensions.index(dimensions.flat(a) if axis is None else a, where)
+
+
+def _moveaxis(a: Variable, source: Any, destination: Any) -> Variable:
+    order = np.moveaxis(np.empty(range(a.ndim)), source, destination).shape  # of no elements
+    return dimensions.transpose(a, order)
+
+
+def _broadcast_to(array: Variable, shape: Any) -> Variable:
+    out = array_module(array.data).broadcast_to(array.data, shape)
+    return record(out, (array, summed(lambda grad: grad, array.shape)))
+
+
 def _concatenate(variables: Any, axis: int | None = 0) -> Variable:
     flats = variables if axis is not None else [dimensions.flat(each) for each in variables]
     return dimensions.concatenate(flats, axis or 0)
 
 
-def _cumsum(a: Variable, axis: int | None = None) -> Variable:
-    return dimensions.cumsum(a if axis is not None else dimensions.flat(a), axis or 0)
+def _by_line(function: Callable[..., Variable], default: int | None) -> Callable[..., Variable]:
+    return lambda a, axis=default: (
+        function(dimensions.flat(a), 0) if axis is None else function(a, axis)
+    )
 
 
 # Ufuncs, with what they are of variables.
@@ -51,11 +97,14 @@ _UFUNCS: dict[Any, Callable[..., Variable]] = {
     **{np.power: elementwise.pow, np.square: lambda x: x * x, np.absolute: elementwise.abs},
 }
 # Other functions; the second number is how many arguments by position mean the same here.
-_AS_HERE = "sum mean var max min stack transpose reshape tile"
-_FUNCTIONS: dict[Any, tuple[Callable[..., Variable], int]] = {
+_AS_HERE = "sum mean var max min stack transpose reshape tile squeeze expand_dims flip std prod"
+_FUNCTIONS: dict[Any, tuple[Callable[..., Any], int]] = {
     **{getattr(np, name): (getattr(functions, name), 2) for name in _AS_HERE.split()},
     **{np.amax: (dimensions.max, 2), np.amin: (dimensions.min, 2), np.dot: (_dot, 2)},
-    **{np.concatenate: (_concatenate, 2), np.cumsum: (_cumsum, 2)},
+    **{np.concatenate: (_concatenate, 2), np.cumsum: (_by_line(dimensions.cumsum, None), 2)},
+    **{np.sort: (_by_line(selecting.sort, -1), 2), np.pad: (selecting.pad, 3)},
+    **{np.split: (_split, 3), np.take: (_take, 3), np.moveaxis: (_moveaxis, 3)},
+    **{np.broadcast_to: (_broadcast_to, 2)},
     **{np.ravel: (dimensions.flat, 1), np.linalg.norm: (dimensions.norm, 1)},
     **{np.clip: (elementwise.clip, 3), np.where: (_where, 3), np.einsum: (dimensions.einsum, 99)},
 }
@@ -106,32 +155,25 @@ def _arrays_of(value: Any, function: str = "") -> Any:
 
 
 _OPERATORS: dict[str, Any] = {
-    "__neg__": elementwise.negative,
-    "__abs__": elementwise.abs,
-    "__add__": elementwise.add,
-    "__radd__": _reversed(elementwise.add),
-    "__sub__": elementwise.sub,
-    "__rsub__": _reversed(elementwise.sub),
-    "__mul__": elementwise.mul,
-    "__rmul__": _reversed(elementwise.mul),
-    "__truediv__": elementwise.div,
-    "__rtruediv__": _reversed(elementwise.div),
-    "__pow__": elementwise.pow,
-    "__rpow__": _reversed(elementwise.pow),
-    "__matmul__": dimensions.matmul,
-    "__rmatmul__": _reversed(dimensions.matmul),
+    **{"__neg__": elementwise.negative, "__abs__": elementwise.abs, "__add__": elementwise.add},
+    **{"__sub__": elementwise.sub, "__mul__": elementwise.mul, "__truediv__": elementwise.div},
+    **{"__pow__": elementwise.pow, "__matmul__": dimensions.matmul},
     "__lt__": lambda self, other: self.data < _arrays_of(other),
     "__le__": lambda self, other: self.data <= _arrays_of(other),
     "__gt__": lambda self, other: self.data > _arrays_of(other),
     "__ge__": lambda self, other: self.data >= _arrays_of(other),
     "__array_ufunc__": _call_ufunc,
     "__array_function__": _call_function,
+    "__getattr__": _missing,
     "__getitem__": dimensions.index,
-    "sum": dimensions.sum,
-    "mean": dimensions.mean,
-    "reshape": _reshape,
+    **{"sum": dimensions.sum, "mean": dimensions.mean, "max": dimensions.max},
+    **{"min": dimensions.min, "var": dimensions.var, "astype": dimensions.astype},
+    **{"squeeze": dimensions.squeeze, "flatten": dimensions.flat},
+    **{"reshape": _reshape, "transpose": _transpose},
     "T": property(dimensions.transpose),
 }
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
+    _OPERATORS[f"__r{_name}__"] = _reversed(_OPERATORS[f"__{_name}__"])
 
 for _name, _function in _OPERATORS.items():
     setattr(Variable, _name, _function)

@@ -208,6 +208,14 @@ class Variable(Leaf):
 
     item = scalar  # NumPy's name, and torch's
 
+    def detach(self) -> Variable:
+        """Return a constant that shares the array: no gradient passes it."""
+        return Variable(self.data)
+
+    def copy(self) -> Variable:
+        """Return the same value in a new array; gradients pass it."""
+        return record(self.data.copy(), (self, lambda grad: grad))
+
     def zero_grad(self) -> None:
         """Drop the gradient: ``grad`` is None until the next backward pass."""
         self.grad = None
@@ -343,8 +351,15 @@ class Variable(Leaf):
         def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any: ...
         def __getitem__(self, index: Any) -> Variable: ...
         def reshape(self, *shape: Any) -> Variable: ...
+        def transpose(self, *axes: Any) -> Variable: ...
+        def squeeze(self, axis: Any = None) -> Variable: ...
+        def astype(self, dtype: Any) -> Variable: ...
+        def flatten(self) -> Variable: ...
         def sum(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
-        def mean(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
+        def var(self, axis: Any = None, keepdims: bool = False, ddof: int = 0) -> Variable: ...
+
+        mean = max = min = sum
+
         @property
         def T(self) -> Variable: ...
 
@@ -409,13 +424,13 @@ def record_pair(
     A vjp may return the gradient of the broadcast operand: it is summed to the operand's shape.
     """
     if x.data.shape != array.shape:
-        x_vjp = _summed(x_vjp, x.data.shape)
+        x_vjp = summed(x_vjp, x.data.shape)
     if y.data.shape != array.shape:
-        y_vjp = _summed(y_vjp, y.data.shape)
+        y_vjp = summed(y_vjp, y.data.shape)
     return record(array, (x, x_vjp), (y, y_vjp), through=through)
 
 
-def _summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
+def summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
     def vjp_of_operand(grad: Array) -> Array:
         grad = vjp(grad)
         if grad.shape == shape:

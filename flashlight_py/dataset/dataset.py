@@ -178,12 +178,9 @@ class BatchDataset(Dataset):
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        batch_size: int,
-        policy: BatchPolicy = "include_last",
+        self, dataset: Dataset, batch_size: int, policy: BatchPolicy = "include_last",
         batch_functions: Sequence[BatchFunction | None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if policy not in get_args(BatchPolicy):
@@ -242,11 +239,9 @@ class ResampleDataset(Dataset):
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        indices: Sequence[int] | Indices | Callable[[int], int],
+        self, dataset: Dataset, indices: Sequence[int] | Indices | Callable[[int], int],
         n: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if callable(indices):
             indices = [indices(i) for i in range(len(dataset) if n is None else n)]
         elif n is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent import futures
 from typing import TYPE_CHECKING, Any, Generic
 
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
@@ -50,6 +51,16 @@ class Work(abc.ABC, Generic[Result_co]):
     def is_completed(self) -> bool:
         """Return, without blocking, whether the operation has ended, well or not."""
 
+    def __await__(self) -> Generator[Any, None, Result_co]:
+        """Return what :meth:`wait` does, in ``await work``, while other tasks of asyncio go on."""
+        if not self.is_completed():
+            import asyncio
+
+            ended: futures.Future[Result_co] = futures.Future()
+            threading.Thread(target=_wait_for, args=(self, ended), daemon=True).start()
+            yield from asyncio.wrap_future(ended)
+        return self.wait()  # also has the caller's stream of a GPU wait
+
     def end_time(self) -> float | None:
         """Return when the operation ended, in seconds of ``time.monotonic``; None: not known."""
         return None
@@ -69,6 +80,14 @@ class Work(abc.ABC, Generic[Result_co]):
         if not self.is_completed():
             raise RuntimeError("the operation has not ended yet; call wait() first")
         return self.wait()
+
+
+def _wait_for(work: Work, ended: futures.Future[Any]) -> None:
+    ended.set_running_or_notify_cancel()  # a task that is cancelled does not cancel it any more
+    try:
+        ended.set_result(work.wait())
+    except BaseException as failure:  # noqa: BLE001 - of the task that awaits it
+        ended.set_exception(failure)
 
 
 def limit_passed(where: str, timeout: float) -> CollectiveTimeoutError:

@@ -7,15 +7,17 @@ _HOMES = {
     "module": ["Module"],
     "layers": [
         *("Container", "Sequential", "Linear", "ReLU", "Tanh", "Sigmoid", "LogSoftmax", "Dropout"),
-        *("View", "Identity", "Embedding", "Residual"),
+        *("View", "Identity", "Embedding", "Residual", "ExponentialMovingAverage", "Softmax"),
     ],
-    "activations": ["GELU", "SiLU", "ELU", "LeakyReLU", "HardTanh", "PReLU", "GatedLinearUnit"],
+    "activations": [
+        *("GELU", "SiLU", "ELU", "LeakyReLU", "HardTanh", "PReLU", "GatedLinearUnit", "Softplus"),
+    ],
     "recurrent": ["RNN"],
     "losses": [
         *("MeanSquaredError", "MeanAbsoluteError", "BinaryCrossEntropy", "CategoricalCrossEntropy"),
-        "ConnectionistTemporalClassification",
+        *("ConnectionistTemporalClassification", "HuberLoss", "KLDivergence"),
     ],
-    "images": ["Conv2D", "Pool2D"],
+    "images": ["Conv2D", "Conv1D", "ConvTranspose2D", "Pool2D", "Upsample"],
     "normalization": ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm"],
     "transformer": [
         *("MultiheadAttention", "Transformer", "TransformerLayer"),

@@ -41,6 +41,13 @@ class ELU(Function):
         super().__init__(F.elu, alpha=alpha)
 
 
+class Softplus(Function):
+    """``log(1 + exp(beta * x)) / beta``, elementwise."""
+
+    def __init__(self, beta: float = 1.0) -> None:
+        super().__init__(F.softplus, beta=beta)
+
+
 class LeakyReLU(Function):
     """``x`` above 0, else ``slope * x``, elementwise."""
 

@@ -7,27 +7,21 @@ from typing import Any
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.functions import convolution
 from flashlight_py.autograd.functions.convolution import Pair, as_two, check_mode, pad_of
 from flashlight_py.nn import init
-from flashlight_py.nn.layers import Plain, check_sizes
-from flashlight_py.nn.module import Module
+from flashlight_py.nn.layers import Function, Plain, check_sizes
 
 
-class Conv2D(Module):
+class Conv2D(Plain):
     """Convolution of images ``[batch, in_channels, height, width]``: see ``functions.conv2d``.
 
     The weight ``[out_channels, in_channels / groups, kernel height, kernel width]`` starts uniform
     within ``sqrt(3 / fan_in)`` of 0, the bias ``[out_channels]`` uniform within
     ``1 / sqrt(fan_in)``, as in flashlight; ``fan_in`` is how many elements an output is made of.
 
-    Args:
-        in_channels: of the input, at least 1.
-        out_channels: of the result, at least 1.
-        kernel: the size of windows in pixels; a number or a pair (down, across).
-        bias: whether there is a bias.
-        dtype: of the parameters.
-
-    Other arguments are those of the function.
+    ``kernel`` is the size of windows in pixels, a number or a pair (down, across); ``dtype`` is the
+    dtype of the parameters. ``functions.conv2d`` describes the other arguments.
 
     Raises:
         ValueError: a size is too small, or ``groups`` does not divide the channels; when called:
@@ -35,42 +29,106 @@ class Conv2D(Module):
         TypeError: a size is not an integer.
     """
 
+    _swaps = False  # the weight has in_channels first
+
     def __init__(
         self, in_channels: int, out_channels: int, kernel: Pair, stride: Pair = 1,
         padding: Pair | str = 0, dilation: Pair = 1, groups: int = 1, bias: bool = True,
         dtype: Any = "float32",
     ) -> None:  # fmt: skip
+        name = type(self).__name__
         sizes = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
-        in_channels, out_channels, groups = check_sizes("Conv2D", **sizes)
+        in_channels, out_channels, groups = check_sizes(name, **sizes)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
-                f"Conv2D: groups must divide in_channels ({in_channels}) and out_channels "
+                f"{name}: groups must divide in_channels ({in_channels}) and out_channels "
                 f"({out_channels}), got {groups}"
             )
-        size = as_two("Conv2D: kernel", kernel, 1)
-        self.stride = as_two("Conv2D: stride", stride, 1)
-        self.dilation = as_two("Conv2D: dilation", dilation, 1)
-        self.padding: tuple[int, int] = pad_of("Conv2D", padding, size, self.stride, self.dilation)
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel = size = as_two(f"{name}: kernel", kernel, 1)
+        self.stride = as_two(f"{name}: stride", stride, 1)
+        self.dilation = as_two(f"{name}: dilation", dilation, 1)
+        self.padding: tuple[int, int] = pad_of(name, padding, size, self.stride, self.dilation)
         self.groups = groups
-        shape = (out_channels, in_channels // groups, *size)
+        ends = (in_channels, out_channels) if self._swaps else (out_channels, in_channels)
+        shape = (ends[0], ends[1] // groups, *size)
         fan_in = math.prod(shape[1:])
         bound = fan_in**-0.5
         self.weight = param(init.kaiming_uniform(shape, fan_in, dtype))
-        self.bias = param(init.uniform(shape[:1], -bound, bound, dtype)) if bias else None
+        self.bias = param(init.uniform((out_channels,), -bound, bound, dtype)) if bias else None
 
     def forward(self, x: Variable) -> Variable:
         options = self.stride, self.padding, self.dilation, self.groups
         return F.conv2d(x, self.weight, self.bias, *options)
 
-    def __repr__(self) -> str:
-        out_channels, in_group, *kernel = self.weight.shape
-        return (
-            f"Conv2D({in_group * self.groups}, {out_channels}, {tuple(kernel)}, {self.stride}, "
-            f"{self.padding}, {self.dilation}, {self.groups}, bias={self.bias is not None})"
-        )
+
+class Conv1D(Conv2D):
+    """Convolution of sequences ``[batch, in_channels, time]``, by :class:`Conv2D` of height 1.
+
+    The weight is ``[out_channels, in_channels / groups, kernel]``. Options are integers.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: int, stride: int = 1,
+        padding: int | str = 0, dilation: int = 1, groups: int = 1, bias: bool = True,
+        dtype: Any = "float32",
+    ) -> None:  # fmt: skip
+        pad = padding if padding == "same" else (0, padding)
+        options: Any = (1, kernel), (1, stride), pad, (1, dilation), groups, bias, dtype
+        super().__init__(in_channels, out_channels, *options)
+        self.weight = param(self.weight.data[:, :, 0])
+
+    def forward(self, x: Variable) -> Variable:
+        options = self.bias, self.stride, self.padding, self.dilation, self.groups
+        return F.squeeze(F.conv2d(F.expand_dims(x, 2), F.expand_dims(self.weight, 2), *options), 2)
 
 
-class Pool2D(Plain):
+class ConvTranspose2D(Conv2D):
+    """The gradient of a :class:`Conv2D` from ``out_channels`` to ``in_channels``, by its input.
+
+    ``[batch, in_channels, height, width]`` to ``[batch, out_channels, (height - 1) * stride - 2 *
+    padding + dilation * (kernel - 1) + 1 + output_padding, ...]``. The weight is ``[in_channels,
+    out_channels / groups, kernel height, kernel width]``. Arguments are in torch's order.
+
+    Raises:
+        ValueError: also if ``output_padding`` is not below ``stride``.
+    """
+
+    _swaps = True
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: Pair, stride: Pair = 1,
+        padding: Pair | str = 0, output_padding: Pair = 0, groups: int = 1, bias: bool = True,
+        dilation: Pair = 1, dtype: Any = "float32",
+    ) -> None:  # fmt: skip
+        options = kernel, stride, padding, dilation, groups, bias, dtype
+        super().__init__(in_channels, out_channels, *options)
+        self.output_padding = more = as_two("ConvTranspose2D: output_padding", output_padding, 0)
+        if more[0] >= self.stride[0] or more[1] >= self.stride[1]:
+            raise ValueError(f"ConvTranspose2D: output_padding {more} is not below {self.stride=}")
+
+    def forward(self, x: Variable) -> Variable:
+        options = self.stride, self.padding, self.dilation, self.groups, self.output_padding
+        return convolution.transposed(x, self.weight, self.bias, *options)
+
+
+class Upsample(Plain):
+    """Repeats the pixels of ``[..., height, width]`` ``scale`` times: a number or (down, across).
+
+    Raises:
+        ValueError: ``scale`` is below 1.
+    """
+
+    def __init__(self, scale: Pair = 2) -> None:
+        self.scale = as_two("Upsample: scale", scale, 1)
+
+    def forward(self, x: Variable) -> Variable:
+        (*outer, height, width), (down, across) = x.shape, self.scale
+        tiled = F.tile(F.reshape(x, (*outer, height, 1, width, 1)), (down, 1, across))
+        return F.reshape(tiled, (*outer, height * down, width * across))
+
+
+class Pool2D(Function):
     """The largest element or the mean of windows: see ``functions.pool2d``, also for arguments.
 
     Raises:
@@ -82,10 +140,7 @@ class Pool2D(Plain):
         self, kernel: Pair, stride: Pair | None = None, padding: Pair = 0, mode: str = "max"
     ) -> None:
         check_mode("Pool2D", mode)
-        self.kernel = as_two("Pool2D: kernel", kernel, 1)
-        self.stride = self.kernel if stride is None else as_two("Pool2D: stride", stride, 1)
-        self.padding = as_two("Pool2D: padding", padding, 0)
-        self.mode = mode
-
-    def forward(self, x: Variable) -> Variable:
-        return F.pool2d(x, self.kernel, self.stride, self.padding, self.mode)
+        kernel = as_two("Pool2D: kernel", kernel, 1)
+        stride = kernel if stride is None else as_two("Pool2D: stride", stride, 1)
+        padding = as_two("Pool2D: padding", padding, 0)
+        super().__init__(F.pool2d, kernel=kernel, stride=stride, padding=padding, mode=mode)

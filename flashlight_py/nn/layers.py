@@ -11,6 +11,7 @@ import numpy as np
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import check_ratio
+from flashlight_py.device import widened
 from flashlight_py.nn import init
 from flashlight_py.nn.module import Module
 from flashlight_py.structure import changed
@@ -62,14 +63,15 @@ class Plain(Module):
 
 
 class Function(Plain):
-    """A function of one variable, with its other arguments, which become attributes."""
+    """A function of variables, with its other arguments, which become attributes."""
 
     def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
         self._function, self._options = function, tuple(options)
         vars(self).update(options)
 
-    def forward(self, x: Variable) -> Variable:
-        return self._function(x, *[getattr(self, name) for name in self._options])
+    def forward(self, *inputs: Any, **named: Any) -> Variable:
+        options = {name: getattr(self, name) for name in self._options}
+        return self._function(*inputs, **named, **options)
 
 
 class ReLU(Plain):
@@ -98,6 +100,13 @@ class LogSoftmax(Function):
 
     def __init__(self, axis: int = -1) -> None:
         super().__init__(F.log_softmax, axis=axis)
+
+
+class Softmax(Function):
+    """``exp(x) / sum(exp(x))`` along ``axis``, by default the last."""
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__(F.softmax, axis=axis)
 
 
 class Dropout(Plain):
@@ -291,3 +300,34 @@ class Residual(Module):
 
     def __repr__(self) -> str:
         return f"Residual({self.module!r}, {self.shortcut!r})"
+
+
+class ExponentialMovingAverage(Module):
+    """A copy of a module, in evaluation mode, whose parameters are averages of the module's.
+
+    They start as the parameters, in float32 if those are narrower; ``decay`` is the part of an
+    average that an update keeps.
+
+    Raises:
+        ValueError: ``decay`` is not 0 to 1.
+    """
+
+    def __init__(self, module: Module, decay: float = 0.999) -> None:
+        if not 0 <= decay <= 1:
+            raise ValueError(f"ExponentialMovingAverage: decay must be 0 to 1, got {decay}")
+        self.decay, self.module = decay, module.clone().eval()
+        self.module._replace_arrays(widened)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+    def update(self, module: Module) -> None:
+        """Move the averages toward the parameters of ``module``, and copy buffers.
+
+        Call it after ``optimizer.step()``. A module of another structure is a ValueError.
+        """
+        state = {**module.state_dict()}
+        for name, variable in self.module.named_params().items():
+            if name in state:
+                state[name] = variable.data + (state[name] - variable.data) * (1 - self.decay)
+        self.module.load_state_dict(state)

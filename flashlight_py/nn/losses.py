@@ -6,45 +6,61 @@ Their inputs, and the errors of a call, are those of the function of the same na
 
 from __future__ import annotations
 
-from typing import Any
-
-from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd.functions.losses import check_reduction, check_smoothing
-from flashlight_py.nn.layers import Plain
+from flashlight_py.autograd.functions import losses
+from flashlight_py.nn.layers import Function
 
 
-class _Reduced(Plain):
-    def __init__(self, reduction: str = "mean") -> None:
-        check_reduction(reduction)
-        self.reduction = reduction
-
-
-class MeanSquaredError(Plain):
+class MeanSquaredError(Function):
     """The mean of the squared differences over all elements."""
 
-    def forward(self, prediction: Variable, target: Variable) -> Variable:
-        return F.mean_squared_error(prediction, target)
+    def __init__(self) -> None:
+        super().__init__(F.mean_squared_error)
 
 
-class MeanAbsoluteError(_Reduced):
+class MeanAbsoluteError(Function):
     """The mean (``reduction``: or ``"sum"``, ``"none"``) of ``abs(prediction - target)``."""
 
-    def forward(self, prediction: Variable, target: Variable) -> Variable:
-        return F.mean_absolute_error(prediction, target, self.reduction)
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(F.mean_absolute_error, reduction=losses.check_reduction(reduction))
 
 
-class BinaryCrossEntropy(_Reduced):
+class HuberLoss(Function):
+    """The mean of ``d * d / 2`` of differences d up to ``delta``, beyond it of the tangent there.
+
+    Raises:
+        ValueError: an unknown reduction, or ``delta`` is not above 0.
+    """
+
+    def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
+        if not delta > 0:
+            raise ValueError(f"HuberLoss: delta must be above 0, got {delta}")
+        reduction = losses.check_reduction(reduction)
+        super().__init__(losses.huber_loss, reduction=reduction, delta=delta)
+
+
+class KLDivergence(Function):
+    """``sum(target * (log(target) - log_probabilities))`` over classes, the mean over samples.
+
+    Both have shape ``[..., classes]``, which ``reduction="none"`` makes ``[...]``. A target of 0
+    adds 0. ``"mean"`` is torch's ``"batchmean"``.
+    """
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(losses.kl_divergence, reduction=losses.check_reduction(reduction))
+
+
+class BinaryCrossEntropy(Function):
     """The mean of ``-target * log(p) - (1 - target) * log(1 - p)`` of probabilities p.
 
     ``reduction`` may be ``"sum"`` or ``"none"`` instead.
     """
 
-    def forward(self, probabilities: Variable, target: Variable) -> Variable:
-        return F.binary_cross_entropy(probabilities, target, self.reduction)
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(F.binary_cross_entropy, reduction=losses.check_reduction(reduction))
 
 
-class CategoricalCrossEntropy(_Reduced):
+class CategoricalCrossEntropy(Function):
     """The negative log probability of the right classes, given log probabilities.
 
     Arguments are those of ``functions.categorical_cross_entropy``.
@@ -56,16 +72,13 @@ class CategoricalCrossEntropy(_Reduced):
     def __init__(
         self, reduction: str = "mean", ignore_index: int = -1, label_smoothing: float = 0.0
     ) -> None:
-        super().__init__(reduction)
-        check_smoothing(label_smoothing)
-        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
-
-    def forward(self, log_probabilities: Variable, target: Variable) -> Variable:
-        options = self.reduction, self.ignore_index, self.label_smoothing
-        return F.categorical_cross_entropy(log_probabilities, target, *options)
+        losses.check_smoothing(label_smoothing)
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        reduction = losses.check_reduction(reduction)
+        super().__init__(F.categorical_cross_entropy, reduction=reduction, **options)
 
 
-class ConnectionistTemporalClassification(_Reduced):
+class ConnectionistTemporalClassification(Function):
     """The negative log probability of all alignments of a longer input with a target.
 
     Arguments are those of ``functions.connectionist_temporal_classification``.
@@ -77,14 +90,5 @@ class ConnectionistTemporalClassification(_Reduced):
     def __init__(
         self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False
     ) -> None:
-        super().__init__(reduction)
-        self.blank, self.zero_infinity = blank, zero_infinity
-
-    def forward(
-        self, log_probabilities: Variable, targets: Variable, input_lengths: Any = None,
-        target_lengths: Any = None,
-    ) -> Variable:  # fmt: skip
-        lengths, options = (input_lengths, target_lengths), (self.reduction, self.zero_infinity)
-        return F.connectionist_temporal_classification(
-            log_probabilities, targets, *lengths, self.blank, *options
-        )
+        options = {"reduction": losses.check_reduction(reduction), "zero_infinity": zero_infinity}
+        super().__init__(F.connectionist_temporal_classification, blank=blank, **options)

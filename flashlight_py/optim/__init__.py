@@ -9,10 +9,10 @@ _HOMES = {
         *("SGDOptimizer", "AdamOptimizer", "AMSgradOptimizer", "AdagradOptimizer"),
         *("AdadeltaOptimizer", "RMSPropOptimizer", "NovogradOptimizer"),
     ],
-    "clip": ["clip_grad_norm"],
+    "clip": ["clip_grad_norm", "clip_grad_value"],
     "schedules": [
         *("LearningRateSchedule", "LambdaLR", "StepLR", "MultiStepLR", "ExponentialLR", "LinearLR"),
-        *("CosineAnnealingLR", "OneCycleLR", "SequentialLR"),
+        *("CosineAnnealingLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlateau"),
     ],
 }
 for _home, _names in _HOMES.items():

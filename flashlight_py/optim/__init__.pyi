@@ -7,6 +7,7 @@ from flashlight_py.optim.algorithms import AdadeltaOptimizer as AdadeltaOptimize
 from flashlight_py.optim.algorithms import RMSPropOptimizer as RMSPropOptimizer
 from flashlight_py.optim.algorithms import NovogradOptimizer as NovogradOptimizer
 from flashlight_py.optim.clip import clip_grad_norm as clip_grad_norm
+from flashlight_py.optim.clip import clip_grad_value as clip_grad_value
 from flashlight_py.optim.schedules import LearningRateSchedule as LearningRateSchedule
 from flashlight_py.optim.schedules import LambdaLR as LambdaLR
 from flashlight_py.optim.schedules import StepLR as StepLR
@@ -16,3 +17,4 @@ from flashlight_py.optim.schedules import LinearLR as LinearLR
 from flashlight_py.optim.schedules import CosineAnnealingLR as CosineAnnealingLR
 from flashlight_py.optim.schedules import OneCycleLR as OneCycleLR
 from flashlight_py.optim.schedules import SequentialLR as SequentialLR
+from flashlight_py.optim.schedules import ReduceLROnPlateau as ReduceLROnPlateau

@@ -31,13 +31,9 @@ class SGDOptimizer(RuleOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Variable],
-        lr: float,
-        momentum: float = 0,
-        weight_decay: float = 0,
+        self, params: Iterable[Variable], lr: float, momentum: float = 0, weight_decay: float = 0,
         nesterov: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.momentum = check_at_least_zero("momentum", momentum)
         self.nesterov = bool(nesterov)
         if nesterov and not momentum:
@@ -70,16 +66,9 @@ class AdamOptimizer(RuleOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Variable],
-        lr: float,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        *,
-        decoupled: bool = True,
-    ) -> None:
+        self, params: Iterable[Variable], lr: float, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-8, weight_decay: float = 0, *, decoupled: bool = True,
+    ) -> None:  # fmt: skip
         self.decoupled = decoupled
         numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, lr, ["mean", "square"], **numbers)
@@ -104,12 +93,9 @@ class AdagradOptimizer(RuleOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Variable],
-        lr: float = 1.0,
-        eps: float = 1e-8,
+        self, params: Iterable[Variable], lr: float = 1.0, eps: float = 1e-8,
         weight_decay: float = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(params, lr, ["square"], eps=eps, weight_decay=weight_decay)
 
     def _rule(self) -> Rule:
@@ -131,14 +117,9 @@ class RMSPropOptimizer(RuleOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Variable],
-        lr: float,
-        rho: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        use_first: bool = False,
-    ) -> None:
+        self, params: Iterable[Variable], lr: float, rho: float = 0.99, eps: float = 1e-8,
+        weight_decay: float = 0, use_first: bool = False,
+    ) -> None:  # fmt: skip
         states = ["square", "mean"] if use_first else ["square"]
         super().__init__(params, lr, states, rho=rho, eps=eps, weight_decay=weight_decay)
 
@@ -165,13 +146,9 @@ class AdadeltaOptimizer(RuleOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Variable],
-        lr: float = 1.0,
-        rho: float = 0.9,
-        eps: float = 1e-8,
+        self, params: Iterable[Variable], lr: float = 1.0, rho: float = 0.9, eps: float = 1e-8,
         weight_decay: float = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not check_at_least_zero("eps", eps):
             raise ValueError("eps must be above 0, got 0: no parameter would ever change")
         numbers = {"rho": rho, "eps": eps, "weight_decay": weight_decay}
@@ -192,14 +169,9 @@ class AMSgradOptimizer(RuleOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Variable],
-        lr: float,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-    ) -> None:
+        self, params: Iterable[Variable], lr: float, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-8, weight_decay: float = 0,
+    ) -> None:  # fmt: skip
         numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, lr, ["mean", "square", "largest"], **numbers)
 
@@ -226,14 +198,9 @@ class NovogradOptimizer(RuleOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Variable],
-        lr: float,
-        beta1: float = 0.95,
-        beta2: float = 0.98,
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-    ) -> None:
+        self, params: Iterable[Variable], lr: float, beta1: float = 0.95, beta2: float = 0.98,
+        eps: float = 1e-8, weight_decay: float = 0,
+    ) -> None:  # fmt: skip
         numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, lr, ["mean"], **numbers)
         self._square_norms = np.zeros(len(self.params))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -45,21 +46,40 @@ def clip_grad_norm(
         ValueError: ``params`` is empty without a group, or ``max_norm`` is negative.
         DistributedError: with a group, or sharded parameters, as :func:`flashlight_py.all_reduce`.
     """
-    with _in_step(group):
+    with _in_step(group, "clip_grad_norm"):
         params = as_param_list(params, may_be_empty=group is not None)
     own, sharded = _by_shards(params)
-    with _in_step(next(iter(sharded), group)):  # the group of the first call
+    with _in_step(next(iter(sharded), group), "clip_grad_norm"):  # the group of the first call
         limit = check_at_least_zero("max_norm", max_norm)
     return _limit_norm(own, list(sharded.items()), limit, group)
 
 
+def clip_grad_value(params: Iterable[Variable], clip_value: float) -> None:
+    """Limit each element of all gradients to ``-clip_value`` .. ``clip_value``, in place.
+
+    nan stays. Collective with sharded parameters. It raises the errors of :func:`clip_grad_norm`.
+    """
+    own, sharded = _by_shards(as_param_list(params))
+    with _in_step(next(iter(sharded), None), "clip_grad_value"):
+        limit = check_at_least_zero("clip_value", clip_value)
+    _limit_values(own, list(sharded.items()), limit)
+
+
+@as_one
+def _limit_values(grads: list[Array], sharded: Any, limit: float) -> None:
+    pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
+    for grad in [*grads, *pieces]:
+        xp, most = array_module(grad), grad.dtype.type(limit)
+        xp.maximum(xp.minimum(grad, most, out=grad), -most, out=grad)
+    for shards, _ in sharded:
+        shards.group.all_reduce(np.zeros(1))  # ranks wait for all pieces, and for a wrong limit
+
+
 @as_one
 def _limit_norm(
-    grads: list[Array],
-    sharded: list[tuple[Shards, list[Variable]]],
-    limit: float,
+    grads: list[Array], sharded: list[tuple[Shards, list[Variable]]], limit: float,
     group: Summing | None,
-) -> float:
+) -> float:  # fmt: skip
     """Scale ``grads`` and those of ``sharded`` parameters in place; return their joint norm."""
     sums = [part for grad in grads for part in sums_of_squares(grad)]
     sums += [shards.sum_of_squares(those) for shards, those in sharded]
@@ -75,8 +95,8 @@ def _limit_norm(
     return norm
 
 
-def _in_step(ranks: Summing | Shards | None) -> AbstractContextManager[None]:
-    return nullcontext() if ranks is None else ranks.in_step("clip_grad_norm")
+def _in_step(ranks: Summing | Shards | None, name: str) -> AbstractContextManager[None]:
+    return nullcontext() if ranks is None else ranks.in_step(name)
 
 
 def _scale(grads: Iterable[Array], factor: float) -> None:

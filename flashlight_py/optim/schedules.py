@@ -41,6 +41,8 @@ class LearningRateSchedule:
         ValueError: a number is outside its range; here or in ``step``, a rate is negative or nan.
     """
 
+    _memory: Mapping[str, float] = {}  # the state of a formula, if it has any
+
     def __init__(self, optimizer: HasRate, formula: Formula) -> None:
         if not hasattr(optimizer, "lr"):
             raise TypeError(
@@ -75,7 +77,7 @@ class LearningRateSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and the base rate; not what the schedule was made with."""
-        return {"last_step": self.last_step, "base_lr": self.base_lr}
+        return {"last_step": self.last_step, "base_lr": self.base_lr, **self._memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, with the same rates as there, and set the optimizer's rate.
@@ -90,6 +92,8 @@ class LearningRateSchedule:
                 f"{type(self).__name__}.load_state_dict: expected the entries {sorted(expected)}, "
                 f"got {sorted(state)}"
             )
+        if self._memory:
+            self._memory = {name: state[name] for name in self._memory}
         self._go_to(float(state["base_lr"]), int(state["last_step"]))
 
     def _go_to(self, base: float, step: int) -> None:
@@ -143,12 +147,9 @@ class LinearLR(LearningRateSchedule):
     """
 
     def __init__(
-        self,
-        optimizer: HasRate,
-        start_factor: float = 1 / 3,
-        end_factor: float = 1.0,
+        self, optimizer: HasRate, start_factor: float = 1 / 3, end_factor: float = 1.0,
         total_iters: int = 5,
-    ) -> None:
+    ) -> None:  # fmt: skip
         start = check_at_least_zero("start_factor", start_factor)
         end = check_at_least_zero("end_factor", end_factor)
         total = _steps("total_iters", total_iters)
@@ -192,19 +193,11 @@ class OneCycleLR(LearningRateSchedule):
     """
 
     def __init__(
-        self,
-        optimizer: HasRate,
-        max_lr: float,
-        total_steps: int | None = None,
-        epochs: int | None = None,
-        steps_per_epoch: int | None = None,
-        pct_start: float = 0.3,
-        anneal_strategy: str = "cos",
-        *,
-        div_factor: float = 25.0,
-        final_div_factor: float = 1e4,
+        self, optimizer: HasRate, max_lr: float, total_steps: int | None = None,
+        epochs: int | None = None, steps_per_epoch: int | None = None, pct_start: float = 0.3,
+        anneal_strategy: str = "cos", *, div_factor: float = 25.0, final_div_factor: float = 1e4,
         three_phase: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if total_steps is None:
             if epochs is None or steps_per_epoch is None:
                 raise ValueError("OneCycleLR needs total_steps, or epochs and steps_per_epoch")
@@ -265,11 +258,9 @@ class SequentialLR(LearningRateSchedule):
     """
 
     def __init__(
-        self,
-        optimizer: HasRate,
-        schedulers: Sequence[LearningRateSchedule],
+        self, optimizer: HasRate, schedulers: Sequence[LearningRateSchedule],
         milestones: Sequence[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         begins, formulas = [0, *milestones], [each._formula for each in schedulers]
         if len(begins) != len(formulas) or begins != sorted(set(begins)):
             raise ValueError(
@@ -285,6 +276,44 @@ class SequentialLR(LearningRateSchedule):
 
         optimizer.lr = schedulers[0].base_lr
         super().__init__(optimizer, formula)
+
+
+class ReduceLROnPlateau(LearningRateSchedule):
+    """The rate times ``factor``, down to ``min_lr``, if a metric has stopped to improve.
+
+    Call ``step(metric)`` after each evaluation, with the same number on every rank. It counts steps
+    since the metric was better than the best one by ``threshold``, a part of that (``"rel"``) or a
+    difference (``"abs"``). After more than ``patience`` of them the rate changes, and the next
+    ``cooldown`` steps do not count. Better is lower in mode ``"min"``, higher in ``"max"``.
+
+    Raises:
+        ValueError: also for another mode.
+    """
+
+    def __init__(
+        self, optimizer: HasRate, mode: str = "min", factor: float = 0.1, patience: int = 10,
+        threshold: float = 1e-4, threshold_mode: str = "rel", cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:  # fmt: skip
+        if mode not in ("min", "max") or threshold_mode not in ("rel", "abs"):
+            raise ValueError(f"{mode=} must be min or max, {threshold_mode=} rel or abs")
+        factor, low = check_at_least_zero("factor", factor), check_at_least_zero("min_lr", min_lr)
+        self._sign, self._is_relative = (1 if mode == "min" else -1), threshold_mode == "rel"
+        self._threshold, self._patience, self._cooldown = threshold, patience, cooldown
+        self._memory = {"best": math.inf, "bad": 0, "cooling": 0, "cuts": 0}
+        cuts: Any = lambda: self._memory["cuts"]  # noqa: E731
+        super().__init__(optimizer, lambda base, _: min(base, max(base * factor ** cuts(), low)))
+
+    def step(self, metric: Any) -> None:  # type: ignore[override]
+        """Look at ``metric``, a number or what ``float`` takes, and set the rate."""
+        value, (best, bad, cooling, cuts) = float(metric) * self._sign, self._memory.values()
+        margin = self._threshold * (abs(best) if self._is_relative and best < math.inf else 1)
+        best, bad = (value, 0) if value < best - margin else (best, bad + 1)
+        bad, cooling = (0, cooling - 1) if cooling else (bad, 0)
+        if bad > self._patience:
+            bad, cooling, cuts = 0, self._cooldown, cuts + 1
+        self._memory = {"best": best, "bad": bad, "cooling": cooling, "cuts": cuts}
+        super().step()
 
 
 def _cosine(start: float, end: float, part: float) -> float:

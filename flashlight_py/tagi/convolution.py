@@ -33,20 +33,11 @@ class _Convolution(ImageLayer):
     transposed = False
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        bias: bool = True,
-        stride: int = 1,
-        padding: int = 0,
-        padding_type: int = 1,
-        in_width: int = 0,
-        in_height: int = 0,
-        gain_weight: float = 1.0,
-        gain_bias: float = 1.0,
+        self, in_channels: int, out_channels: int, kernel_size: int, bias: bool = True,
+        stride: int = 1, padding: int = 0, padding_type: int = 1, in_width: int = 0,
+        in_height: int = 0, gain_weight: float = 1.0, gain_bias: float = 1.0,
         init_method: str = "He",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(kernel_size, stride, padding, padding_type)
         name = self.get_layer_name()
         if in_channels < 1 or out_channels < 1:

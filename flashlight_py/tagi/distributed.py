@@ -48,12 +48,9 @@ class DDPConfig:
     """
 
     def __init__(
-        self,
-        device_ids: Sequence[int] = (),
-        backend: str = "nccl",
-        rank: int = 0,
+        self, device_ids: Sequence[int] = (), backend: str = "nccl", rank: int = 0,
         world_size: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if backend not in _BACKENDS:
             raise ValueError(f"DDPConfig: backend must be one of {_BACKENDS}, got {backend!r}")
         self.device_ids = list(device_ids)
@@ -103,15 +100,9 @@ class DDPSequential:
 
     @in_step()
     def __init__(
-        self,
-        model: Sequential,
-        config: DDPConfig | None = None,
-        average: bool = True,
-        sync: bool = False,
-        *,
-        group: ProcessGroup | None = None,
-        bucket_bytes: int | None = None,
-    ) -> None:
+        self, model: Sequential, config: DDPConfig | None = None, average: bool = True,
+        sync: bool = False, *, group: ProcessGroup | None = None, bucket_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(model, Sequential):
             raise TypeError(
                 f"DDPSequential: expected a fl.tagi.Sequential, got {type(model).__name__}"
@@ -267,13 +258,8 @@ class DeltaSync(GradientPass[DeltaUnit]):
     ends_with_message = False
 
     def __init__(
-        self,
-        model: Sequential,
-        limit: int,
-        average: bool,
-        sync: bool,
-        group: ProcessGroup | None,
-    ) -> None:
+        self, model: Sequential, limit: int, average: bool, sync: bool, group: ProcessGroup | None,
+    ) -> None:  # fmt: skip
         self._ranks = group_or_world(group).size
         super().__init__(EagerReducer(1 / self._ranks if average else 1.0, group=group), [])
         self.averages = average

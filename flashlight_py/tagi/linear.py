@@ -35,14 +35,9 @@ class Linear(BaseLayer):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        gain_weight: float = 1.0,
-        gain_bias: float = 1.0,
-        init_method: str = "He",
-    ) -> None:
+        self, input_size: int, output_size: int, bias: bool = True, gain_weight: float = 1.0,
+        gain_bias: float = 1.0, init_method: str = "He",
+    ) -> None:  # fmt: skip
         super().__init__()
         if input_size < 1 or output_size < 1:
             raise ValueError(f"Linear: sizes must be at least 1, got {input_size}, {output_size}")
@@ -127,13 +122,9 @@ class Embedding(BaseLayer):
     first_only: ClassVar[bool] = True
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        input_size: int = 0,
-        scale: float = 1.0,
+        self, num_embeddings: int, embedding_dim: int, input_size: int = 0, scale: float = 1.0,
         padding_idx: int = -1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if not 1 <= num_embeddings <= EXACT or embedding_dim < 1 or input_size < 0:
             raise ValueError(

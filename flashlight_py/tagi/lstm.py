@@ -88,14 +88,9 @@ def cell_forward(z: Array, u: Array, states: States | None, slopes: Array) -> St
 
 
 def cell_backward(
-    dh: Array,
-    eh: Array,
-    dc: Array | None,
-    ec: Array | None,
-    slopes: Array,
-    dz: Array,
+    dh: Array, eh: Array, dc: Array | None, ec: Array | None, slopes: Array, dz: Array,
     coefficients: Array,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Write the deltas of the gates' inputs; return those of the c of the step before.
 
     Args:

@@ -113,14 +113,9 @@ class BatchNorm2d(Normalization):
     """
 
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float = 0.9,
-        bias: bool = True,
-        gain_weight: float = 1.0,
-        gain_bias: float = 1.0,
-    ) -> None:
+        self, num_features: int, eps: float = 1e-5, momentum: float = 0.9, bias: bool = True,
+        gain_weight: float = 1.0, gain_bias: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__(num_features, eps, bias, (gain_weight, gain_bias))
         if not 0 <= momentum <= 1:
             raise ValueError(f"BatchNorm2d: momentum must be from 0 to 1, got {momentum}")
@@ -273,13 +268,9 @@ def row_sums(units: Array, centers: Array | None = None) -> Array:
 
 
 def standardize(
-    m: Array,
-    v: Array | None,
-    center: Array,
-    scale: Array,
-    weight: Parameter,
+    m: Array, v: Array | None, center: Array, scale: Array, weight: Parameter,
     bias: Parameter | None,
-) -> Moments:
+) -> Moments:  # fmt: skip
     """Return t = (m - center) scale, and the moments of t weight + bias; three new arrays.
 
     ``weight`` and ``bias`` have an element for each feature.

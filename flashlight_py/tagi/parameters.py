@@ -95,12 +95,9 @@ class ParameterBucket:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        home: Allocate,
-        sums: Allocate | None = None,
+        self, parameters: Sequence[Parameter], home: Allocate, sums: Allocate | None = None,
         extra: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.parameters = tuple(parameters)
         self.size = sum(int(each.mean.size) for each in parameters)
         self.mean, self.variance = home(self.size), home(self.size)

@@ -62,17 +62,10 @@ class LSTM(BaseLayer):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        seq_len: int,
-        bias: bool = True,
-        gain_weight: float = 1.0,
-        gain_bias: float = 1.0,
-        init_method: str = "He",
-        *,
+        self, input_size: int, output_size: int, seq_len: int, bias: bool = True,
+        gain_weight: float = 1.0, gain_bias: float = 1.0, init_method: str = "He", *,
         window: Window = "recurrent",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if min(input_size, output_size, seq_len) < 1:
             raise ValueError(
@@ -206,15 +199,9 @@ class SLSTM(LSTM):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        seq_len: int,
-        bias: bool = True,
-        gain_weight: float = 1.0,
-        gain_bias: float = 1.0,
-        init_method: str = "He",
-    ) -> None:
+        self, input_size: int, output_size: int, seq_len: int, bias: bool = True,
+        gain_weight: float = 1.0, gain_bias: float = 1.0, init_method: str = "He",
+    ) -> None:  # fmt: skip
         super().__init__(
             input_size, output_size, seq_len, bias, gain_weight, gain_bias, init_method
         )
@@ -307,11 +294,9 @@ class SLSTM(LSTM):
 
 
 def _smoothed(
-    covariance: Array,
-    posterior: tuple[Array, ...],
-    prior: tuple[Array, ...],
+    covariance: Array, posterior: tuple[Array, ...], prior: tuple[Array, ...],
     after: tuple[Array, ...],
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Return moments of a time step by those of the one after.
 
     ``covariance`` has one element for each unit, or one for each pair.

@@ -138,13 +138,9 @@ def host_copy(array: Array) -> Array:
 
 
 def real(
-    name: str,
-    values: Any,
-    device: str,
-    own: bool = False,
-    missing: float | None = None,
+    name: str, values: Any, device: str, own: bool = False, missing: float | None = None,
     shape: tuple[int, ...] | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """Return ``values``, called ``name`` in errors, as float32 on ``device``; a copy if need be.
 
     ``own``: always a contiguous copy, for what is kept after the caller has its array back.

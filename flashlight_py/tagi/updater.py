@@ -102,25 +102,18 @@ class OutputUpdater:
         self.device = model_device
 
     def update(
-        self,
-        output_states: BaseHiddenStates,
-        mu_obs: Any,
-        var_obs: Any,
+        self, output_states: BaseHiddenStates, mu_obs: Any, var_obs: Any,
         delta_states: BaseDeltaStates,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Observe every output: ``mu_obs`` with variances ``var_obs``."""
         observed = self._observed(mu_obs, output_states.mean.shape)
         errors = self._variances(var_obs, output_states.mean.shape)
         delta_states.mean, delta_states.variance = deltas_of(output_states, None, observed, errors)
 
     def update_using_indices(
-        self,
-        output_states: BaseHiddenStates,
-        mu_obs: Any,
-        var_obs: Any,
-        selected_idx: Any,
+        self, output_states: BaseHiddenStates, mu_obs: Any, var_obs: Any, selected_idx: Any,
         delta_states: BaseDeltaStates,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Observe some outputs of each sample: those in ``selected_idx``, ``[batch, k]``, from 1.
 
         ``mu_obs`` and ``var_obs`` have the same shape. The other outputs learn nothing.

@@ -164,14 +164,9 @@ class Utils:
         return values.argmax(axis=1).astype(np.int32), values.reshape(-1)
 
     def get_errors(
-        self,
-        ma: Any,
-        Sa: Any,
-        labels: Any,
-        hr_softmax: HRCSoftmax,
-        num_classes: int,
+        self, ma: Any, Sa: Any, labels: Any, hr_softmax: HRCSoftmax, num_classes: int,
         batch_size: int,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return 1 for each sample whose most probable class is not its label, else 0.
 
         Args:
@@ -247,14 +242,9 @@ class Utils:
         return rows[:, 1:].reshape(-1) / REAL.type(255), rows[:, 0].astype(np.int32)
 
     def create_rolling_window(
-        self,
-        data: Any,
-        output_col: Sequence[int] | Array,
-        input_seq_len: int,
-        output_seq_len: int,
-        num_features: int,
-        stride: int,
-    ) -> tuple[Array, Array]:
+        self, data: Any, output_col: Sequence[int] | Array, input_seq_len: int, output_seq_len: int,
+        num_features: int, stride: int,
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return what a window sees, and what follows it, as it moves over a time series.
 
         Args:

@@ -192,12 +192,9 @@ def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Arr
 
 
 def call(
-    name: str,
-    windows: Windows,
-    part: WindowPart | None,
-    images: Array,
+    name: str, windows: Windows, part: WindowPart | None, images: Array,
     *arguments: Array | float | None,
-) -> bool:
+) -> bool:  # fmt: skip
     """Call the kernel with a description of a part of the windows (None: all), and ``arguments``.
 
     Returns False, and does nothing, where there is none for ``images``.

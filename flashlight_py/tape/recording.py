@@ -70,12 +70,9 @@ class Recording:
     verb = record_verb
 
     def __init__(
-        self,
-        known: Iterable[Array],
-        swap: Callable[[bool], None],
-        variables: Iterable[Variable],
+        self, known: Iterable[Array], swap: Callable[[bool], None], variables: Iterable[Variable],
         names: dict[int, str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.notes: list[Note] = []
         self.left = ""  # why it cannot be captured, once something was found
         self.made: list[Array] = []  # of each, what stands for all of its memory

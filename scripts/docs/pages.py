@@ -43,8 +43,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _names_of(module: str) -> str:
-    names = importlib.import_module(f"flashlight_py.{module}").__all__
-    return "\n\n".join(f"::: flashlight_py.{name}" for name in names)
+    family = importlib.import_module(f"flashlight_py.{module}")
+    is_at_top = module.startswith("distributed.")
+    homes = {name: getattr(family, name).__module__ for name in family.__all__}
+    return "\n\n".join(
+        f"::: {'flashlight_py' if is_at_top else home}.{name}" for name, home in homes.items()
+    )
 
 
 def _target(link: str, base: str, here: str) -> str:

@@ -413,3 +413,36 @@ def test_arrays_are_taken_as_constants() -> None:
         F.relu([1.0])
     with pytest.raises(TypeError, match=r"got ndarray and ndarray; make one .* by fl.input"):
         F.add(x, x)
+
+
+def test_logsumexp_does_not_overflow_and_infinite_terms_have_no_slope() -> None:
+    x = param(np.array([[1e4, 0.0], [-np.inf, -np.inf], [3.0, -np.inf]]))
+    out = F.logsumexp(x, 1)
+    np.testing.assert_array_equal(out.array, [1e4, -np.inf, 3])
+    np.testing.assert_array_equal(gradient(out, x), [[1, 0], [0, 0], [1, 0]])
+    assert F.logsumexp(np.array([np.inf, 0.0])).array == np.inf
+    small = np.array([[1, 255]], "u1")
+    np.testing.assert_allclose(F.logsumexp(small).array, np.log(np.exp(small.astype("f8")).sum()))
+
+
+def test_the_slope_of_a_deviation_of_0_is_0() -> None:
+    x = param(np.full((2, 3), 0.5))
+    np.testing.assert_array_equal(gradient(F.std(x, 1), x), np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric", "wrap"])
+@pytest.mark.parametrize("width", [1, (2, 1), ((0, 1), (2, 0))])
+def test_pad_equals_numpy_and_its_gradient_differences(mode: str, width: Any) -> None:
+    x = np.arange(12.0).reshape(3, 4)
+    np.testing.assert_array_equal(F.pad(x, width, mode).array, np.pad(x, width, mode))
+    gradcheck(lambda v: F.pad(v, width, mode), [x])
+
+
+def test_pad_takes_the_value_of_constant_elements() -> None:
+    np.testing.assert_array_equal(F.pad(np.ones(1), 1, constant_values=7).array, [7, 1, 7])
+
+
+def test_sort_equals_numpy_if_elements_are_equal_or_nan() -> None:
+    x = np.array([[2.0, np.nan, 1.0, 2.0], [0.0, -0.0, np.inf, -np.inf]])
+    for axis in (0, 1, -1):
+        np.testing.assert_array_equal(F.sort(x, axis).array, np.sort(x, axis))

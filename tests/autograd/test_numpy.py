@@ -39,6 +39,37 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
     "x.var(0) + w.amax(0) - w.amin(0)": (
         lambda x, w, b: np.var(x, axis=0, ddof=1) + np.max(w, 0) - np.amin(w, axis=0)
     ),
+    "x.std(0) + x.prod(0) + torch.flip(w, (0,))[0] * w.sort(1).values.ravel()[:4]": (
+        lambda x, w, b: (
+            np.std(x, 0, ddof=1) + np.prod(x, axis=0) + np.flip(w, 0)[0] * np.sort(w).flatten()[:4]
+        )
+    ),
+    "torch.cat(x.split([1, 3], 1)[::-1], 1) * torch.cat(w.split(2, 1)[::-1], 1)": (
+        lambda x, w, b: (
+            np.concatenate(np.split(x, [1], axis=1)[::-1], 1)
+            * np.concatenate(np.split(w, 2, 1)[::-1], 1)
+        )
+    ),
+    "x[:, [2, 0, 2]] + w.ravel()[[1, 5, 1]] + x[[0, 0, 1]][:, :3]": lambda x, w, b: (
+        np.take(x, [2, 0, 2], axis=-1) + np.take(w, [1, 5, 1]) + np.take(x, [0, 0, 1], 0)[:, :3]
+    ),
+    "x[:, None].movedim(-1, 0).squeeze(2) * w.T": (
+        lambda x, w, b: np.squeeze(np.moveaxis(np.expand_dims(x, 1), -1, 0), axis=2) * w.T
+    ),
+    "x.expand(2, 3, 4) * F.pad(w, (1, 2))[:, 1:5]": (
+        lambda x, w, b: np.broadcast_to(x, (2, 3, 4)) * np.pad(w, ((0, 0), (1, 2)))[:, 1:5]
+    ),
+    "x.amax(0) * x.amin() + x.var(1)[0] + x.T.squeeze().flatten()[:4] + w.clone()[0]": (
+        lambda x, w, b: (
+            x.max(0) * x.min()
+            + x.var(1, ddof=1)[0]
+            + x.transpose().squeeze().flatten()[:4]
+            + w.copy()[0]
+        )
+    ),
+    "x.detach() * w.double() + x.transpose(1, 0).T": (
+        lambda x, w, b: x.detach() * w.astype("f8") + x.transpose(1, 0).T
+    ),
     "x.cumsum(1) + torch.linalg.norm(w)": lambda x, w, b: np.cumsum(x, 1) + np.linalg.norm(w),
     "torch.cat([x, w], 1).reshape(4, 6).T": (
         lambda x, w, b: np.transpose(np.reshape(np.concatenate([x, w], axis=1), (4, 6)))
@@ -104,13 +135,13 @@ def test_the_page_lists_the_functions_that_are_differentiated() -> None:
 
 REFUSED: dict[str, Callable[..., Any]] = {
     "numpy.sign": np.sign,
-    "numpy.sort": np.sort,
+    "numpy.partition": lambda x: np.partition(x, 2),
     "numpy.add.reduce": np.add.reduce,
     "numpy.sum with dtype": lambda x: np.sum(x, dtype=np.float32),
     "numpy.sum cannot": lambda x: np.sum(x, 0, np.float32),
     "numpy.add with out": lambda x: np.add(A, x, out=A.copy()),
     "numpy.linalg.norm": lambda x: np.linalg.norm(x, 2),
-    "numpy.split": lambda x: np.split(x, 3),
+    "numpy.array_split": lambda x: np.array_split(x, 2)[0],
 }
 
 

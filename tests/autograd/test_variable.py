@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flashlight_py as fl
 from flashlight_py.autograd import Variable, input, no_grad, param
 from flashlight_py.autograd import functions as F
 
@@ -217,7 +218,7 @@ class TestAsAnArray:
         assert np.array([x, x]).shape == (2, 2, 2)
         assert np.argmax(input(np.array([0, 1]))) == 1
 
-    @pytest.mark.parametrize("function", [np.asarray, np.array, np.sort])
+    @pytest.mark.parametrize("function", [np.asarray, np.array, np.copy])
     def test_numpy_is_refused_where_a_gradient_would_be_lost(self, function: Any) -> None:
         with pytest.raises(TypeError, match=r"needs a gradient \(shape \(2, 2\)\).*numpy\(\)"):
             function(param(np.ones((2, 2))))
@@ -258,3 +259,30 @@ class TestAsAnArray:
         (x.T @ np.ones(3)).sum().backward()
         assert x.grad is not None
         assert x.grad.tolist() == [[1, 1]] * 3
+
+
+def test_detach_shares_the_array_and_copy_does_not() -> None:
+    x = param(np.ones(2))
+    assert x.detach().array is x.array
+    assert not (x * 2).detach().calc_grad
+    assert not np.shares_memory(x.copy().array, x.array)
+
+
+@pytest.mark.parametrize("name", ["exp", "std", "clip", "requires_grad", "view", "permute", "ravel",
+                                  "unsqueeze", "clone", "numel", "dim", "dot", "to", "cpu",
+                                  "tolist", "argmax", "cumsum"])  # fmt: skip
+def test_an_attribute_error_names_an_expression_that_works(name: str) -> None:
+    x, y = param(np.ones((2, 2))), param(np.ones((2, 2)))
+    with pytest.raises(AttributeError, match=f"a Variable x has no attribute '{name}'; write") as e:
+        getattr(x, name)
+    words = str(e.value).partition("; write ")[2]
+    more = {"axis": 0, "shape": (4,), "axes": (1, 0), "device": "cpu"}
+    words = words.replace("cumsum(x)", "cumsum(x, 0)").replace("clip(x)", "clip(x, 0)")
+    assert eval(words, {"fl": fl, "x": x, "y": y, **more}) is not None
+    assert not hasattr(x, name)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "__len_hint__", "_private", "__array_interface__"])
+def test_an_attribute_error_without_a_replacement_names_the_attribute(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"^a Variable x has no attribute '{name}'$"):
+        getattr(input(np.ones(2)), name)

@@ -254,6 +254,9 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm: a limit of sharded parameters": lambda bad: fl.optim.clip_grad_norm(
         sharded(), -bad or 1e-9
     ),
+    "clip_grad_value: a limit of sharded parameters": lambda bad: fl.optim.clip_grad_value(
+        sharded(), -bad or 1e-9
+    ),
     "FirstOrderOptimizer: a rate for sharded parameters": lambda bad: fl.optim.SGDOptimizer(
         sharded(), -bad
     ),

@@ -1,11 +1,13 @@
-"""Several threads that wait for one operation: each gets its result, when it is there."""
+"""Several threads, or tasks of asyncio, that wait: each gets its result, when it is there."""
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 
 import flashlight_py as fl
 from tests.distributed.conformance import ranks_in
@@ -47,3 +49,37 @@ def two_threads_wait(rank: int, size: int) -> None:
 
 def test_each_of_two_threads_gets_the_whole_result(ranks: Any) -> None:
     ranks.run(two_threads_wait)
+
+
+async def await_while_other_tasks_run(rank: int, size: int) -> None:
+    total, strided = size * (size + 1) / 2, np.full((SIDE, SIDE), rank + 1.0).T[::2]
+    if rank:  # the last rank joins after a message that rank 0 sends while it awaits
+        if rank == size - 1:
+            fl.recv(np.empty(1), 0)
+        assert (await fl.all_reduce(strided, async_op=True)).min() == total
+    else:
+        reduced = asyncio.ensure_future(fl.all_reduce(strided, async_op=True))
+        await asyncio.sleep(0)
+        assert not reduced.done()
+        fl.send(np.ones(1), size - 1)
+        assert (await reduced) is strided
+        assert strided.min() == total
+    every = [fl.all_gather(np.full(k, rank), async_op=True) for k in range(1, 6)]
+    gathered = await asyncio.gather(*every)
+    assert [len(x) for x in gathered] == [size * k for k in range(1, 6)]
+    work = fl.irecv(np.empty(1), (rank - 1) % size)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(work, 0.01)
+    fl.barrier()
+    fl.isend(np.array([float(rank)]), (rank + 1) % size)
+    assert await work == (rank - 1) % size
+    with pytest.raises(fl.errors.MismatchError):
+        await fl.all_reduce(np.ones(rank + 1), async_op=True)
+
+
+def test_await_does_not_block_the_event_loop(ranks: Any) -> None:
+    ranks.run(await_in_an_event_loop)
+
+
+def await_in_an_event_loop(rank: int, size: int) -> None:
+    asyncio.run(await_while_other_tasks_run(rank, size))

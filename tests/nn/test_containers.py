@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import flashlight_py as fl
 from flashlight_py.autograd import Variable, input, param
 from flashlight_py.autograd.graph import Part
 from flashlight_py.nn import Container, Linear, ReLU, Sequential, Tanh, View, recompute
 from flashlight_py.random import set_seed
+from tests.tape.steps import compare
 
 
 def test_sequential_chains_what_was_given_and_added() -> None:
@@ -110,3 +113,57 @@ def test_members_may_be_passed_as_a_list(kind: Any) -> None:
     assert list(model.named_params()) == ["0.weight", "0.bias"]
     with pytest.raises(TypeError, match="Sequential holds modules, got int"):
         Sequential([Linear(2, 3), 3])  # type: ignore[list-item]
+
+
+def test_a_moving_average_follows_the_parameters_and_copies_buffers(tmp_path: Path) -> None:
+    model = fl.nn.Sequential(fl.nn.Linear(3, 2), fl.nn.BatchNorm(2))
+    average = fl.nn.ExponentialMovingAverage(model, 0.75)
+    first, x = model.params()[0].array.copy(), fl.input(np.ones((4, 3), "float32"))
+    np.testing.assert_array_equal(average(x).array, model.eval()(x).array)
+    model.train()
+    for _ in range(2):
+        model.params()[0].array[...] += 1
+        model[1].running_mean[...] += 1
+        average.update(model)
+    np.testing.assert_allclose(average.module.params()[0].array, first + 0.4375 + 0.25, rtol=1e-6)
+    np.testing.assert_array_equal(average.module[1].running_mean, [2, 2])
+    assert not average(x).calc_grad
+    fl.save(tmp_path, module=[model, average])
+    other = fl.nn.ExponentialMovingAverage(model, 0.75)
+    fl.load(tmp_path, module=[model, other])
+    np.testing.assert_array_equal(other(x).array, average(x).array)
+    with pytest.raises(ValueError, match="missing"):
+        average.update(fl.nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="decay must be 0 to 1, got 2"):
+        fl.nn.ExponentialMovingAverage(model, 2)
+
+
+def test_a_moving_average_of_half_precision_is_float32() -> None:
+    model = fl.nn.Linear(1, 1).astype("float16")
+    average = fl.nn.ExponentialMovingAverage(model, 0.999)
+    begin = average.module.weight.array.copy()
+    model.weight.array[...] += 1
+    for _ in range(9):
+        average.update(model)
+    expected = begin + (model.weight.array - begin) * (1 - 0.999**9)
+    np.testing.assert_allclose(average.module.weight.array, expected, rtol=1e-5)
+
+
+def test_a_moving_average_is_captured() -> None:
+    def make() -> Any:
+        fl.set_seed(0)
+        model = fl.nn.Linear(3, 2)
+        average = fl.nn.ExponentialMovingAverage(model, 0.5)
+        optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
+
+        def step(x: np.ndarray) -> Any:
+            optimizer.zero_grad()
+            loss = (model(fl.input(x)) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            average.update(model)
+            return loss, average(fl.input(x))
+
+        return step, model, average
+
+    compare(make, list(np.random.default_rng(0).random((5, 4, 3)).astype("float32")))

@@ -273,7 +273,10 @@ def test_layers_begin_with_the_values_that_they_name() -> None:
     assert layer.bias is not None
     assert np.abs(layer.weight.array).max() <= np.sqrt(3 / fan_in)
     assert np.abs(layer.bias.array).max() <= 1 / np.sqrt(fan_in)
-    assert repr(layer) == "Conv2D(8, 6, (3, 5), (2, 2), (1, 1), (1, 1), 2, bias=True)"
+    assert repr(layer) == (
+        "Conv2D(8, out_channels=6, kernel=(3, 5), stride=(2, 2), dilation=(1, 1), "
+        "padding=(1, 1), groups=2)"
+    )
     assert repr(Pool2D(3, 2)) == "Pool2D((3, 3), stride=(2, 2), padding=(0, 0), mode='max')"
     assert Conv2D(1, 1, 1, bias=False).bias is None
     x = fl.input(np.zeros((2, 8, 9, 9), "float32"))
@@ -373,3 +376,11 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 def test_bad_input_is_rejected(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+@NATIVE_AND_NOT
+def test_gradients_of_a_transposed_convolution_equal_central_differences(way: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape) for shape in ((2, 4, 3, 2), (4, 3, 3, 2), (6,))]
+    options = (2, 3), (1, 0), (1, 2), 2, (1, 2)
+    gradcheck(lambda *variables: convolution.transposed(*variables, *options), arrays)

@@ -57,6 +57,47 @@ ROWS = [
     Row("gelu", fl.nn.GELU, "nn.GELU()", (X,)),
     Row("gelu_none", lambda: fl.nn.GELU("none"), "nn.GELU('none')", (X,)),
     Row("gelu_tanh", lambda: fl.nn.GELU("tanh"), "nn.GELU('tanh')", (X,)),
+    Row("softplus", lambda: fl.nn.Softplus(2), "nn.Softplus(2)", (X,)),
+    Row("softmax", lambda: fl.nn.Softmax(0), "nn.Softmax(0)", (X,)),
+    Row("upsample", lambda: fl.nn.Upsample((3, 2)), "nn.Upsample(scale_factor=(3, 2))", (IMAGES,)),
+    Row(
+        "conv1d",
+        lambda: fl.nn.Conv1D(6, 4, 3, 2, 1, 2, 2),
+        "nn.Conv1d(6, 4, 3, 2, 1, 2, 2)",
+        (BATCH[:, :, 0],),
+    ),
+    Row(
+        "conv1d_same",
+        lambda: fl.nn.Conv1D(6, 4, 5, padding="same", bias=False),
+        "nn.Conv1d(6, 4, 5, padding='same', bias=False)",
+        (BATCH[:, :, 0],),
+    ),
+    *(
+        Row(
+            f"conv_transpose_{number}",
+            lambda options=options: fl.nn.ConvTranspose2D(6, 4, *options),
+            f"nn.ConvTranspose2d(6, 4, *{options})",
+            (LAST,),
+        )
+        for number, options in enumerate(
+            [(3,), (3, 2, 1, 1), ((2, 4), (2, 3), 1, (1, 0), 2, False, 2)]
+        )
+    ),
+    Row("huber", lambda: fl.nn.HuberLoss(delta=0.7), "nn.HuberLoss(delta=0.7)", (X, Y)),
+    Row("huber_none", lambda: fl.nn.HuberLoss("none"), "nn.HuberLoss('none')", (X, Y)),
+    *(
+        Row(
+            f"divergence_{ours}",
+            lambda ours=ours: fl.nn.KLDivergence(ours),
+            f"lambda p, t: nn.KLDivLoss(reduction={theirs!r})(p, t){after}",
+            (X, PROBABILITIES + 0.1),
+        )
+        for ours, theirs, after in [
+            ("mean", "batchmean", ""),
+            ("sum", "sum", ""),
+            ("none", "none", ".sum(-1)"),
+        ]
+    ),
     Row("silu", fl.nn.SiLU, "nn.SiLU()", (X,)),
     Row("elu", lambda: fl.nn.ELU(0.5), "nn.ELU(0.5)", (X,)),
     Row("leaky_relu", lambda: fl.nn.LeakyReLU(0.2), "nn.LeakyReLU(0.2)", (X,)),
@@ -310,8 +351,20 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"embedding: expected a weight \[rows, dim\], got \(3,\)": (
         lambda: F.embedding(FLAT, np.zeros(1, int)), ValueError),
     r"topk: there are no 4 along axis -1 of shape \(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
-    r"stack needs at least one variable": (lambda: F.stack([]), ValueError),
-    r"stack: shapes must be equal": (lambda: F.stack([ONES, FLAT]), ValueError),
+    r"stack: expected variables of one shape, got \[\]": (lambda: F.stack([]), ValueError),
+    r"stack: expected .*\(2, 3\), \(3,\)": (lambda: F.stack([ONES, FLAT]), ValueError),
+    r"HuberLoss: delta must be above 0, got 0": (lambda: fl.nn.HuberLoss(delta=0), ValueError),
+    r"Conv1D: kernel must be an integer .* got \(1, 1.5\)": (
+        lambda: fl.nn.Conv1D(1, 1, 1.5), TypeError),
+    r"ConvTranspose2D: output_padding \(1, 1\) is not below": (
+        lambda: fl.nn.ConvTranspose2D(1, 1, 1, output_padding=1), ValueError),
+    r"ConvTranspose2D: expected x of shape \[batch, 3, .* got \(2, 3\)": (
+        lambda: fl.nn.ConvTranspose2D(3, 1, 1)(ONES), ValueError),
+    r"pad: there is no mode 'mean'": (lambda: F.pad(ONES, 1, "mean"), ValueError),
+    r"std: needs more than ddof \(3\) elements, got 3": (
+        lambda: F.std(ONES, 1, ddof=3), ValueError),
+    r"axis 2 does not name .* of 2": (lambda: F.flip(ONES, 2), ValueError),
+    r"axis \(0, 0\) does not name .* of 4": (lambda: F.expand_dims(ONES, (0, 0)), ValueError),
     r"split: 3 along axis 1 cannot be cut into 2": (lambda: F.split(ONES, 2, 1), ValueError),
     r"split: 3 along axis 1 cannot be cut into \[4, -1\]": (
         lambda: F.split(ONES, [4, -1], 1), ValueError),

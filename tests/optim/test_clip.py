@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from flashlight_py.autograd import Variable, param
-from flashlight_py.optim import clip_grad_norm
+from flashlight_py.optim import clip_grad_norm, clip_grad_value
+from tests.tape.steps import compare
 
 
 def three() -> list[Variable]:
@@ -58,3 +61,31 @@ def test_wrong_arguments() -> None:
         clip_grad_norm(three(), -1)
     with pytest.raises(ValueError, match="at least one parameter"):
         clip_grad_norm([], 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_clip_grad_value_limits_each_element_in_place(dtype: str) -> None:
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    a, b = param(np.zeros(4, dtype)), param(np.zeros(1, dtype))
+    a.grad = grad = np.array([-3, 0.5, 2, math.nan], dtype)
+    clip_grad_value([a, b], 1)
+    assert a.grad is grad
+    np.testing.assert_array_equal(grad.astype("f4"), [-1, 0.5, 1, math.nan])
+    assert b.grad is None
+    with pytest.raises(ValueError, match="clip_value must be at least 0"):
+        clip_grad_value([a], -1)
+
+
+def test_clip_grad_value_is_captured() -> None:
+    def make() -> Any:
+        x = param(np.ones((3, 4), "float32"))
+
+        def step(factor: np.ndarray) -> Any:
+            x.zero_grad()
+            (x * factor).sum().backward()
+            clip_grad_value([x], 2.0)
+            return x.grad
+
+        return step, x
+
+    compare(make, [np.asarray(number, "float32") for number in range(5)])

@@ -18,6 +18,7 @@ from flashlight_py.optim import (
     LinearLR,
     MultiStepLR,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
     SGDOptimizer,
     StepLR,
@@ -263,3 +264,60 @@ def test_a_state_with_which_a_formula_raises_changes_nothing() -> None:
     with pytest.raises(IndexError):
         schedule.load_state_dict({"last_step": 2, "base_lr": 7.0})
     assert (schedule.last_step, schedule.base_lr, optimizer.lr) == (0, 1.0, 1.0)
+
+
+METRICS = [5.0, 4, 4, 4, 3.999, 4, 3, 3, 3, 3, 3, float("nan"), 2.9, 3, 3, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"patience": 2},
+        {"patience": 1, "factor": 0.5, "cooldown": 2, "min_lr": 0.3},
+        {"patience": 2, "mode": "max", "threshold": 0.5, "threshold_mode": "abs"},
+        {"patience": 0, "mode": "max", "threshold": 0.1},
+    ],
+)
+def test_a_rate_on_a_plateau_is_torch_s(options: dict[str, Any], oracle: Oracle) -> None:
+    code = """
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.8)
+schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, eps=0, **options)
+y = []
+for metric in metrics:
+    schedule.step(metric)
+    y.append(optimizer.param_groups[0]["lr"])
+"""
+    optimizer, found = optimizer_of_rate(), []
+    schedule = ReduceLROnPlateau(optimizer, **options)
+    for number, metric in enumerate(METRICS):
+        if number == 7:  # another one goes on from here
+            state, optimizer = schedule.state_dict(), optimizer_of_rate(9.0)
+            schedule = ReduceLROnPlateau(optimizer, **options)
+            schedule.load_state_dict(state)
+        schedule.step(fl.input(np.array(metric)))
+        found.append(optimizer.lr)
+    np.testing.assert_allclose(found, oracle(code, metrics=METRICS, options=options)["y"])
+
+
+def test_a_rate_below_the_lowest_one_stays() -> None:
+    optimizer = optimizer_of_rate(0.1)
+    schedule = ReduceLROnPlateau(optimizer, patience=0, min_lr=0.5)
+    for _ in range(3):
+        schedule.step(1.0)
+    assert optimizer.lr == 0.1
+    with pytest.raises(ValueError, match="mode='least' must be min or max"):
+        ReduceLROnPlateau(optimizer, "least")
+
+
+def test_a_checkpoint_and_synchronize_take_a_plateau(tmp_path: Path) -> None:
+    optimizer = optimizer_of_rate()
+    schedule, other = (ReduceLROnPlateau(optimizer, patience=1) for _ in range(2))
+    fl.save(tmp_path, schedule=schedule)  # before it has a best metric
+    fl.load(tmp_path, schedule=other)
+    for metric in (2.0, 2.0):
+        schedule.step(metric)
+    fl.save(tmp_path, schedule=schedule)
+    fl.load(tmp_path, schedule=other)
+    assert other.state_dict() == fl.synchronize(schedule).state_dict() == schedule.state_dict()
+    other.step(2.0)
+    assert optimizer.lr == BASE * 0.1

@@ -210,6 +210,22 @@ def clipped(rank: int, size: int) -> None:
     np.testing.assert_allclose(fl.optim.clip_grad_norm(model.params(), 0.1), 0.1)
 
 
+def limited(rank: int, size: int) -> None:
+    found = []
+    for way in ("plain", "sharded"):
+        model = build("float64", way)
+        loss_of(model, rank, 0).backward()
+        fl.optim.clip_grad_value(model.params(), 1e-3)
+        found.append([p.grad.copy() for p in model.params() if p.grad is not None])
+        fl.barrier()
+    same(*found)
+    assert max(np.abs(grad).max() for grad in found[0]) == 1e-3
+
+
+def test_elements_of_gradients_are_limited_on_all_ranks(ranks: Any) -> None:
+    ranks.run(limited)
+
+
 def test_gradients_are_clipped_on_all_ranks_when_a_rank_goes_on(ranks: Any) -> None:
     ranks.run(clipped)
 

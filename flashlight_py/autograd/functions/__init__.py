@@ -12,14 +12,16 @@ _HOMES = {
     "dimensions": [
         *("sum", "mean", "var", "max", "min", "matmul", "linear", "linear_relu", "reshape"),
         *("moddims", "flat", "transpose", "concatenate", "stack", "split", "tile", "index"),
-        *("astype", "norm", "cumsum", "einsum"),
+        *("astype", "norm", "cumsum", "einsum", "squeeze", "expand_dims", "flip"),
+        *("std", "prod", "logsumexp"),
     ],
     "attentions": ["attention", "self_attention"],
     "normalization": ["layer_norm", "rms_norm", "group_norm", "batch_norm"],
     "activations": [
         *("log1p", "erf", "gelu", "silu", "elu", "leaky_relu", "hardtanh", "prelu", "glu"),
+        "softplus",
     ],
-    "selecting": ["where", "gather", "scatter_add", "embedding", "topk"],
+    "selecting": ["where", "gather", "scatter_add", "embedding", "topk", "sort", "pad"],
     "recurrent": ["recurrent"],
     "losses": [
         *("softmax", "log_softmax", "mean_squared_error", "mean_absolute_error"),

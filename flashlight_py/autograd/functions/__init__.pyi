@@ -39,6 +39,12 @@ from flashlight_py.autograd.functions.dimensions import astype as astype
 from flashlight_py.autograd.functions.dimensions import norm as norm
 from flashlight_py.autograd.functions.dimensions import cumsum as cumsum
 from flashlight_py.autograd.functions.dimensions import einsum as einsum
+from flashlight_py.autograd.functions.dimensions import squeeze as squeeze
+from flashlight_py.autograd.functions.dimensions import expand_dims as expand_dims
+from flashlight_py.autograd.functions.dimensions import flip as flip
+from flashlight_py.autograd.functions.dimensions import std as std
+from flashlight_py.autograd.functions.dimensions import prod as prod
+from flashlight_py.autograd.functions.dimensions import logsumexp as logsumexp
 from flashlight_py.autograd.functions.attentions import attention as attention
 from flashlight_py.autograd.functions.attentions import self_attention as self_attention
 from flashlight_py.autograd.functions.normalization import layer_norm as layer_norm
@@ -54,11 +60,14 @@ from flashlight_py.autograd.functions.activations import leaky_relu as leaky_rel
 from flashlight_py.autograd.functions.activations import hardtanh as hardtanh
 from flashlight_py.autograd.functions.activations import prelu as prelu
 from flashlight_py.autograd.functions.activations import glu as glu
+from flashlight_py.autograd.functions.activations import softplus as softplus
 from flashlight_py.autograd.functions.selecting import where as where
 from flashlight_py.autograd.functions.selecting import gather as gather
 from flashlight_py.autograd.functions.selecting import scatter_add as scatter_add
 from flashlight_py.autograd.functions.selecting import embedding as embedding
 from flashlight_py.autograd.functions.selecting import topk as topk
+from flashlight_py.autograd.functions.selecting import sort as sort
+from flashlight_py.autograd.functions.selecting import pad as pad
 from flashlight_py.autograd.functions.recurrent import recurrent as recurrent
 from flashlight_py.autograd.functions.losses import softmax as softmax
 from flashlight_py.autograd.functions.losses import log_softmax as log_softmax

@@ -106,6 +106,15 @@ def _sigmoid(xp: Any, array: Array) -> Any:
     return xp.tanh(array * 0.5) * 0.5 + 0.5
 
 
+def softplus(x: Input, beta: float = 1.0) -> Variable:
+    """Return ``log(1 + exp(beta * x)) / beta``, without overflow."""
+    return _function(
+        x,
+        lambda xp, a: xp.logaddexp(a * beta, 0) / beta,
+        lambda xp, a, out, grad: grad * _sigmoid(xp, a * beta),
+    )
+
+
 def elu(x: Input, alpha: float = 1.0) -> Variable:
     """Return ``x`` above 0, else ``alpha * (exp(x) - 1)``; the slope at 0 is ``alpha``."""
     return _function(

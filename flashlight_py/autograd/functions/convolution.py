@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from flashlight_py.autograd.functions.elementwise import as_variable
+from flashlight_py.autograd.functions.dimensions import reshape
+from flashlight_py.autograd.functions.elementwise import add, as_variable
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import channels_last, channels_second, contiguous, kernel
 from flashlight_py.autograd.precision import as_half, real
@@ -128,6 +129,38 @@ def conv2d(
     if x._calc_grad:
         edges.append((x, x_vjp))
     return record_all(channels_second(out).astype(dtype, copy=False), edges)
+
+
+def transposed(
+    x: Input, weight: Variable, bias: Variable | None, stride: _Two, padding: _Two, dilation: _Two,
+    groups: int, output_padding: _Two,
+) -> Variable:  # fmt: skip
+    """Return ``bias`` plus the gradient of ``conv2d`` by images, if ``x`` is that of the result."""
+    x, weight = as_half(x), as_half(weight)
+    channels, in_group, *kernel = weight.shape
+    numbers = zip(x.shape[2:], kernel, stride, padding, dilation, output_padding, strict=False)
+    size = [(n - 1) * s - 2 * p + d * (k - 1) + 1 + e for n, k, s, p, d, e in numbers]
+    if x.ndim != 4 or x.shape[1] != channels or not x.size or min(size) < 1:
+        raise ValueError(
+            f"ConvTranspose2D: expected x of shape [batch, {channels}, height, width], none empty, "
+            f"for a result of at least 1 x 1 pixels, got {x.shape} and {padding=}"
+        )
+    images = Variable(np.broadcast_to(0, (x.shape[0], in_group * groups, *size)))
+    w = _windows_of_conv(images, weight, None, stride, padding, dilation, groups)
+    dtype = np.result_type(x.dtype, weight.dtype)
+    rows, filters = (widened(each.data.astype(dtype, copy=False)) for each in (x, weight))
+    rows, filters = _rows(rows), contiguous(filters)
+    out = channels_second(_compute("conv_to_input", _to_input, w, w.inputs, rows, filters))
+
+    def weight_vjp(grad: Array) -> Array:
+        return _compute("conv_to_weight", _to_weight, w, weight.shape, rows, _rows(grad))
+
+    def x_vjp(grad: Array) -> Array:
+        parts = _rows(grad), filters, None
+        return channels_second(_compute("conv_forward", _to_output, w, w.outputs, *parts))
+
+    result = record(out.astype(dtype, copy=False), (weight, weight_vjp), (x, x_vjp))
+    return result if bias is None else add(result, reshape(bias, (-1, 1, 1)))
 
 
 def pool2d(

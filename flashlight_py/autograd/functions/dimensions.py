@@ -1,7 +1,8 @@
 """Functions over dimensions: other shapes, parts, reductions and matrix products.
 
-In reductions ``axis`` is None for all dimensions, a dimension, or several; negative ones count from
-the end. ``keepdims`` leaves the reduced dimensions in place with size 1. Their results are new.
+``axis`` is a dimension, several, or None for all; negative ones count from the end. A dimension
+that does not exist, or is named twice, is a ValueError. Reductions are new arrays; with
+``keepdims`` the reduced dimensions stay, of size 1.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import builtins
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ from flashlight_py.autograd.functions.elementwise import (
     sub,
 )
 from flashlight_py.autograd.graph import Vjp
-from flashlight_py.autograd.precision import as_float32, as_half, here
+from flashlight_py.autograd.precision import as_float32, as_half, here, real
 from flashlight_py.autograd.variable import (
     Input,
     Operand,
@@ -46,6 +47,8 @@ from flashlight_py.device import (
     widened,
 )
 
+Axis: TypeAlias = int | Sequence[int] | None
+
 
 def reshape(x: Input, shape: int | Sequence[int]) -> Variable:
     """Return ``x`` with another shape of as many elements; a view of its array where possible.
@@ -62,18 +65,33 @@ def reshape(x: Input, shape: int | Sequence[int]) -> Variable:
     return record(x.data.reshape(shape), (x, lambda grad: grad.reshape(old)))
 
 
-def moddims(x: Input, shape: int | Sequence[int]) -> Variable:
-    """Return ``reshape(x, shape)``; flashlight's name for it.
-
-    Raises:
-        ValueError: the number of elements differs.
-    """
-    return reshape(x, shape)
+moddims = reshape  # flashlight's name
 
 
 def flat(x: Input) -> Variable:
     """Return ``x`` as one dimension, in row-major order; a view of its array where possible."""
     return reshape(x, -1)
+
+
+def squeeze(x: Input, axis: Axis = None) -> Variable:
+    """Return ``x`` without dimensions ``axis`` (None: all) of size 1, else a ValueError; a view."""
+    x = as_variable(x)
+    return reshape(x, x.data.squeeze(None if axis is None else _axes(axis, x.ndim)).shape)
+
+
+def expand_dims(x: Input, axis: int | Sequence[int]) -> Variable:
+    """Return ``x`` with new dimensions of size 1, at ``axis`` of the result; a view."""
+    x = as_variable(x)
+    axes = _axes(axis, x.ndim + (1 if isinstance(axis, int) else len(axis)))
+    sizes = iter(x.shape)
+    return reshape(x, [1 if a in axes else next(sizes) for a in range(x.ndim + len(axes))])
+
+
+def flip(x: Input, axis: Axis = None) -> Variable:
+    """Return ``x`` with the elements along ``axis`` in reverse order; a view of its array."""
+    x = as_variable(x)
+    axes = _axes(axis, x.ndim)
+    return index(x, tuple(slice(None, None, -1 if a in axes else 1) for a in range(x.ndim)))
 
 
 def transpose(x: Input, axes: Sequence[int] | None = None) -> Variable:
@@ -123,16 +141,10 @@ def stack(variables: Sequence[Input], axis: int = 0) -> Variable:
     Raises:
         ValueError: no variables, unequal shapes, or no such axis.
     """
-    if not variables:
-        raise ValueError("stack needs at least one variable, got none")
-    given = [as_variable(variable) for variable in variables]
-    arrays = [variable.data for variable in given]
-    if len({array.shape for array in arrays}) > 1:
-        raise ValueError(f"stack: shapes must be equal, got {[array.shape for array in arrays]}")
-    joined = array_module(arrays[0]).stack(arrays, axis=axis)
-    before = (slice(None),) * (axis % joined.ndim)
-    vjps = [lambda grad, at=at: grad[(*before, at)] for at in range(len(given))]
-    return record(joined, *zip(given, vjps, strict=True))
+    shapes = [each.shape for each in variables]
+    if len(set(shapes)) != 1:
+        raise ValueError(f"stack: expected variables of one shape, got {shapes}")
+    return concatenate([expand_dims(each, axis) for each in variables], axis)
 
 
 def split(x: Input, sections: int | Sequence[int], axis: int = 0) -> list[Variable]:
@@ -231,9 +243,6 @@ def astype(x: Input, dtype: Any) -> Variable:
     return record(array, (x, lambda grad: grad))
 
 
-Axis: TypeAlias = int | Sequence[int] | None
-
-
 def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     """Return the sum over ``axis``.
 
@@ -270,13 +279,59 @@ def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> V
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or ``n <= ddof``.
     """
+    deviation, count = _deviation("var", x, axis, ddof)
+    return mul(mean(mul(deviation, deviation), axis, keepdims), count / (count - ddof))
+
+
+def std(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
+    """Return the square root of :func:`var`, with its errors; the slope of 0 is 0."""
+    deviation, count = _deviation("std", x, axis, ddof)
+    return norm(mul(deviation, (count - ddof) ** -0.5), 2, axis, keepdims)
+
+
+def _deviation(name: str, x: Input, axis: Axis, ddof: int) -> tuple[Variable, int]:
     x = as_float32(x)
     axes = _axes(axis, x.data.ndim)
-    count = _count(x.data.shape, axes, "var")
+    count = _count(x.data.shape, axes, name)
     if count <= ddof:
-        raise ValueError(f"var: needs more than ddof ({ddof}) elements, got {count}")
-    deviation = sub(x, mean(x, axes, keepdims=True))
-    return mul(mean(mul(deviation, deviation), axes, keepdims), count / (count - ddof))
+        raise ValueError(f"{name}: needs more than ddof ({ddof}) elements, got {count}")
+    return sub(x, mean(x, axes, keepdims=True)), count
+
+
+def prod(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
+    """Return the product over ``axis``, with the arguments and errors of :func:`sum`."""
+    x = as_float32(x)
+    array, axes = widened(x.data), _axes(axis, x.data.ndim)
+    xp = array_module(array)
+
+    def slope() -> Any:  # the product of all other elements
+        is_zero = array == 0
+        rest = xp.where(is_zero, 1, array)
+        product = rest.prod(axis=axes, keepdims=True) / rest
+        return xp.where(is_zero.sum(axis=axes, keepdims=True) > is_zero, 0, product)
+
+    return _reduction(x, array.prod(axis=axes, keepdims=True), axes, keepdims, slope)
+
+
+def logsumexp(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
+    """Return ``log(sum(exp(x)))`` over ``axis``, with the arguments and errors of :func:`mean`."""
+    x = real(as_float32(x))
+    array, axes = widened(x.data), _axes(axis, x.data.ndim)
+    xp, top = array_module(array), array.max(axis=axes, keepdims=True)
+    powers = xp.exp(array - xp.where(xp.isfinite(top), top, 0))
+    sums = xp.maximum(powers.sum(axis=axes, keepdims=True), 1)  # less if all are -inf
+    return _reduction(x, top + xp.log(sums), axes, keepdims, lambda: powers / sums)
+
+
+def _reduction(
+    x: Variable, found: Array, axes: tuple[int, ...], keepdims: bool, slope: Callable[[], Any]
+) -> Variable:
+    def vjp(grad: Array) -> Any:
+        return _spread(widened(grad), axes, x.data.shape) * slope()
+
+    vjp.__qualname__ = slope.__qualname__  # which is in errors
+    out = narrowed(found, x.data)
+    return record(out if keepdims else out.squeeze(axes), (x, vjp))
 
 
 def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> Variable:
@@ -298,13 +353,11 @@ def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> V
     found = total(powers, axes, keepdims=True)
     found = xp.sqrt(found) if p == 2 else found ** (1 / p)
 
-    def vjp(grad: Array) -> Any:
+    def slope() -> Any:
         share = array / xp.where(found == 0, 1, found)
-        slope = share if p == 2 else xp.sign(share) * xp.abs(share) ** (p - 1)
-        return _spread(widened(grad), axes, array.shape) * slope
+        return share if p == 2 else xp.sign(share) * xp.abs(share) ** (p - 1)
 
-    out = narrowed(found, x.data)
-    return record(out if keepdims else out.squeeze(axes), (x, vjp))
+    return _reduction(x, found, axes, keepdims, slope)
 
 
 def cumsum(x: Input, axis: int) -> Variable:
@@ -323,18 +376,13 @@ def cumsum(x: Input, axis: int) -> Variable:
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     """Return the largest element over ``axis``; equal ones share the gradient evenly.
 
-    Raises:
-        ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
+    The arguments and errors of :func:`mean` apply.
     """
     return _extremum("max", as_variable(x), axis, keepdims)
 
 
 def min(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the smallest element over ``axis``; equal ones share the gradient evenly.
-
-    Raises:
-        ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
-    """
+    """Return the smallest element over ``axis``, as :func:`max` the largest one."""
     return _extremum("min", as_variable(x), axis, keepdims)
 
 

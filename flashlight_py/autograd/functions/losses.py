@@ -200,6 +200,29 @@ def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean
     )
 
 
+def huber_loss(prediction: Input, target: Input, reduction: str, delta: float) -> Variable:
+    """Return the loss of ``nn.HuberLoss``."""
+    clip: Any = lambda xp, d: xp.clip(d, -delta, delta)  # noqa: E731
+    return _of_pairs(
+        *("huber_loss", prediction, target, reduction),
+        lambda xp, p, t: clip(xp, p - t) * (p - t - clip(xp, p - t) * 0.5),
+        lambda xp, p, t, grad: grad * clip(xp, p - t),
+        lambda xp, p, t, grad: grad * clip(xp, t - p),
+    )
+
+
+def kl_divergence(log_probabilities: Input, target: Input, reduction: str) -> Variable:
+    """Return the loss of ``nn.KLDivergence``."""
+    ratio: Any = lambda xp, p, t: xp.where(t > 0, xp.log(xp.where(t > 0, t, 1)) - p, 0)  # noqa: E731
+    terms = _of_pairs(
+        *("kl_divergence", log_probabilities, target, "none"),
+        lambda xp, p, t: t * ratio(xp, p, t),
+        lambda xp, p, t, grad: grad * -t,
+        lambda xp, p, t, grad: xp.where(t > 0, grad * (ratio(xp, p, t) + 1), 0),
+    )
+    return _reduced(dimensions.sum(terms, -1), reduction, terms)
+
+
 def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "mean") -> Variable:
     """Return ``-target * log(p) - (1 - target) * log(1 - p)``, reduced; no logarithm below -100.
 
@@ -377,10 +400,11 @@ def _value_error(limits: str, value: Any) -> ValueError:
     return ValueError(f"{limits} {value}")
 
 
-def check_reduction(reduction: str) -> None:
-    """Raise a ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
+def check_reduction(reduction: str) -> str:
+    """Return it, or raise a ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    return reduction
 
 
 def check_smoothing(ratio: float) -> None:

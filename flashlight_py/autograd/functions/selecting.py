@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, check_filled
 from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
@@ -136,6 +138,36 @@ def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
     order = array_module(array).argsort(falling, axis=axis, kind="stable")
     index = order[(*before, slice(k))]
     return _gather(x, _flat(index, array, axis)), Variable(index)
+
+
+def sort(x: Input, axis: int = -1) -> Variable:
+    """Return the elements along ``axis`` in rising order, nan last; no such axis: ValueError."""
+    x = as_variable(x)
+    order = array_module(x.data).argsort(x.data, axis=axis, kind="stable")
+    return _gather(x, _flat(order, x.data, axis))
+
+
+def pad(x: Input, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> Variable:
+    """Return ``x`` with elements before and after each dimension, of ``numpy.pad``'s arguments.
+
+    Modes are ``"constant"``, and ``"edge"``, ``"reflect"``, ``"symmetric"`` and ``"wrap"``, which
+    copy elements of ``x``.
+
+    Raises:
+        ValueError: another mode, or a width that is negative or does not fit.
+    """
+    x = as_variable(x)
+    array, shape = x.data, x.shape
+    xp = array_module(array)
+    if mode not in ("constant", "edge", "reflect", "symmetric", "wrap"):
+        raise ValueError(f"pad: there is no mode {mode!r}, but constant, edge, reflect and others")
+    if mode != "constant":
+        places = np.pad(np.arange(x.size).reshape(shape), pad_width, mode)  # type: ignore[call-overload]
+        return _gather(x, xp.asarray(places))
+    out = xp.pad(array, pad_width, constant_values=constant_values)
+    before = np.broadcast_to(pad_width, (x.ndim, 2))[:, 0].tolist()
+    inside = tuple(slice(k, k + n) for k, n in zip(before, shape, strict=True))
+    return record(out, (x, lambda grad: grad[inside]))
 
 
 def _beside(value: Input, array: Array) -> Array:
