@@ -54,6 +54,17 @@ inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
   return false;
 }
 
+// The ranks for whose calls `rank` waits, which needs those of `needed`: all if one of these waits for all. That
+// one may raise the mismatch of an earlier call, and then `rank` must do so, too.
+template <typename WaitsForAll>
+Ranks awaited(const fl_signature* calls, int size, int rank, Ranks needed, WaitsForAll waits_for_all) {
+  if (sees_difference(calls, rank, needed)) return needed;
+  for (int r = needed.first; r < needed.last; ++r) {
+    if (r != rank && waits_for_all(r)) return {0, size};
+  }
+  return needed;
+}
+
 // Earlier calls in which the ranks differ, as far as not every rank has raised since. All ranks find the same,
 // from what they have called.
 class Differing {
@@ -61,7 +72,7 @@ class Differing {
   struct Call {
     uint32_t number;
     Seen seen;
-    std::vector<bool> told;  // which ranks have raised it, or a later one
+    std::vector<bool> told;  // which ranks have raised in it, or since
     bool is_raised = false;  // by this rank, maybe in a call that was not compared yet
   };
   // A rank may be so many calls ahead.
@@ -82,7 +93,7 @@ class Differing {
     std::vector<bool> told(size);
     for (int r = 0; r < size; ++r) {
       const Ranks others = needed(r);
-      const bool waits = others.count() == size, is_withdrawn = calls[r].ndim == FL_WITHDRAWN;
+      const bool is_withdrawn = calls[r].ndim == FL_WITHDRAWN, waits = !is_withdrawn && others.count() == size;
       for (Call& call : calls_) {
         const bool is_known = is_withdrawn && !is_before(static_cast<uint32_t>(calls[r].count), call.number);
         call.told[r] = call.told[r] || waits || is_known;
@@ -96,8 +107,10 @@ class Differing {
   // What is to be raised in call `number`: with `only_news` one of which this rank has not been told.
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
     if (none()) return std::nullopt;
-    forget_old(number);
-    const auto is_news = [&](const Call& call) { return !call.told[rank_] && !call.is_raised; };
+    if (!only_news) forget_old(number);  // else others may not forget it yet: not all calls were compared
+    const auto is_news = [&](const Call& call) {
+      return !call.told[rank_] && !call.is_raised && number - call.number <= most_ahead_;
+    };
     const auto news = std::find_if(calls_.begin(), calls_.end(), is_news);
     if (none() || (only_news && news == calls_.end())) return std::nullopt;
     const Call found = news == calls_.end() ? calls_.back() : *news;

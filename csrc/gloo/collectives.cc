@@ -124,7 +124,7 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
 void Collectives::enter(Call& call, const void* data, const Parts& give) {
   while (calls_ + 1 - compared_ > kMostAhead) compare_call(compared_ + 1);
   ++calls_;
-  const Ranks needed = needed_by(rank_, call.mine);
+  const Ranks needed = compares_at_once_ ? Ranks{0, size_} : needed_by(rank_, call.mine);
   const bool is_ahead = needed.count() < size_;
   if (is_ahead) raise_news(call);
   announce(call.mine, call.site, data, give, is_ahead ? kRunsAhead : kWaits);
@@ -151,7 +151,7 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   const bool is_scan = call.verb == FL_SCAN || call.verb == FL_EXSCAN;  // of which all that it gives goes along
   const size_t bytes = static_cast<size_t>(call.count) * call.itemsize * (is_scan ? size_ - 1 : 1);
   const bool is_small = may_be_small(rank, call) || (call.ndim >= 0 && bytes <= kInlineBytes);
-  const bool is_ahead = is_small && !is_compared(call) && !compares_at_once_;
+  const bool is_ahead = is_small && !is_compared(call);
   return is_ahead ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
@@ -200,7 +200,7 @@ void Collectives::unless_left(int r, Send send) {
   }
 }
 
-// False: more is needed, as the root has more than goes with its call.
+// False: the calls of all are needed, as the root has more than goes with its call: see awaited().
 bool Collectives::receive_some(Call& call, Ranks needed) {
   call.seen = last_;  // of whom this call need not be known
   call.seen.ago = 0;
@@ -216,11 +216,12 @@ bool Collectives::receive_some(Call& call, Ranks needed) {
     mesh_.hurry();
     throw Mismatch(seen_in(calls_));
   }
-  return call.mine.ndim != FL_ANY || is_in_header(call.seen.calls[call.mine.root]);
+  const auto waits = [&](int r) { return how_of(r, calls_) == kWaits; };
+  return awaited(call.seen.calls.data(), size_, rank_, needed, waits).count() < size_;
 }
 
-bool Collectives::is_in_header(const fl_signature& root) {
-  return static_cast<size_t>(root.count) * root.itemsize <= kInlineBytes;
+Collectives::How Collectives::how_of(int r, uint32_t number) const {
+  return r == rank_ ? made_[number % made_.size()].how : incoming(r, number).how;
 }
 
 void Collectives::receive_all(Call& call) {
@@ -275,9 +276,8 @@ bool Collectives::compare_call(uint32_t number) {
   compared_ = number;
   if (same && differing_.none()) return true;
   const auto needed = [&](int r) {
-    const How how = r == rank_ ? made_[number % made_.size()].how : incoming(r, number).how;
-    const bool finds_large = made[r].ndim == FL_ANY && !is_in_header(made[made[r].root]);
-    return how == kWaits || finds_large ? Ranks{0, size_} : needed_by(r, made[r]);
+    const auto waits = [&](int other) { return how_of(other, number) == kWaits; };
+    return waits(r) ? Ranks{0, size_} : awaited(made.data(), size_, r, needed_by(r, made[r]), waits);
   };
   differing_.compared(number, same, made, needed, last_);
   return same;

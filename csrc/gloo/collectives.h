@@ -129,7 +129,7 @@ class Collectives {
   bool all_have_called(uint32_t number) const;
   Seen seen_in(uint32_t number) const;
   bool compare_call(uint32_t number);
-  static bool is_in_header(const fl_signature& root);
+  How how_of(int r, uint32_t number) const;
   void raise_news(const Call& call);
   void raise_earlier();
   size_t common_bytes(const Parts& give) const;

@@ -237,6 +237,7 @@ Progress Collectives::progress() {
     const Call& call = call_of(r);
     if (!call.number.reached(calls_)) return Progress::kAwaited;
     complete = complete && (call.kind & (kIsLarge | kAny)) != kIsLarge;
+    complete = complete && (needed_.count() == size_ || (call.kind & kRunsAhead) != 0);
   }
   return complete ? Progress::kComplete : Progress::kCalled;
 }
@@ -276,15 +277,16 @@ void Collectives::receive_some(const fl_signature& mine) {
   if (news_) throw Mismatch(seen_in(news_->number));
   compare_earlier(calls_);
   const Call& own = call_of(rank_);
-  bool same = true;
+  bool same = true, some_wait = false;
   for (int r = needed_.first; r < needed_.last; ++r) {
     Call& theirs = segment_.block(r).calls[calls_ % kCalls];
     watch_.wait(theirs.number, calls_, r);
+    some_wait = some_wait || (theirs.kind & kRunsAhead) == 0;
     same = same && alike(own, theirs, false);
     if (root_must_know(mine.verb)) same = same && (theirs.kind & kAny) == 0;
   }
-  if (same && mine.ndim == FL_ANY && (call_of(mine.root).kind & kIsLarge) != 0) {
-    needed_ = {0, size_};  // as the root has found
+  if (same && some_wait) {
+    needed_ = {0, size_};  // as the root of what is large has found: see awaited()
     return receive_calls(mine);
   }
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
@@ -343,10 +345,9 @@ bool Collectives::compare_call(uint32_t number) {
   // Where it lies is asked for when it is raised.
   const auto made = calls(number);
   const auto needed = [&](int r) {
-    if ((call_of(r, number).kind & kRunsAhead) == 0) return Ranks{0, size_};
-    if (is_compared(made[r])) return Ranks{};
-    const bool finds_large = made[r].ndim == FL_ANY && (call_of(made[r].root, number).kind & kIsLarge) != 0;
-    return finds_large ? Ranks{0, size_} : needed_by(r, made[r]);
+    const auto waits = [&](int other) { return (call_of(other, number).kind & kRunsAhead) == 0; };
+    if (waits(r)) return Ranks{0, size_};
+    return is_compared(made[r]) ? Ranks{} : awaited(made.data(), size_, r, needed_by(r, made[r]), waits);
   };
   differing_.compared(number, same, made, needed, {});
   return same;

@@ -241,3 +241,105 @@ def test_a_call_that_raises_for_an_earlier_one_gives_nothing(
         else:
             assert numbers == root[0]
             assert f"{verb}, and raised the error of an earlier call instead" in message
+
+
+def tell(sender: int, receiver: int, rank: int) -> None:
+    """Let ``receiver`` go on only when ``sender`` has come so far."""
+    if rank in (sender, receiver):
+        message = np.zeros(1)
+        fl.send(message, receiver) if rank == sender else fl.recv(message, sender)
+
+
+def differ_twice(rank: int, size: int) -> list[bool]:
+    """Rank 1 makes the second of two wrong calls after the root has raised the first."""
+    raised = []
+
+    def call(count: int) -> None:
+        raised.append(told(lambda: fl.broadcast(np.zeros(count))) != "")
+
+    if rank == 0:
+        call(1)
+        call(1)
+        tell(0, 1, rank)
+        tell(1, 0, rank)
+        time.sleep(0.01)  # a call that follows at once compares the earlier ones behind it
+        call(1)
+        tell(0, 1, rank)
+    else:
+        tell(0, 1, rank)
+        call(2)
+        tell(1, 0, rank)
+        tell(0, 1, rank)
+        call(2)
+        call(1)
+    tell(1, 0, rank)
+    for _ in range(10):
+        call(3)
+    assert told_later() == ""
+    return raised
+
+
+@BACKEND
+def test_each_of_two_earlier_mismatches_is_raised(pool: Any, backend: str) -> None:
+    root, other = pool(2, **BACKENDS[backend][1]).run(differ_twice)
+    assert root == [False, False, True, True, *[False] * 9]
+    assert other == [True, True, True, True, *[False] * 9]
+
+
+def gather_rows_after_a_mismatch(rank: int, size: int) -> None:
+    """Rank 1 is many calls ahead of a gather in which rank 2 raises the earlier mismatch."""
+    one, root = np.zeros(1), 2
+    if rank == 1:
+        tell(0, 1, rank)
+    told(lambda: fl.broadcast(np.zeros(1 + (rank > 0)), 0))
+    told(lambda: fl.broadcast(one, 0))
+    if rank == 0:
+        tell(0, 1, rank)
+    if rank != 2:
+        told(lambda: fl.gather(one, root))
+    for n in range(7):
+        if rank == 1 and n == 4:
+            tell(2, 1, rank)
+        if rank == 2 and n == 0:
+            tell(2, 1, rank)
+            tell(1, 2, rank)
+            told(lambda: fl.gather(np.zeros(30_000), root))
+        if rank == 1 and n == 6:
+            tell(1, 2, rank)
+        told(lambda: fl.broadcast(one, 1))
+    told_later()
+    for n in range(3):
+        assert np.all(fl.all_reduce(np.full(60_000, rank + 1.0 + n)) == 6 + 3 * n)
+
+
+def scatter_after_a_mismatch(rank: int, size: int) -> bool:
+    """The root waits for all in a scatter of 5 KB, and raises; another does not know its size."""
+    told(lambda: fl.broadcast(np.zeros(3 + rank), 1))
+    raised = told(lambda: fl.scatter(np.ones((size, 300)) if rank == 1 else None, 1))
+    told_later()
+    return raised != ""
+
+
+def reduce_after_a_mismatch(rank: int, size: int) -> bool:
+    raised = told(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
+    assert raised == (rank > 0)
+    raised = told(lambda: fl.all_reduce(np.full(40_000, 1.0))) != ""
+    assert told_later() == ""
+    return raised
+
+
+@BACKEND
+def test_all_ranks_find_the_same_earlier_mismatches(pool: Any, backend: str) -> None:
+    world = BACKENDS[backend][1]
+    pool(3, **world).run(gather_rows_after_a_mismatch)
+    assert len(set(pool(2, **world).run(scatter_after_a_mismatch))) == 1
+
+
+def sync_on_rank_1(rank: int) -> dict[str, str]:
+    return {"FLASHLIGHT_CHECKS": "sync"} if rank == 1 else {}
+
+
+@BACKEND
+def test_one_rank_may_compare_each_call_at_once(backend: str) -> None:
+    world = {**BACKENDS[backend][1], "env": sync_on_rank_1}
+    assert run_ranks(reduce_after_a_mismatch, 3, **world) == [True] * 3

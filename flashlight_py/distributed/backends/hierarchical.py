@@ -226,8 +226,6 @@ class HierarchicalBackend(Backend):
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread, number = self._callers.check(call.name), self.count[0]
-        for part in self._parts:  # errors give the number of calls that users count
-            part.count = self.count
         running = self._running  # they end in their order
         ended = next((n for n, one in enumerate(running) if not one.is_completed()), len(running))
         self._running = running[ended:]
@@ -251,6 +249,8 @@ class HierarchicalBackend(Backend):
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
         """Run; an error that breaks one backend ends the others, where other hosts would wait."""
+        for part in self._parts:
+            part.count = (number,)  # in errors, as users count calls
         try:
             if not self._checked:
                 return run()
