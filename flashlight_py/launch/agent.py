@@ -21,7 +21,7 @@ from flashlight_py.cores import check_processes
 from flashlight_py.interfaces import keep_port, listen_everywhere, own_addresses
 from flashlight_py.launch.channel import Outgoing, Reader, message, parsed, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
-from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
+from flashlight_py.launch.loop import HARMLESS, LOST_SECONDS, Loop, Pulse
 from flashlight_py.launch.output import Source
 from flashlight_py.launch.ranks import (
     LISTENER,
@@ -36,7 +36,6 @@ from flashlight_py.launch.records import Notes, send_records
 _IN, _OUT = 0, 1
 # How many ranks may wait to connect before rank 0 answers; others are let in later.
 _BACKLOG = 1024
-_NOT_ENDING = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
 class Agent:
@@ -107,7 +106,7 @@ class Agent:
         """
         if self._ranks is not None:
             self._ranks.signal(number)
-        while self._waiting and number not in _NOT_ENDING:
+        while self._waiting and number not in (*HARMLESS, signal.SIGCONT):
             self.report("exited", self._waiting.popleft().rank, -number)
 
     def input(self, data: bytes) -> None:

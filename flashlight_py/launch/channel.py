@@ -126,15 +126,13 @@ class Outgoing:
         except OSError:  # nobody reads it any more
             self.close()
             return
-        if bool(self._rest) != self._is_watched:
-            self._is_watched = bool(self._rest)
-            if self._is_watched:
-                self._loop.watch(self._descriptor, self._write, writing=True)
-            else:
-                self._loop.forget(self._descriptor)
         if not self._rest:
-            self._is_busy = False
+            self._loop.forget(self._descriptor)
+            self._is_watched = self._is_busy = False
             self._emptied()
+        elif not self._is_watched:
+            self._is_watched = True
+            self._loop.watch(self._descriptor, self._write, writing=True)
 
 
 class Supply:

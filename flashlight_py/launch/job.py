@@ -6,7 +6,7 @@ The ranks of an attempt start when every host that takes some has reported to be
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -23,7 +23,6 @@ from flashlight_py.launch.ranks import (
     ADDRESSES,
     PORT,
     SECRET,
-    Slot,
     counts_of_remaining,
     for_others,
     slots_of,
@@ -52,22 +51,7 @@ class Job:
     ) -> None:
         self._hosts, self._loop, self._options = hosts, loop, options
         self._stdin, self._file = stdin, file
-        self._slots: list[Slot] = []
-        self._working: set[int] = set()  # hosts that take ranks of this attempt
-        self._unready: set[int] = set()  # those that are not ready
-        self._awaited: set[int] = set()  # those that have not finished
-        self._supply: Supply | None = None
-        self._handlers: dict[str, Callable[..., None]] = {
-            "here": self._on_here,
-            "ready": self._on_ready,
-            "cannot_run": self._on_cannot_run,
-            "output": self._on_output,
-            "exited": self._on_exited,
-            "more": self._on_more,
-            "record": self._on_record,
-            "left_out": self._on_left_out,
-            "finished": self._on_finished,
-        }
+        self._awaited: set[int] = set()  # hosts that have not finished
         hosts.on_message, hosts.on_lost = self._on_message, self._on_lost
 
     def run(self) -> int:
@@ -129,23 +113,22 @@ class Job:
     def _start(self, counts: Sequence[int], restarts: int) -> None:
         self._slots, self._restarts = slots_of(counts), restarts
         self._first = self._slots[0].host
-        self._working = {slot.host for slot in self._slots}
-        self._unready = set(self._working)
+        self._working = {slot.host for slot in self._slots}  # hosts that take ranks
+        self._unready = set(self._working)  # those that are not ready
         self._addresses, self._ports = list[str](), list[int]()  # of the first host
         self._is_started = False
         self._stuck: list[int] = []
         # By rank, a flight record with the folder it comes from; and which ones stay there, why.
         self._records: dict[int, tuple[str, bytes]] = {}
         self._left_out: list[str] = []
-        self._supply = None
+        self._supply: Supply | None = None
         if self._stdin is not None:
             deliver = partial(self._hosts.send, self._first, "input")
             self._supply = Supply(self._loop, self._stdin, deliver)
-        absent = sorted(self._working - self._hosts.here)
         for index in sorted(self._working & self._hosts.here):
             self._on_here(index)
         if not self._attempt.is_ending:
-            self._hosts.open(absent)
+            self._hosts.open(sorted(self._working - self._hosts.here))
 
     def _signal(self, number: int) -> None:
         """Send ``number`` to every rank, and to what it has started."""
@@ -173,7 +156,7 @@ class Job:
     # The agents' messages, see ``channel`` -------------------------------------------------------
 
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
-        self._handlers[kind](host, *values)
+        getattr(self, f"_on_{kind}")(host, *values)
 
     def _on_here(self, host: int) -> None:
         if host in self._unready:

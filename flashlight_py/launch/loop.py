@@ -13,16 +13,9 @@ from selectors import EVENT_READ, EVENT_WRITE
 
 from flashlight_py import system
 
+HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)  # they do not end a job
 # What users and schedulers send to a job. Those that were ignored when we started stay ignored.
-
-FORWARDED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *HARMLESS)
 
 # The kernel waits for events no longer than 24 days.
 MOST_SECONDS = 1e6

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,8 +54,10 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     """Read ``arguments``, by default those of this process; ends it where they make no sense."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    if not (given.hosts or given.standalone):
-        parser.set_defaults(**_of_the_pod(os.environ))
+    # In a rank LOCAL_RANK is set, and its launcher has read the variables.
+    if not (given.hosts or given.standalone or "LOCAL_RANK" in os.environ):
+        in_pod = {key: os.environ[name] for key, name in _POD_OPTIONS.items() if name in os.environ}
+        parser.set_defaults(**in_pod)
         given = parser.parse_args(arguments)
     for name, one_host in _TORCHRUNS.items():
         value = getattr(given, name.replace("-", "_"))
@@ -73,7 +75,13 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     if len(hosts) > MOST_HOSTS:
         parser.error(f"--hosts: expected at most {MOST_HOSTS} hosts, got {len(hosts)}. {_OTHERS}")
     total = sum(slots for _, slots in hosts) if hosts else options.ranks
-    _check_ranks(parser, options, total)
+    if total > MOST_RANKS:
+        parser.error(f"expected at most {MOST_RANKS} ranks of a job, got {total}")
+    try:
+        if not hosts:
+            check_processes("-n", total, 4 if options.output_dir else 2)
+    except ValueError as error:
+        parser.error(str(error))
     if options.min_n is not None and options.min_n > total:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {options.min_n}")
     if given.lost_after < LEAST_SECONDS:
@@ -101,7 +109,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         *("--hosts", "-H", "--host"),
-        dest="hosts",
         metavar="A:4,B:4",
         help="start over ssh on these hosts, so many ranks on each",
     )
@@ -109,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--ssh", type=_ssh, default=ssh, metavar="COMMAND", help="the ssh command (FLASHLIGHT_SSH)")
     add(
         *("--env", "-x"),
-        dest="env",
         action="append",
         default=[],
         metavar="NAME",
@@ -157,23 +163,6 @@ _POD_OPTIONS = {
     "nnodes": "PET_NNODES",
     "max_restarts": "PET_MAX_RESTARTS",
 }
-
-
-def _of_the_pod(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return defaults by PET_*, or no defaults in a rank: its launcher has read the variables."""
-    if "LOCAL_RANK" in environ:
-        return {}
-    return {option: environ[name] for option, name in _POD_OPTIONS.items() if name in environ}
-
-
-def _check_ranks(parser: argparse.ArgumentParser, options: Options, total: int) -> None:
-    if total > MOST_RANKS:
-        parser.error(f"expected at most {MOST_RANKS} ranks of a job, got {total}")
-    try:
-        if not options.hosts:
-            check_processes("-n", options.ranks, 4 if options.output_dir else 2)
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def _make_folder(parser: argparse.ArgumentParser, folder: Path | None) -> None:

@@ -163,8 +163,7 @@ class RankOutput:
         if self._is_terminal[source.stream]:
             number = f"\033[{_COLOURS[source.rank % len(_COLOURS)]}m{number}\033[0m"
         prefix = f"{number} ".encode()
-        body = text[:-1] if text.endswith(b"\n") else text
-        body = body.replace(b"\r\n", b"\n").replace(b"\r", b"\r" + prefix)
+        body = text.removesuffix(b"\n").replace(b"\r\n", b"\n").replace(b"\r", b"\r" + prefix)
         body = body.replace(b"\n", b"\n" + prefix)
         if self._open != source:
             self._end_open_line()

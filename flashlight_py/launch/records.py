@@ -90,11 +90,7 @@ def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:
     ``found`` has, by rank, the folder on the rank's host and the record. Returns what to tell the
     user; "" where there are no records.
     """
-    from flashlight_py.distributed.failures.flight_record import (
-        Flight,
-        default_folder,
-        store_record,
-    )
+    from flashlight_py.distributed.failures import flight_record
 
     if not found:
         return ""
@@ -103,13 +99,15 @@ def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:
         job = Path(str(json.loads(first)["job"])).name
     except (ValueError, KeyError, TypeError) as error:
         return f"what rank {min(found)} has left at {name} is no flight record: {error!r}"
-    chosen = Path(name).is_dir() and Path(name).name != default_folder(job).name
-    folder = Path(name) if chosen else default_folder(job)
+    folder, default = Path(name), flight_record.default_folder(job)
+    chosen = folder.is_dir() and folder.name != default.name
+    if not chosen:
+        folder = default
     try:
         for rank, (_, data) in found.items():
-            flight = Flight(folder, rank, size, job, chosen)
+            flight = flight_record.Flight(folder, rank, size, job, chosen)
             if not flight.file.exists() or flight.file.read_bytes() != data:
-                store_record(flight, data.decode())
+                flight_record.store_record(flight, data.decode())
     except (OSError, UnicodeError) as error:
         return f"the flight records cannot be written to {folder}: {error}"
     return (

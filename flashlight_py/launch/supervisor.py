@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from flashlight_py import system
 from flashlight_py.launch.failures import Failure, first_cause
-from flashlight_py.launch.loop import Poll
+from flashlight_py.launch.loop import HARMLESS, Poll
 from flashlight_py.launch.output import RankOutput
 
 # How long to wait for the cause, in seconds, once a rank has ended by a mere consequence: ranks
@@ -115,7 +115,7 @@ class Supervisor:
 
     def on_signal(self, number: signal.Signals) -> None:
         """Hand on a signal to the ranks; all but SIGUSR1 and 2 also end them, a second one now."""
-        if number in (signal.SIGUSR1, signal.SIGUSR2):
+        if number in HARMLESS:
             self._send(number)
             return
         if self.interrupted:

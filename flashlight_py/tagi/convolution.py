@@ -145,8 +145,7 @@ class Conv2d(_Convolution):
         both = variance if variances is None else xp.concatenate((square, variance), axis=1)
         z, zv = (xp.empty((len(weight), shape[0] * shape[2] * shape[3]), REAL) for _ in range(2))
         kinds = 2 if variances is None else 3
-        inputs = weight.shape[1]
-        for part, columns in _columns(self._over, len(means), inputs, kinds, means):
+        for part, columns in _columns(self._over, len(means), weight.shape[1], kinds, means):
             patches(self._over, part, means, variances, tuple(columns))
             xp.matmul(weight, columns[0], out=z[:, part.columns])
             xp.matmul(both, columns[1:].reshape(-1, columns.shape[2]), out=zv[:, part.columns])

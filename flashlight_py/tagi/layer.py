@@ -217,11 +217,12 @@ def backward_through(
     return (d, e) if wanted else None
 
 
-def connect_in_row(layers: Sequence[BaseLayer], shape: Shape, before: str, within: str) -> Shape:
+def connect_in_row(layers: Sequence[BaseLayer], shape: Shape, within: str = "") -> Shape:
     """Connect ``layers`` one after the other; return the shape of the last one's output.
 
     A ValueError names one that cannot take the output of the one before, and that.
     """
+    before = f"the input{within}"
     for number, layer in enumerate(layers):
         try:
             shape = layer.connect(shape)
@@ -283,9 +284,7 @@ class LayerBlock(_Block):
     def connect(self, shape: Shape) -> Shape:
         """Connect the layers one after the other."""
         self.input_shape = shape
-        self.output_shape = connect_in_row(
-            self.layers, shape, "the input of the block", " of the block"
-        )
+        self.output_shape = connect_in_row(self.layers, shape, " of the block")
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:

@@ -190,8 +190,7 @@ class Embedding(BaseLayer):
             learning = rows[:, 0] != self.padding_idx
             d, e, rows = d[learning], e[learning], rows[learning]
         places = (rows * self.embedding_dim + xp.arange(self.embedding_dim)).reshape(-1)
-        weight = self.weight
-        for deltas, sums in ((d, weight.mean_sum), (e, weight.variance_sum)):
+        for deltas, sums in ((d, self.weight.mean_sum), (e, self.weight.variance_sum)):
             found = xp.bincount(places, deltas.reshape(-1), self.num_weights)
             sums[...] = found.reshape(sums.shape)
         self._sums_are_complete()

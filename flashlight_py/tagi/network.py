@@ -161,14 +161,13 @@ class Network:
                 raise ValueError(
                     f"load_csv: {path} has something that is no number: {error}. Nothing was loaded"
                 ) from error
-            expected = sum(entry[number].size for entry in state.values())
-            if values.size != expected:
+            sizes = [entry[number].size for entry in state.values()]
+            if values.size != sum(sizes):
                 raise ValueError(
-                    f"load_csv: {path} has {values.size} values, the network {expected}. Nothing "
+                    f"load_csv: {path} has {values.size} values, the network {sum(sizes)}. Nothing "
                     "was loaded. (pytagi leaves out the parameters of layers inside blocks)"
                 )
-            ends = np.cumsum([entry[number].size for entry in state.values()])
-            columns.append(np.split(values, ends[:-1]))
+            columns.append(np.split(values, np.cumsum(sizes)[:-1]))
         self.load_state_dict(dict(zip(state, zip(*columns, strict=True), strict=True)))
 
     @property
@@ -242,8 +241,7 @@ class Network:
                     f"{name}, {layers[key]}: expected means and variances of h and c, {expected} "
                     f"elements, got {got}"
                 )
-            wrong = wrong_moments(States._fields, found[key])
-            if wrong:
+            if wrong := wrong_moments(States._fields, found[key]):
                 raise ValueError(f"{name}, {layers[key]}: {'; '.join(wrong)}")
         for key, entry in found.items():
             layers[key].set_states(entry)

@@ -134,9 +134,8 @@ class ParameterBucket:
         Raises:
             RuntimeError: parameters have been moved to other buckets since.
         """
-        if any(
-            each.mean is not home for each, home in zip(self.parameters, self._homes, strict=True)
-        ):
+        pairs = zip(self.parameters, self._homes, strict=True)
+        if any(each.mean is not home for each, home in pairs):
             raise RuntimeError(
                 "step: another network was made of the same layers since, and their parameters lie "
                 "in its memory now; step that one, or make each network of layers of its own"

@@ -368,7 +368,7 @@ class Sequential(Network):
     def _connect(self, own: Shape) -> None:
         """Connect the layers for samples of this shape, or leave them as they were."""
         try:
-            connect_in_row(self.layers, own, "the input", "")
+            connect_in_row(self.layers, own)
         except ValueError:
             if self._shape is not None:
                 self._connect(self._shape)

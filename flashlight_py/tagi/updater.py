@@ -139,9 +139,8 @@ class OutputUpdater:
             )
         observed = self._observed(mu_obs, indices.shape)
         errors = self._variances(var_obs, indices.shape)
-        delta_states.mean, delta_states.variance = deltas_of(
-            output_states, indices, observed, errors
-        )
+        d, e = deltas_of(output_states, indices, observed, errors)
+        delta_states.mean, delta_states.variance = d, e
 
     def update_heteros(
         self, output_states: BaseHiddenStates, mu_obs: Any, delta_states: BaseDeltaStates

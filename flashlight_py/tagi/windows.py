@@ -331,9 +331,8 @@ class AvgPool2d(_Pool):
     def __init__(
         self, kernel_size: int, stride: int = -1, padding: int = 0, padding_type: int = 0
     ) -> None:
-        super().__init__(
-            kernel_size, kernel_size if stride == -1 else stride, padding, padding_type
-        )
+        stride = kernel_size if stride == -1 else stride
+        super().__init__(kernel_size, stride, padding, padding_type)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         x = x.shaped(self.input_shape)

@@ -53,7 +53,12 @@ def join(options: Any, params: Any) -> FlashlightGroup:
     if not ranks and is_distributed_init() and current_world().owner == OWNER:
         initialize.leave()  # torch 2.6 does not tell a group that it destroys
     if not ranks and is_distributed_init():
-        group, ours = _adopted(rank, size), False
+        group, ours = current_world().group, False
+        if (group.rank, group.size) != (rank, size):
+            raise ValueError(
+                f"distributed_init has made this process rank {group.rank} of {group.size}, and "
+                f"init_process_group says rank {rank} of {size}; give both the same"
+            )
         if options.timeout != default_pg_timeout:
             group.limit(seconds)
     elif not ranks:
@@ -66,26 +71,14 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         members.close()
     else:
         group = initialize.meet(meeting, settings).group
-    return FlashlightGroup(group, store, seconds, _end(group, ours and not ranks, ours), join)
-
-
-def _adopted(rank: int, size: int) -> ProcessGroup:
-    group = current_world().group
-    if (group.rank, group.size) != (rank, size):
-        raise ValueError(
-            f"distributed_init has made this process rank {group.rank} of {group.size}, and "
-            f"init_process_group says rank {rank} of {size}; give both the same"
-        )
-    return group
+    return FlashlightGroup(group, store, seconds, _end(group, not ranks, ours), join)
 
 
 def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
     """Return what ends ``group`` when torch destroys it; a world that we have not begun goes on."""
-    if not ours:
-        return lambda: None
-    if not is_world:
+    if ours and not is_world:
         return group.close
-    return lambda: initialize.leave() if current_world().group is group else None
+    return lambda: initialize.leave() if ours and current_world().group is group else None
 
 
 def rendezvous() -> Iterator[tuple[Any, int, int]]:

@@ -160,10 +160,6 @@ def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
     return then
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
-
-
 def _shapes(given: Any) -> Any:
     """Return the shape of a tensor, or of each of a list."""
     if isinstance(given, torch.Tensor):
@@ -174,9 +170,8 @@ def _shapes(given: Any) -> Any:
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
     """Return the operation that torch's ``op`` is, and its factor."""
     number = hash(op)
-    name, scale = _OPS[number], 1.0
-    if number == _PREMUL:
-        scale = float(op.__getstate__()[1])
+    name = _OPS[number]
+    scale = float(op.__getstate__()[1]) if number == _PREMUL else 1.0
     return (_OF_BOOL.get(name, name) if dtype is torch.bool else name), scale
 
 
@@ -194,7 +189,7 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(group.rank, group.size)
         self.ours, self._store, self._end, self._join = group, store, end, join
-        self._seconds = seconds
+        self._limit = timedelta(seconds=seconds)
         self._futures = Futures()
         self._done = Ended(Done(), (), self._futures)
         self._coalesced: list[Work] | None = None
@@ -204,16 +199,13 @@ class FlashlightGroup(dist.ProcessGroup):
     # One tensor ---------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        return self._do(
-            opts, v.ALL_REDUCE, _only(tensors), reduction=getattr(opts, "reduceOp", _SUM)
-        )
+        return self._do(opts, v.ALL_REDUCE, _only(tensors))
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
         return self._do(opts, v.BROADCAST, _only(tensors), peer=_root(opts))
 
     def reduce(self, tensors: Any, opts: Any = 0, op: Any = _SUM, timeout: Any = None) -> dist.Work:
-        how = {"peer": _root(opts), "reduction": getattr(opts, "reduceOp", op)}
-        return self._do(opts, v.REDUCE, _only(tensors), **how)
+        return self._do(opts, v.REDUCE, _only(tensors), peer=_root(opts), reduction=op)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         rows = input.numel()
@@ -230,9 +222,7 @@ class FlashlightGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         rows = output.numel()
         self._require(v.REDUCE_SCATTER, input.numel() == rows * self.ours.size, input, output)
-        shapes = (self.ours.size, rows), (1, rows)
-        reduction = getattr(opts, "reduceOp", _SUM)
-        return self._do(opts, v.REDUCE_SCATTER, input, output, shapes, reduction=reduction)
+        return self._do(opts, v.REDUCE_SCATTER, input, output, ((self.ours.size, rows), (1, rows)))
 
     def all_to_all_single(
         self, output: Any, input: Any, received: Any, sent: Any, opts: Any = None
@@ -243,17 +233,15 @@ class FlashlightGroup(dist.ProcessGroup):
             self._require(v.ALL_TO_ALL, whole, input, output)
             shape = size, input.numel() // size
             return self._do(opts, v.ALL_TO_ALL, input, output, (shape, shape))
-        sides = (input, sent), (output, received)
-        counts = [_split(tensor, splits, size) for tensor, splits in sides]
-        fit = [sum(n) == t.numel() for n, (t, _) in zip(counts, sides, strict=True)]
-        self._require(v.ALL_TO_ALL, all(fit), input, output, (sent, received))
+        counts = _split(input, sent, size), _split(output, received, size)
+        fits = [sum(each) for each in counts] == [input.numel(), output.numel()]
+        self._require(v.ALL_TO_ALL, fits, input, output, (sent, received))
         before = self._told(opts, *counts)
         shapes = (input.numel(),), (output.numel(),)
         return self._do(opts, v.ALL_TO_ALL, input, output, shapes, rows=counts[0], before=before)
 
     def _told(self, opts: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
         """Return a Work that raises unless each rank sends as many elements as are ``expected``."""
-        is_async = getattr(opts, "asyncOp", True)
         given = torch.tensor(sent, dtype=torch.int64, device="cpu")
         arriving = torch.empty_like(given)
         work = self._do(opts, v.ALL_TO_ALL, given, arriving).work
@@ -265,7 +253,7 @@ class FlashlightGroup(dist.ProcessGroup):
                     f"{list(expected)} elements of the ranks, and they send {found}"
                 )
 
-        if is_async:
+        if getattr(opts, "asyncOp", True):
             return _then(work, True, compare)
         with refusing(self.ours, v.ALL_TO_ALL):
             return compare()
@@ -332,8 +320,8 @@ class FlashlightGroup(dist.ProcessGroup):
         counts = [part.numel() for part in parts]
         equal = len(set(counts)) == 1
         shapes = ((self.ours.size, counts[0]), (1, counts[0])) if equal else (None, (out.numel(),))
-        how = {"reduction": getattr(opts, "reduceOp", opts), "rows": None if equal else counts}
-        return self._do(opts, v.REDUCE_SCATTER, whole, out, shapes, **how)
+        rows = None if equal else counts
+        return self._do(opts, v.REDUCE_SCATTER, whole, out, shapes, reduction=opts, rows=rows)
 
     def alltoall(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -350,8 +338,7 @@ class FlashlightGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         whole = self._joined(v.ALL_REDUCE, tensors, tensors)
         copied(whole, tensors, back=False)
-        how = {"reduction": getattr(opts, "reduceOp", _SUM), "parts": tensors}
-        return self._do(opts, v.ALL_REDUCE, whole, **how)
+        return self._do(opts, v.ALL_REDUCE, whole, parts=tensors)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         of_each = zip(zip(*outputs, strict=True), inputs, strict=True)
@@ -375,7 +362,7 @@ class FlashlightGroup(dist.ProcessGroup):
         out: torch.Tensor | None = None,
         shapes: tuple[Any, Any] = (None, None),
         *,
-        reduction: Any = None,
+        reduction: Any = _SUM,
         peer: int | None = 0,
         tag: int = 0,
         rows: Sequence[int] | None = None,
@@ -384,11 +371,12 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> TensorWork:
         """Do ``verb`` of ``x`` into ``out``, seen in ``shapes``, and copy that to ``parts``.
 
-        It fails where ``before`` does, which was begun before it.
+        ``reduction`` is the operation unless ``opts`` name one. It fails where ``before`` does,
+        which was begun before it.
         """
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
-        if reduction is not None and x is not None:
-            op, scale = _reduction(reduction, x.dtype)
+        if verb.reduces and x is not None:
+            op, scale = _reduction(getattr(opts, "reduceOp", reduction), x.dtype)
         how: Any = op if rows is None else rows
         there = None if x is None else address(x, shapes[0])
         room = None if out is None else address(out, shapes[1])
@@ -403,15 +391,14 @@ class FlashlightGroup(dist.ProcessGroup):
             require_length(verb.name, room, len(work), self.ours.rank, self.ours.size)
         if is_async and before is not None:
             work = AllOf([before, work])
-        result = x if out is None else out
-        if parts and result is not None:
+        result: Any = x if out is None else out
+        if parts:
             work = _then(work, is_async, lambda: copied(result, parts, back=True))
         if not is_async:
             return self._done
-        filled = parts or [tensor for tensor in (result,) if tensor is not None]
         if self._coalesced is not None:
             self._coalesced.append(work)
-        return TensorWork(work, filled, self._futures)
+        return TensorWork(work, parts or [result], self._futures)
 
     def _packed(
         self,
@@ -437,24 +424,25 @@ class FlashlightGroup(dist.ProcessGroup):
                 for tensor, shape in zip((x, out), shapes, strict=True)
             ]
         source, room = packed
-        if source is not None and room is not None and _share_memory(source, room):
-            # As where FSDP gathers into the tensor of which this rank's part is one.
-            packed[0] = source = source.clone()
+        if source is not None and room is not None:
+            storages = {each.untyped_storage().data_ptr() for each in (source, room)}
+            if len(storages) == 1:
+                # As where FSDP gathers into the tensor of which this rank's part is one.
+                packed[0] = source = source.clone()
         work: Any = NotImplemented
         if how["rows"] is None or verb is v.ALL_TO_ALL:
             there = [None if tensor is None else address(tensor) for tensor in packed]
             op = how["op"] if how["rows"] is None else how["rows"]
             work = ours.native(verb.code, *there, op, how["scale"], peer, tag, is_async)
         if work is NotImplemented:
-            names = [name for name in verb.takes if name in how and how[name] is not None]
-            given = {name: how[name] for name in names}
             if verb.is_message:
                 given = {"dst" if verb is v.SEND else "src": peer, "tag": tag}
-            elif not verb.in_place:
-                given["out"] = room
+            else:
+                names = (*verb.takes, "async_op")
+                given = {name: how[name] for name in names if how[name] is not None}
+                given |= {} if verb.in_place else {"out": room}
             prefix = "i" * (is_async and verb.is_message)
-            asked = {} if verb.is_message else {"async_op": is_async}
-            work = getattr(fl, f"{prefix}{verb}")(source, group=ours, **given, **asked)
+            work = getattr(fl, f"{prefix}{verb}")(source, group=ours, **given)
         target, filled = (x, source) if verb.in_place else (out, room)
         if target is None or filled is None or not verb.fills(ours.rank, peer):
             return work
@@ -533,13 +521,12 @@ class FlashlightGroup(dist.ProcessGroup):
         if name == NAME:
             return None
         store, rank, size = dist.PrefixStore(f"{kind}/", self._store), self.rank(), self.size()
-        limit = timedelta(seconds=self._seconds)
         if name == dist.Backend.NCCL:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
+            options._timeout = self._limit
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
         elif name == dist.Backend.GLOO:
-            backend = dist.ProcessGroupGloo(store, rank, size, timeout=limit)
+            backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._limit)
         else:
             raise ValueError(f"beside {NAME}, {kind} tensors can have nccl or gloo, not {name}")
         backend._set_sequence_number_for_group()
@@ -562,7 +549,7 @@ class FlashlightGroup(dist.ProcessGroup):
                 group_rank=ranks.index(self.rank()),
                 group_size=len(ranks),
                 store=dist.PrefixStore(f"{group_name}/", self._store),
-                timeout=timeout or timedelta(seconds=self._seconds),
+                timeout=timeout or self._limit,
                 global_ranks_in_group=[self.ours.ranks[rank] for rank in ranks],
             ),
             None,
@@ -578,11 +565,11 @@ class FlashlightGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> Any:
-        return _distributed_c10d.Backend.Options(NAME, timedelta(seconds=self._seconds))
+        return _distributed_c10d.Backend.Options(NAME, self._limit)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
-        self.ours.limit(self._seconds)
+        self._limit = timeout
+        self.ours.limit(timeout.total_seconds())
 
     set_timeout = _set_default_timeout
 

@@ -65,7 +65,7 @@ class TorchStore(Store):
         found = self._read(keys, Waiting("they exchange in torch's store"))
         for text in found:
             if text[:1] == _ABORTED:
-                raise RendezvousError(f"{self._place()}: {text[1:].decode(errors='replace')}")
+                raise self._error(text[1:].decode(errors="replace"))
         if self._count:  # everybody has read what came before
             self._do("delete_key", self._keys(self._count - 1)[self.rank])
         self._count += 1
@@ -107,19 +107,17 @@ class TorchStore(Store):
 
     def _late(self, missing: Sequence[int]) -> RendezvousError:
         who = not_arrived(missing, self.size, self._timeout)
-        return RendezvousError(
-            f"{self._place()}: {who} in torch's store; see what they print, or allow more by "
-            "timeout="
-        )
+        advice = "see what they print, or allow more by timeout="
+        return self._error(f"{who} in torch's store; {advice}")
 
     def _do(self, name: str, *args: Any) -> Any:
         try:
             return getattr(self._store, name)(*args)
         except RuntimeError as error:
-            raise RendezvousError(
-                f"{self._place()}: torch's store does not answer ({error}); it is kept by the "
-                "process at MASTER_ADDR and MASTER_PORT, rank 0 or torchrun's agent"
+            raise self._error(
+                f"torch's store does not answer ({error}); it is kept by the process at "
+                "MASTER_ADDR and MASTER_PORT, rank 0 or torchrun's agent"
             ) from error
 
-    def _place(self) -> str:
-        return f"rank {self.rank} of {self.size}"
+    def _error(self, reason: str) -> RendezvousError:
+        return RendezvousError(f"rank {self.rank} of {self.size}: {reason}")

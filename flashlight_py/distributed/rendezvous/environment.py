@@ -236,9 +236,8 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     # Task 0 is on the first host of the step's list, as in "gpu[03-05,9],login1". The node that
     # srun was called on is only the second choice: it may be a login node.
     hosts = environ.get("SLURM_STEP_NODELIST", "")
-    first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
     address = environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    if first is not None:
+    if first := re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts):
         address = "".join(part or "" for part in first.groups())
     job = _integer(environ, "SLURM_JOB_ID")
     return replace(
@@ -357,8 +356,7 @@ def check_size_one(what: str, environ: Mapping[str, str] = system.environ) -> No
     Raises:
         RendezvousError: the environment says that this process is one of several.
     """
-    said = _one_of_several(environ)
-    if said:
+    if said := _one_of_several(environ):
         raise RendezvousError(
             f"{what} is a world of one process, and the environment says {said}: each of them "
             "would work alone, and none would say so. Pass that rank and size, or no init_method, "
@@ -372,8 +370,7 @@ def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
     Raises:
         RendezvousError: there is such a scheduler, and no rank and size; says what to set.
     """
-    said = _one_of_nodes(environ)
-    if said:
+    if said := _one_of_nodes(environ):
         raise RendezvousError(
             "this process is one of several, and which rank of how many it is, is not set: each "
             f"would be a world of its own, and not say so. {said}. If each process is meant to be "

@@ -309,7 +309,8 @@ class Gate(abc.ABC):
         place, is_asking = self._place, not (inside or patience)
         if inside:
             offer = offer._replace(addresses=[(self._name_inside(offer.secret), 0)])
-        until = system.monotonic() + (patience or place.patience) + self._busy
+        busy = self._size * _EACH if place.is_tree else 0.0
+        until = system.monotonic() + (patience or place.patience) + busy
         until = min(self._deadline, inside or until)
         if is_asking and offer.secret is place.known:  # others of this host wait, and need not ask
             self._speak(offer.secret)
@@ -350,10 +351,6 @@ class Gate(abc.ABC):
         finally:
             connection.wire.close()
 
-    @property
-    def _busy(self) -> float:
-        return self._size * _EACH if self._place.is_tree else 0.0
-
     def _introduce(self, connection: Connection, is_asking: bool) -> Greeting:
         """Return who this is, and to who is asked for a place, where others may be below it."""
         at = ""
@@ -364,18 +361,15 @@ class Gate(abc.ABC):
     def _listen_at(self, here: tuple[str, int]) -> str:
         """Listen at the address from which rank 0 was reached; return it and the port."""
         host = here[0]
-        if not self._host.startswith(f"{host} "):
-            family = family_of(host)
-            try:
-                new = system.create_server(
-                    (host, 0, *here[2:]), family=family, backlog=self._backlog
-                )
-            except OSError as error:
-                raise self._place.error(
-                    f"cannot listen at {host}, for other hosts: {error}"
-                ) from error
-            self._listen(new)
-            self._host = f"{host} {new.getsockname()[1]}"
+        if self._host.startswith(f"{host} "):
+            return self._host
+        address, family = (host, 0, *here[2:]), family_of(host)
+        try:
+            new = system.create_server(address, family=family, backlog=self._backlog)
+        except OSError as error:
+            raise self._place.error(f"cannot listen at {host}, for other hosts: {error}") from error
+        self._listen(new)
+        self._host = f"{host} {new.getsockname()[1]}"
         return self._host
 
     def _speak(self, secret: Secret) -> None:

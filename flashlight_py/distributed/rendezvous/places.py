@@ -180,8 +180,7 @@ class Places:
         # on one link alone.
         host, _, port = greeting.at.partition(" ")
         if host == address and port.isdecimal() and not any(candidate.address[3:]):
-            old = self._openings.get(rank)
-            room = old.room if old else FAN
+            room = self._openings[rank].room if rank in self._openings else FAN
             new = _Opening(rank, found.depth + 1, str(greeting.peer), host, int(port), room)
             self._openings[rank] = new
         return Seat(rank, found.rank, found.depth + 1, found.peer, found.host, found.port)

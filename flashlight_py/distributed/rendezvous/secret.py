@@ -108,8 +108,7 @@ def folder(environ: Mapping[str, str]) -> Path:
     last = Path(tempfile.gettempdir()) / f"flashlight-{user}"
     with suppress(FileExistsError):
         last.mkdir(mode=0o700)
-    objection = _objection(last)
-    if objection:
+    if objection := _objection(last):
         raise RendezvousError(
             f"{last}, where the secret of this user's jobs would be, {objection}; remove it, set "
             f"XDG_RUNTIME_DIR to a folder that is yours alone, or {REMEDY}"

@@ -154,7 +154,6 @@ def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[syste
 
 
 def _is_address(host: str) -> bool:
-    """Return whether ``host`` is an address, not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -398,8 +398,7 @@ def greet(offer: Offer, introduce: Introduction, deadline: float) -> Connection:
     """
     attempts = Attempts(offer.addresses)
     problems: list[NobodyError] = []
-    now = system.monotonic()
-    for wire in attempts.connected(min(deadline, now + _LONGEST_CONNECT)):
+    for wire in attempts.connected(min(deadline, system.monotonic() + _LONGEST_CONNECT)):
         now = system.monotonic()
         try:
             return _greet_at(wire, offer, introduce, now + (deadline - now) / (attempts.left + 1))
