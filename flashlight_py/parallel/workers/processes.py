@@ -1,4 +1,4 @@
-"""The worker processes of ``DataParallel``: what they run, and the requests of their parent."""
+"""The worker processes of ``DataParallel``: their program, and the requests of their parent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Answer: TypeAlias = tuple[dict[Any, Any], list[list[Leaf]]]
 
 
 # A module is pickled without its parameters for each pass, which takes some 0.1 ms for a small one,
-# and sent if the pickle has changed: so modes, ratios and buffers need no list of possible changes.
+# and sent if the pickle has changed. So modes, ratios and buffers need no list of possible changes.
 def take_apart(
     value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True, what: str = ""
 ) -> tuple[bytes, list[Any]]:
@@ -209,7 +209,7 @@ class TeamResources:
     limited: list[Any] = field(default_factory=list)
 
     def end(self) -> None:
-        """End the workers, whatever they do; blocks. A second call goes on after an interrupt."""
+        """Kill the workers; blocks. After an interrupt, a second call ends the rest."""
         self.is_open = False
         if os.getpid() == self.pid:  # not in a process that was forked from it
             for worker in self.workers:
@@ -305,7 +305,7 @@ class Team:
         """Send a request with one share for each of the first workers; return a list for ``fill``.
 
         Raises:
-            RuntimeError: the workers have ended, or are those of another process.
+            RuntimeError: the workers have ended, or this process was forked from their parent.
         """
         end_dropped()
         self._require_open()
@@ -350,8 +350,9 @@ class Team:
             self._is_waiting = False
         for answer, box, grads in zip(received, self._boxes, self._grads, strict=True):
             self._answers.append(answer)
-            for key, place in () if isinstance(answer, RankFailedError) else answer[0].items():
-                answer[0][key] = grads[key[1]] if place is None else box.views([place])[0]
+            if isinstance(answer, tuple):  # no error
+                for key, place in answer[0].items():
+                    answer[0][key] = grads[key[1]] if place is None else box.views([place])[0]
 
     def _require_open(self) -> None:
         if os.getpid() != self.held.pid:

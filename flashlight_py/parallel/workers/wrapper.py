@@ -1,4 +1,4 @@
-"""``DataParallel``: a module whose batches are computed by several processes of this machine."""
+"""``DataParallel``: a module that computes its batches with several processes of this machine."""
 
 from __future__ import annotations
 
@@ -96,14 +96,13 @@ class DataParallel(Module):
         """Return what ``module`` does, computed in shares; blocks until all have been computed.
 
         Raises:
-            ValueError: arrays of the inputs have different first dimensions, or a result has no
-                dimension to join along, or other results in other shares; or a parameter is
-                sharded.
+            ValueError: arrays of the inputs have different first dimensions, a result has no
+                dimensions, the shares have different numbers of results, or a parameter is sharded.
             TypeError: an array is CuPy's or holds Python objects, or the module, the inputs or a
                 worker's result cannot be pickled.
-            RankFailedError: a worker raised, with its traceback and, as the cause, its exception
-                where that can be sent, or was killed. An exception of this process's own share is
-                raised as it is. So in ``backward()``.
+            RankFailedError: a worker was killed, or it raised: the message has the traceback, and
+                the cause is the exception, if it can be pickled. ``backward()`` raises this, too.
+                An exception of this process's share is raised unchanged.
             RuntimeError: a worker calls it while it imports the script: the call is not under
                 ``if __name__ == "__main__":``. In ``backward()``: the workers have ended since.
             OSError: the system starts no more processes, or has no more memory.
@@ -147,7 +146,7 @@ class DataParallel(Module):
         return f"{WHAT}({self.module!r}, nprocs={self.nprocs})"
 
     def _visit(self, prefix: str, met: set[int], found: Any, held: Any) -> Any:
-        """Add this module and those in the one inside, under the names that they have without."""
+        """Add this module, and the inner modules under the names that they have without it."""
         found.append((prefix, self))
         return self.module._visit(prefix, met, found, held)
 
@@ -160,7 +159,7 @@ class DataParallel(Module):
             if param.placement is not None:
                 raise ValueError(
                     f"{WHAT}: parameter {number} (shape {param.shape}) is sharded, so its array "
-                    "lies where ranks have it; use one of both, with a rank for each core"
+                    "is in memory of the ranks; use one of both, with a rank for each core"
                 )
             if is_cupy(param.data):
                 raise TypeError(
@@ -181,7 +180,7 @@ def _apart(what: str, value: Any, is_part: Callable[[Any], bool]) -> tuple[bytes
 
 
 def _rows(parts: Sequence[Part]) -> int:
-    """Return the first dimension of all inputs; 0 where there are none, or none has one."""
+    """Return the first dimension of all inputs; 0 if there is no input."""
     shapes = [part.shape for part in parts]
     for part in parts:
         if is_cupy(array_of(part)) or part.dtype.hasobject:
@@ -202,7 +201,7 @@ def _rows(parts: Sequence[Part]) -> int:
 # A backward pass visits, in this order,
 #
 # 1. the joined results, whose gradients are cut into the rows of each share;
-# 2. the results of this process's share, the first of which sends the other rows to the workers;
+# 2. the results of this process's share; the first one sends the other rows to the workers;
 # 3. the rest of this process's share, while the workers compute;
 # 4. a node for each leaf below the workers' results, which waits for the workers' gradients.
 #
