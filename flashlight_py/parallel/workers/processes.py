@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -26,12 +27,13 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.memory.memory_room import reserve
 from flashlight_py.distributed.start import blas
 from flashlight_py.errors import RankFailedError
-from flashlight_py.launch.pickling import dumps
+from flashlight_py.launch.pickling import dumps, main_can_be_imported
 from flashlight_py.launch.spawning import Worker
 from flashlight_py.random import set_seed
 
 WHAT = "DataParallel"
 _ALIGNMENT = 64  # bytes
+_can_import_main = cache(main_can_be_imported)
 
 Part: TypeAlias = "Variable | Array"
 # A parameter of the module (True) or an input (False), and its number.
@@ -45,15 +47,18 @@ Answer: TypeAlias = tuple[dict[Any, Any], list[list[Leaf]]]
 # A module is pickled without its parameters for each pass, which takes some 0.1 ms for a small one,
 # and sent if the pickle has changed. So modes, ratios and buffers need no list of possible changes.
 def take_apart(
-    value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True, what: str = ""
+    value: Any, is_part: Callable[[Any], bool], what: str = ""
 ) -> tuple[bytes, list[Any]]:
-    """Return a pickle of ``value`` with numbers in place of its parts, and the distinct parts."""
+    """Return a pickle of ``value`` with numbers in place of its parts, and the distinct parts.
+
+    ``what`` names a value of the parent, for errors.
+    """
     parts: dict[int, tuple[int, Any]] = {}
 
     def stand_in(value: Any) -> int | None:
         return parts.setdefault(id(value), (len(parts), value))[0] if is_part(value) else None
 
-    form = dumps(value, main_can_be_imported, stand_in, what)
+    form = dumps(value, not what or _can_import_main(WHAT), stand_in, f"{WHAT}: {what} ")
     return form, [part for _, part in parts.values()]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,7 +18,6 @@ from flashlight_py.cores import check_processes, usable_cores
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.launch.pickling import main_can_be_imported
 from flashlight_py.nn import Module
 from flashlight_py.parallel.workers.processes import (
     WHAT,
@@ -109,7 +108,7 @@ class DataParallel(Module):
         """
         if self.nprocs == 1:
             return self.module(*inputs, **options)
-        form, parts = _apart("an input", (inputs, options), is_data)
+        form, parts = take_apart((inputs, options), is_data, "an input")
         rows = _rows(parts)
         count = min(rows, self.nprocs)
         if count < 2:
@@ -128,7 +127,7 @@ class DataParallel(Module):
         instead = self.module._instead
         compute = partial(instead, self.module) if instead else self.module.forward
         inputs, options = put_together(form, [part[own] for part in parts])
-        form, results = _apart("a result", compute(*inputs, **options), is_data)
+        form, results = take_apart(compute(*inputs, **options), is_data, "a result")
         joined = graph.join(results, team.fill(answers)[: count - 1], params, parts)
         return put_together(form, joined)
 
@@ -152,8 +151,8 @@ class DataParallel(Module):
 
     def _ready_team(self) -> tuple[Team, bytes, list[Variable]]:
         """Return workers that map the module's leaves, the module's pickle, and the leaves."""
-        form, params = _apart(
-            "the module", self.module, lambda x: isinstance(x, Variable) and x.node is None
+        form, params = take_apart(
+            self.module, lambda x: isinstance(x, Variable) and x.node is None, "the module"
         )
         for number, param in enumerate(params):
             if param.placement is not None:
@@ -170,13 +169,6 @@ class DataParallel(Module):
             self.close()
             self._team = Team(self.nprocs - 1, params, self._cores)
         return self._team, form, params
-
-
-_can_import_main = cache(main_can_be_imported)
-
-
-def _apart(what: str, value: Any, is_part: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
-    return take_apart(value, is_part, _can_import_main(WHAT), f"{WHAT}: {what} ")
 
 
 def _rows(parts: Sequence[Part]) -> int:
