@@ -52,6 +52,10 @@ class Job:
         self._hosts, self._loop, self._options = hosts, loop, options
         self._stdin, self._file = stdin, file
         self._awaited: set[int] = set()  # hosts that have not finished
+        of_start = self._on_here, self._on_ready, self._on_cannot_run
+        of_ranks = self._on_output, self._on_exited, self._on_more
+        of_end: tuple[Any, ...] = self._on_record, self._on_left_out, self._on_finished
+        self._handlers = {each.__name__: each for each in (*of_start, *of_ranks, *of_end)}
         hosts.on_message, hosts.on_lost = self._on_message, self._on_lost
 
     def run(self) -> int:
@@ -156,7 +160,7 @@ class Job:
     # The agents' messages, see ``channel`` -------------------------------------------------------
 
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
-        getattr(self, f"_on_{kind}")(host, *values)
+        self._handlers[f"_on_{kind}"](host, *values)
 
     def _on_here(self, host: int) -> None:
         if host in self._unready:

@@ -5,8 +5,8 @@ and of a connection to the parent, whose process number is PARENT. Through the l
 the key of multiprocessing, the rank one report, and the parent, when all have returned, that it may
 leave: nobody leaves the world while others compute.
 
-Without a FOLDER it is a worker, in no world: it reports that it has its task, or the failure, and
-then answers requests until the link ends.
+Without a FOLDER it is a worker, in no world: it reports that it has its task, or the failure. Then
+the function that the task has returned is called with the link.
 
 Run by its path, it imports nothing of ours before the parent's ``sys.path`` is in place.
 """
@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,7 +52,7 @@ def main() -> None:
     multiprocessing.current_process().authkey = link.recv_bytes()
     try:
         fn, args, params = _load(task)
-        result = _call(fn, args, params, Path(folder)) if folder else fn(*args)
+        result: Any = _call(fn, args, params, Path(folder)) if folder else fn(*args)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
         from flashlight_py.launch.failures import Failure
 
@@ -64,7 +64,7 @@ def main() -> None:
         return
     link.send(None)
     if not folder:
-        _answer_requests(link, result, **params)
+        result(link)
         return
     link.send_bytes(result)
     with suppress(EOFError, ConnectionResetError):
@@ -125,32 +125,6 @@ def _call(fn: Any, args: Any, params: Mapping[str, Any], folder: Path) -> bytes:
     os.environ["FLASHLIGHT_FILE"] = f"{folder}-again"  # after a shutdown they may meet anew
     result = fn(fl.get_world_rank(), *args)
     return dumps(result, what=f"the result, of type {type(result).__qualname__}, ")
-
-
-def _answer_requests(link: Connection, answer: Any, takes_output: bool) -> None:
-    """Send a failure, or None, the result of ``answer(*request)``, and the printed text.
-
-    The result of a failure is a pickle of the exception, empty if there can be none. The text is
-    empty unless this function ``takes_output``.
-    """
-    from flashlight_py.launch.failures import Failure
-    from flashlight_py.launch.pickling import dumps
-
-    while True:
-        try:
-            request = link.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        failure, printed = None, io.StringIO()
-        out, err = (printed, printed) if takes_output else (sys.stdout, sys.stderr)
-        with redirect_stdout(out), redirect_stderr(err):
-            try:
-                result = answer(*request)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
-                failure, result = Failure.of_exception(error, time.monotonic()), b""
-                with suppress(TypeError):
-                    result = dumps(error)
-        link.send((failure, result, printed.getvalue()))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -293,13 +292,12 @@ def _in_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subpro
 
 
 class Worker:
-    """A new process in which ``fn(*args)`` returns a function that answers requests.
+    """Starts ``fn(*args)(link)`` in a new process; ``what`` and ``number`` of ``count`` name it.
 
-    It is a fresh interpreter like the ranks of ``spawn``, but in no world. It ends with this
-    process, and Ctrl-C on a terminal does not reach it. ``name`` is the caller, and the number and
-    count of workers. ``descriptors`` are inherited under the same numbers, ``variables`` are added
-    to the environment. The constructor does not wait until the process has started. All methods
-    raise a RankFailedError if the process has ended.
+    A fresh interpreter, as the ranks of ``spawn``, but in no world. It ends with this process, and
+    Ctrl-C on a terminal does not reach it. ``descriptors`` are inherited under the same numbers,
+    ``variables`` are added to the environment. Does not wait until it has started. A rank that the
+    methods find to have failed is a RankFailedError.
 
     Raises:
         TypeError: ``fn`` or ``args`` cannot be pickled.
@@ -316,9 +314,7 @@ class Worker:
         variables: Mapping[str, str],
     ) -> None:
         self._what, self.number, self._count = name
-        # In a notebook; what processes print themselves does not reach the object in its place.
-        options = {"takes_output": sys.stdout is not sys.__stdout__}
-        task = pack_task(self._what, fn, tuple(args), options)
+        task = pack_task(self._what, fn, tuple(args), {})
         self._link, theirs = Pipe()
         with theirs, _in_memory(task) as memory:
             command = _command("", memory, theirs, os.getpid())
@@ -339,41 +335,27 @@ class Worker:
             self._link.send_bytes(multiprocessing.current_process().authkey)
 
     def wait_for_start(self) -> None:
-        """Block until it has its task; raise a RankFailedError also if it cannot import it."""
-        failure: Failure | None = self._next()
+        """Block until it has its task; a RankFailedError: it fails to import the script, too."""
+        failure: Failure | None = self.receive()
         if failure is not None:
-            raise self._error(failure.what, failure.traceback)
+            raise self.error(failure.what, failure.traceback)
 
-    def send(self, *request: object) -> None:
-        """Send arguments for the function; blocks until the process has read most of them."""
+    def send(self, message: object) -> None:
+        """Send ``message``, which can be pickled; blocks where it is long until it is taken."""
         try:
-            self._link.send(request)
+            self._link.send(message)
         except ConnectionError:
             raise self._ended() from None
 
     def receive(self) -> Any:
-        """Return the next answer; blocks until it has arrived.
-
-        If the function raised, the answer is a RankFailedError, with the exception as its cause if
-        that can be pickled. The text that it printed is printed line by line behind ``[number]``.
-        """
-        failure, result, printed = self._next()
-        for line in printed.splitlines():
-            print(f"[{self.number}] {line}")
-        if failure is None:
-            return result
-        error = self._error(failure.what, failure.traceback)
-        with suppress(Exception):  # runs code of the exception; its traceback is in the message
-            error.__cause__ = pickle.loads(result)
-        return error
-
-    def _next(self) -> Any:
+        """Return the next message; blocks until it is there."""
         try:
             return self._link.recv()
         except (EOFError, ConnectionError):
             raise self._ended() from None
 
-    def _error(self, what: str, traceback: str = "") -> RankFailedError:
+    def error(self, what: str, traceback: str = "") -> RankFailedError:
+        """Return the exception that reports what this worker did."""
         words = f"{self._what}: worker {self.number} of {self._count} {what}"
         return RankFailedError(f"{words}\n\n{traceback}" if traceback else words, self.number)
 
@@ -387,6 +369,6 @@ class Worker:
 
     def _ended(self) -> RankFailedError:
         code = await_end(self._process)
-        error = self._error(describe_exit(code))
+        error = self.error(describe_exit(code))
         error.exit_code = code
         return error

@@ -8,13 +8,16 @@ import math
 import mmap
 import os
 import pickle
+import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
+from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,6 +30,7 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.memory.memory_room import reserve
 from flashlight_py.distributed.start import blas
 from flashlight_py.errors import RankFailedError
+from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps, main_can_be_imported
 from flashlight_py.launch.spawning import Worker
 from flashlight_py.random import set_seed
@@ -188,6 +192,34 @@ class WorkerShare:
         return leaves | {param: (True, n) for n, param in enumerate(self._params)}
 
 
+def _serve_share(takes_output: bool, *args: Any) -> Callable[[Connection], None]:
+    """Make a share; return the function that answers requests until the link ends."""
+    return partial(_answer_requests, WorkerShare(*args), takes_output)
+
+
+def _answer_requests(answer: Callable[..., Answer], takes_output: bool, link: Connection) -> None:
+    """Send a failure, or None, the result of ``answer(*request)``, and the printed text.
+
+    The result of a failure is a pickle of the exception, empty if there can be none. The text is
+    empty unless this function ``takes_output``.
+    """
+    while True:
+        try:
+            request = link.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        failure, printed = None, io.StringIO()
+        out, err = (printed, printed) if takes_output else (sys.stdout, sys.stderr)
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                result: Any = answer(*request)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
+                failure, result = Failure.of_exception(error, time.monotonic()), b""
+                with suppress(TypeError):
+                    result = dumps(error)
+        link.send((failure, result, printed.getvalue()))
+
+
 def _leaves_below(result: Part) -> list[Variable]:
     """Return the leaves that a backward pass from ``result`` would reach."""
     if not isinstance(result, Variable) or not result.calc_grad:
@@ -201,6 +233,23 @@ def _leaves_below(result: Part) -> list[Variable]:
 
 
 # In the parent ------------------------------------------------------------------------------------
+
+
+def _answer_of(worker: Worker) -> Any:
+    """Return the next answer of ``worker``; blocks until it has arrived.
+
+    If the share raised, the answer is a RankFailedError, with the exception as its cause if that
+    can be pickled. The text that it printed is printed line by line behind ``[number]``.
+    """
+    failure, result, printed = worker.receive()
+    for line in printed.splitlines():
+        print(f"[{worker.number}] {line}")
+    if failure is None:
+        return result
+    error = worker.error(failure.what, failure.traceback)
+    with suppress(Exception):  # runs code of the exception; its traceback is in the message
+        error.__cause__ = pickle.loads(result)
+    return error
 
 
 @dataclass
@@ -285,8 +334,9 @@ class Team:
         variables = thread_variables(os.environ, count + 1, cores)
         for number, box in enumerate(self._boxes, 1):
             name, fds = (WHAT, number, count + 1), (model.fd, box.fd)
-            args = number, fds, sets[0], sets[number]
-            self._workers.append(Worker(name, WorkerShare, args, fds, variables))
+            # In a notebook; what processes print themselves does not reach the object in its place.
+            args = sys.stdout is not sys.__stdout__, number, fds, sets[0], sets[number]
+            self._workers.append(Worker(name, _serve_share, args, fds, variables))
         for worker in self._workers:
             worker.wait_for_start()
         if not blas.chosen():
@@ -326,7 +376,8 @@ class Team:
         self._answers = []
         with self.held:
             for worker, box, share in zip_longest(self._workers, self._boxes, shares):
-                worker.send(*request, None if share is None else box.put(share), *arguments)
+                places = None if share is None else box.put(share)
+                worker.send((*request, places, *arguments))
             self._is_waiting = True  # within: no interrupt may come between
         return self._answers
 
@@ -351,7 +402,7 @@ class Team:
         if not (self._is_waiting and self.held.is_open):
             return
         with self.held:
-            received = [worker.receive() for worker in self._workers]
+            received = [_answer_of(worker) for worker in self._workers]
             self._is_waiting = False
         for answer, box, grads in zip(received, self._boxes, self._grads, strict=True):
             self._answers.append(answer)
