@@ -57,6 +57,8 @@ NAMESAKES = {
     "ReLU",
     "Sequential",
     "Sigmoid",
+    "Softmax",
+    "Softplus",
     "Tanh",
 }
 

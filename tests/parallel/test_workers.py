@@ -160,11 +160,11 @@ def test_workers_that_a_short_batch_leaves_idle_have_what_the_next_one_needs(
     graphs: dict[int, list[int]] = {1: [], 2: []}  # that each worker has
     send = Worker.send
 
-    def spy(worker: Worker, *request: Any) -> None:
+    def spy(worker: Worker, request: Any) -> None:
         _, kept, _, places, number, *_ = request
         left = [graph for graph in graphs[worker.number] if graph in kept]
         graphs[worker.number] = left if places is None else [*left, number]
-        send(worker, *request)
+        send(worker, request)
 
     monkeypatch.setattr(Worker, "send", spy)
     fl.set_seed(3)
