@@ -67,7 +67,7 @@ def _end(team: weakref.ref[Team]) -> None:
     if os.getpid() == held.pid:  # not in a process that was forked from it
         for worker in held.workers:
             worker.end()
-        blas.restore_each(held.limited)
+        blas.restore(held.limited)
     while held.memories:
         held.memories.pop().close()
     _watched.pop(team, None)
@@ -118,8 +118,7 @@ class Team:
             self._workers.append(Worker((WHAT, number, count + 1), serve, args, fds, variables))
         for worker in self._workers:
             worker.wait_for_start()
-        if not blas.chosen():
-            self._held.limited += blas.limit_each(max(1, cores // (count + 1)))
+        self._held.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
         """Return whether workers map these parameters; arrays like those of before are moved."""
