@@ -66,27 +66,20 @@ class Draws:
 
 
 class RepeatedCalls:
-    """Calls of a group, one or several of one ``name``, which each replay makes again.
-
-    The arguments are the ``array`` and the ``out`` of each call. Calls of the world are calls of
-    the present world.
-    """
+    """Makes ``calls`` again, of ``array`` and ``out`` of each, in ``group`` or the present world."""
 
     def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
         self._group, self.__name__ = None if group is of(None) else group, name
         self._calls = [replace(call, array=None, out=None) for call in calls]
-        call, self._rest = calls[0], None
-        if len(calls) == 1 and not call.verb.is_message:
-            # Native code compares the names of operations by identity, as those in source code.
-            op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
-            self._rest = op, call.scale, call.root, 0, not call.blocking
+        call = calls[0]  # native code compares names of operations by identity
+        op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
+        self._rest = op, call.scale, call.root, 0, not call.blocking
 
     def __call__(self, *arrays: Any) -> Any:
         call, group = self._calls[0], self._group
-        if self._rest is not None:
+        if len(self._calls) == 1 and not call.verb.is_message:
             native = membership.world_native if group is None else group.native
-            y = native(call.verb.code, *arrays, *self._rest)
-            if y is not NotImplemented:
+            if (y := native(call.verb.code, *arrays, *self._rest)) is not NotImplemented:
                 return y
         work = self.begin(arrays)
         return work.wait() if call.blocking else work
