@@ -66,7 +66,7 @@ class Draws:
 
 
 class RepeatedCalls:
-    """Makes ``calls`` again, of ``array`` and ``out`` of each, in ``group`` or the present world."""
+    """Repeats ``calls`` with the ``array`` and ``out`` of each, in a group or the present world."""
 
     def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
         self._group, self.__name__ = None if group is of(None) else group, name
