@@ -7,25 +7,14 @@ import math
 import os
 import re
 import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
-
-__all__ = ["MOST_RANKS", "check_processes", "fair_share", "thread_variables", "usable_cores"]
 
 ROOT = Path("/")  # of /proc and /sys; tests have others
-# Of control groups: the controller between the colons of /proc/self/cgroup (version 2 has one
-# hierarchy for all), where the groups are, and the files with a quota and its period.
-_QUOTAS = [
-    ("", "sys/fs/cgroup", "cpu.max"),
-    ("", "sys/fs/cgroup/unified", "cpu.max"),
-    ("cpu", "sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
-    ("cpu", "sys/fs/cgroup/cpu,cpuacct", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
-]
-_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
-Row: TypeAlias = tuple[str, ...]
+# The files of a control group with its quota and the period of that: of version 2, and of 1.
+_QUOTAS = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 MOST_RANKS = 1 << 17  # of a job on any number of hosts
 # The least memory of a process, in bytes; descriptors that are left for other purposes.
 _PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
@@ -43,8 +32,8 @@ def check_processes(what: str, count: int, descriptors: int) -> None:
         ValueError: the host has too little memory, or the limit of descriptors is too low.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if _MEMORY_LIMIT.exists() and (limit := _MEMORY_LIMIT.read_text().strip()).isdecimal():
-        memory = min(memory, int(limit))
+    with suppress(OSError, ValueError):  # no limit ("max"), or no such file
+        memory = min(memory, int((ROOT / "sys/fs/cgroup/memory.max").read_text()))
     bounds = [(memory // _PROCESS_BYTES, f"{memory >> 20} MB of memory, {_PROCESS_BYTES >> 20}")]
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY:
@@ -59,9 +48,9 @@ def check_processes(what: str, count: int, descriptors: int) -> None:
 
 
 def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """Return the settings with which ``processes`` share ``cores``; values that the user set stand.
+    """Return the variables with which ``processes`` share ``cores``, without the user's variables.
 
-    OpenBLAS and MKL follow OMP_NUM_THREADS where they have no setting of their own.
+    OpenBLAS and MKL follow OMP_NUM_THREADS if they have no variable of their own.
     """
     if "OMP_NUM_THREADS" in environ:
         return {}
@@ -73,12 +62,8 @@ def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> 
 def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
     """Return how many threads ``rank`` may compute with, given the cores that each rank may use.
 
-    Ranks that a launcher has bound to cores of their own use these; those that may use all of a
-    host divide them; at least 1.
-
-    Example:
-        >>> fair_share(0, [{0, 1, 2, 3}, {0, 1, 2, 3}]), fair_share(0, [{0, 1}, {2, 3}])
-        (2, 2)
+    A rank that a launcher has bound to cores uses these; ranks that may use the same cores divide
+    them.
     """
     together = _within_quota(len(frozenset().union(*affinities)))
     return max(1, min(len(affinities[rank]), together // len(affinities)))
@@ -86,25 +71,20 @@ def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
 
 def _within_quota(cores: int) -> int:
     """Return ``cores``, or fewer if a control group has less: 150 ms in each 100 ms are two."""
-    for group, (_, _, *files) in control_groups(ROOT, _QUOTAS):
+    for group, files in itertools.product(control_groups(ROOT), _QUOTAS):
         with suppress(OSError, ValueError):  # no limit ("max", -1), or no such file
             quota, period = map(int, " ".join((group / f).read_text() for f in files).split())
             cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
     return cores
 
 
-def control_groups(root: Path, rows: Iterable[Row]) -> Iterator[tuple[Path, Row]]:
-    """Yield the control groups that this process is in, and those above, for each of ``rows``.
-
-    A row begins with a controller and where its groups are.
-    """
-    try:
-        text = (root / "proc/self/cgroup").read_text()
-    except OSError:
-        return
-    for (names, path), row in itertools.product(re.findall(":(.*?):(.*)", text), rows):
-        controller, mount, *_ = row
-        # A container may see its own group alone, where the mount is, by a longer path.
-        for group in (root / mount / path.lstrip("/") / "x").parents:
-            if controller in names.split(",") and group.is_relative_to(root / mount):
-                yield group, row
+def control_groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups and their parents; some may be missing."""
+    with suppress(OSError):
+        for names, path in re.findall(":(.*?):(.*)", (root / "proc/self/cgroup").read_text()):
+            # Version 2 has one hierarchy. Version 1 has one per set of controllers, which it names.
+            for name in {names, *names.split(",")} if names else ("", "unified"):
+                mount = root / "sys/fs/cgroup" / name
+                # A container may see its own group alone, as the mount, by a longer path.
+                groups = (mount / path.lstrip("/") / "x").parents
+                yield from (group for group in groups if group.is_relative_to(mount))

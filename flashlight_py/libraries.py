@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-# How builds of BLAS spell their names: NumPy's wheels first; 64_ is for 64-bit integers.
-_SPELLINGS = ("scipy_cblas_{}64_", "cblas_{}64_", "scipy_cblas_{}", "cblas_{}")
-
-
-class _Info(ctypes.Structure):
-    """The first members of a struct dl_phdr_info; see dl_iterate_phdr(3)."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
-
-
-_Note = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Info), ctypes.c_size_t, ctypes.c_void_p)
+# Names of functions in builds of BLAS, NumPy's wheels first; 64_ marks 64-bit integers.
+_SPELLINGS = ("scipy_{}64_", "{}64_", "scipy_{}", "{}")
+_RTLD_DI_LINKMAP = 2
 
 
 def paths_of(name: str) -> list[str]:
     """Return the paths of loaded libraries whose file names contain ``name``, NumPy's own first."""
-    paths = set[str]()
-
-    def note(info: Any, size: int, data: object) -> int:
-        paths.add(os.fsdecode(info.contents.name or b""))
-        return 0
-
-    ctypes.CDLL(None).dl_iterate_phdr(_Note(note), None)
-    found = [path for path in paths if name in Path(path).name]
-    return sorted(found, key=lambda path: ("numpy" not in path, path))
+    # dl_iterate_phdr(3) calls back with a lock: deadlock with an import, which has the GIL.
+    paths, link, process = set[str](), ctypes.c_void_p(), ctypes.CDLL(None)
+    process.dlinfo(ctypes.c_void_p(process._handle), _RTLD_DI_LINKMAP, ctypes.byref(link))
+    address = link.value
+    while address:  # of a struct link_map: address, name, section, next
+        _, text, _, address = (ctypes.c_void_p * 4).from_address(address)
+        paths.add(os.fsdecode(ctypes.string_at(text or b"")))
+    named = [path for path in paths if name in os.path.basename(path)]
+    return sorted(named, key=lambda path: ("numpy" not in path, path))
 
 
 def mapped(name: str) -> Iterator[ctypes.CDLL]:
     """Yield the loaded libraries whose file names contain ``name``, NumPy's own first."""
     for path in paths_of(name):
-        if os.path.exists(path):  # else its file was removed since
-            yield ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        yield ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+
+
+def functions_of(name: str, *names: str) -> Iterator[list[Any]]:
+    """Yield the functions ``names`` of each library of ``mapped(name)`` that has all of them."""
+    for library, spelling in itertools.product(mapped(name), _SPELLINGS):
+        spelled = [spelling.format(each) for each in names]
+        if all(hasattr(library, each) for each in spelled):
+            yield [library[each] for each in spelled]
 
 
 def blas(*names: str) -> tuple[Any, ...]:
-    """Return whether NumPy's BLAS has 64-bit integers, and its functions' addresses.
+    """Return whether NumPy's BLAS has 64-bit integers, and the addresses of functions ``names``.
 
-    Nothing where it cannot be found.
+    The tuple is empty if this process has loaded no BLAS.
     """
-    for library in mapped("blas"):
-        for spelling in _SPELLINGS:
-            own = [spelling.format(name) for name in names]
-            if all(hasattr(library, name) for name in own):
-                found = [ctypes.cast(library[name], ctypes.c_void_p).value for name in own]
-                return "64_" in spelling, *found
+    for functions in functions_of("blas", *(f"cblas_{name}" for name in names)):
+        pointers = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+        return functions[0].__name__.endswith("64_"), *pointers
     return ()

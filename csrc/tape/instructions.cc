@@ -12,24 +12,17 @@ namespace {
 // Call what Python gave with arguments that never change.
 class Call final : public Instruction {
  public:
-  Call(PyObject* function, PyObject* name, PyObject* args, PyObject* instead)
-      : function_(function), name_(name), args_(args), instead_(instead) {}
+  Call(PyObject* function, PyObject* args) : function_(function), args_(args) {}
 
   Outcome run(Table) override {
-    Owned found(name_ == nullptr ? nullptr : PyObject_GetAttr(function_, name_));
-    if (name_ != nullptr && found == nullptr) return Outcome::failed;
-    PyObject* function = name_ == nullptr ? function_ : found.get();
-    Owned result(PyObject_Call(function, args_, nullptr));
-    if (result != nullptr && result.get() == Py_NotImplemented && instead_ != Py_None) {
-      result.reset(PyObject_CallNoArgs(instead_));
-    }
+    const Owned result(PyObject_Call(function_, args_, nullptr));
     return result == nullptr ? Outcome::failed : Outcome::done;
   }
 
   int64_t work() const override { return -1; }
 
  private:
-  PyObject *function_, *name_, *args_, *instead_;
+  PyObject *function_, *args_;
 };
 
 // A kernel of csrc/nn.
@@ -171,13 +164,11 @@ constexpr auto read_outer = read_product<Outer, &Outer::scalar, &Outer::is_doubl
 constexpr auto read_rows =
     read_product<RowSum, &RowSum::is_double, &RowSum::from, &RowSum::to, &RowSum::rows, &RowSum::columns>;
 
-// ("call", function, args, what to call where that returns NotImplemented, or None). In place of a
-// function: (what has it, the name of the attribute), where it may be another one at each call.
+// ("call", function, args)
 std::unique_ptr<Instruction> read_call(PyObject* described) {
-  PyObject *function, *args, *instead, *attribute = nullptr;
-  if (!read(described, 1, &function, &args, &instead)) return nullptr;
-  if (PyTuple_Check(function) && !PyArg_ParseTuple(function, "OO", &function, &attribute)) return nullptr;
-  return std::make_unique<Call>(function, attribute, args, instead);
+  PyObject *function, *args;
+  if (!read(described, 1, &function, &args)) return nullptr;
+  return std::make_unique<Call>(function, args);
 }
 
 // ("native", address, work, sizes, numbers, whether each array is given, entries ...)

@@ -29,7 +29,8 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.groups.membership import Membership, divert
+from flashlight_py.distributed.failures.journal import leave_to_python
+from flashlight_py.distributed.groups.membership import Membership
 from flashlight_py.distributed.verbs import ALL_REDUCE, SCATTER
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import DistributedError, GroupClosedError
@@ -475,8 +476,8 @@ def _capturing(stream: Any) -> Iterator[list[Any]]:
 
 def record(recorder: Recorder, stack: ExitStack) -> None:
     """Let ``recorder`` note the verbs, optimizers and gradients of this thread in ``stack``."""
-    divert(1)
-    stack.callback(divert, -1)
+    leave_to_python(1)
+    stack.callback(leave_to_python, -1)
     note_gradients(stack)
     here.recorder = recorder
     stack.callback(setattr, here, "recorder", None)

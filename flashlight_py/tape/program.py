@@ -209,15 +209,13 @@ class Builder:
             function, args = function.prepared(*args), ()
         targets = list(map(self._view, note.made))
         if note.effect and not targets and not options:
-            return "call", function, args, None
+            return "call", function, args
         fill: Any = partial(function, *args, **options)
         if isinstance(function, np.ufunc) and len(targets) == 1:
             fill = partial(fill, out=targets[0])
         elif targets:
             fill = partial(_fill, targets, fill)
-        if hasattr(function, "short") and not targets:
-            return "call", *function.short(*args, **options), fill
-        return "call", fill, (), None
+        return "call", fill, ()
 
     def _describe_argument(self, number: int, value: Any) -> tuple[Any, ...]:
         kind: Any = type(value)

@@ -29,7 +29,7 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
-from flashlight_py.distributed.groups.membership import divert
+from flashlight_py.distributed.failures.journal import leave_to_python
 from flashlight_py.structure import here, require
 from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
 from flashlight_py.tape.operations import Draws, Later, are_numbers, record_verb
@@ -93,8 +93,8 @@ class Recording:
     def begin(self) -> None:
         """Let all that this thread does be noted."""
         with contextlib.ExitStack() as stack:
-            divert(1)
-            stack.callback(divert, -1)
+            leave_to_python(1)
+            stack.callback(leave_to_python, -1)
             note_gradients(stack)
             stack.callback(_tape.use_memory, _tape.use_memory(self._memory))
             stack.callback(self._ignore)

@@ -66,7 +66,7 @@ class Profile:
         self._records, self._spans = [], []
         self._offset = offset_to_rank_0(group_or_world(self._group).backend())
         journal.listener = self._records.append
-        leave_to_python(True)
+        leave_to_python(1)
 
     @in_step()
     def stop(self) -> None:
@@ -101,7 +101,7 @@ class Profile:
         if journal.listener != self._records.append:
             raise RuntimeError("profile: nothing was started that could be stopped")
         journal.listener = None
-        leave_to_python(False)
+        leave_to_python(-1)
         calls = [record.as_dict() for record in self._records]
         rank, host, now = get_world_rank(), socket.gethostname(), time.monotonic_ns()
         return RankTimeline(rank, host, os.getpid(), self._offset, now, calls, self._spans)

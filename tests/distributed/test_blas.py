@@ -20,15 +20,15 @@ PROGRAM = """
 import sys
 import flashlight_py as fl
 from flashlight_py.distributed.start import blas
-(library,) = blas._loaded()
+((get_threads, set_threads, *_),) = blas._loaded()
 if sys.argv[1:]:
-    library.ask("set_num_threads", int(sys.argv[1]))
-print(library.ask("get_num_threads"))
+    set_threads(int(sys.argv[1]))
+print(get_threads())
 fl.distributed_init()
-print(library.ask("get_num_threads"))
+print(get_threads())
 print(fl.distributed.describe().splitlines()[2])
 fl.distributed_shutdown()
-print(library.ask("get_num_threads"))
+print(get_threads())
 assert "BLAS" not in fl.distributed.describe()
 """
 
@@ -81,6 +81,6 @@ def test_another_blas_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blas.libraries, "paths_of", lambda name: [])
     blas.limit(1)
     try:
-        assert blas.describe().startswith("not set: NumPy's is no OpenBLAS")
+        assert blas.reason.startswith("not set: NumPy's is no OpenBLAS")
     finally:
         blas.restore()

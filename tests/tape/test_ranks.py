@@ -428,8 +428,23 @@ def profile_replays(rank: int, size: int, path: str) -> None:
     with mock.patch("flashlight_py.distributed.groups.membership.Membership.run", None):
         step(np.ones(3))  # which goes the short way
     with fl.profile(path):
+        fl.capture(lambda x: x + 1)(np.ones(3))  # a recording that ends before the profile
         assert_same_bits(np.full(3, 2.0), step(np.ones(3)))
     assert step.replays == 2
+
+
+def replay_after_shutdown(rank: int, size: int, folder: str) -> None:
+    step = fl.capture(lambda x: fl.all_reduce(x * 2))
+    results = [step(np.ones(3))[0], step(np.ones(3))[0]]
+    fl.distributed_shutdown()
+    results.append(step(np.ones(3))[0])
+    with fl.profile(f"{folder}/{rank}.json"):  # which makes each call go through Python
+        results.append(step(np.ones(3))[0])
+    assert (results, step.replays) == ([4, 4, 2, 2], 3)
+
+
+def test_a_replay_reduces_over_the_present_world(tmp_path: Path) -> None:
+    run_ranks(replay_after_shutdown, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("run", [partial(profile_replays, 0), partial(run_ranks, profile_replays)])

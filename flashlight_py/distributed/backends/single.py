@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
-import numpy as np
-
 from flashlight_py import _native
-from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backend import Backend, dropped
 from flashlight_py.distributed.backends.native import FLAGS, SLOWER
 from flashlight_py.distributed.backends.native_work import light_work
@@ -17,9 +13,8 @@ from flashlight_py.distributed.calls.arrays import require_length, scale_in_plac
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.call_site import folders
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.journal import Journal
-from flashlight_py.distributed.verbs import ALL_REDUCE, SCATTER
+from flashlight_py.distributed.verbs import SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Work
 
 
@@ -70,29 +65,3 @@ class SingleBackend(Backend):
             (AllOf, None, light_work(fast), {}),
             *(journal.memory, journal.notes, folders(), set(), (dropped,)),
         )
-
-
-def _is_plain(code: int, x: Any, op: Any, scale: Any) -> bool:
-    """Return whether that is a sum or a mean of an array of floats."""
-    return (
-        ((type(x) is np.ndarray and x.flags.writeable) or is_cupy(x))
-        and x.dtype.char in "fd"
-        and code == ALL_REDUCE.code
-        and op in ("sum", "avg")
-        and type(scale) is float
-        and isfinite(scale)
-    )
-
-
-def reduced_alone(
-    code: int, x: Any, out: Any, op: Any, scale: Any, root: int, tag: int, async_op: bool
-) -> Any:
-    """Reduce an array of floats in place, as a ``native`` of ``Backend.bind`` would.
-
-    It leaves no record, unless one is listened for, and is for replays of captured steps: nobody
-    else could be waited for.
-    """
-    if async_op or journal.listener is not None or not _is_plain(code, x, op, scale):
-        return NotImplemented
-    scale_in_place(x, scale)
-    return x

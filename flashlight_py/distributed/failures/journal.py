@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +57,8 @@ _journals: list[weakref.ref[Journal]] = []  # a list can be read while another t
 _latest: deque[Journal] = deque(maxlen=16)
 _made: Counter[tuple[int, ...]] = Counter()
 _forks = 0  # between the first process and this one
-_profiles = 0
+_listeners = 0  # profiles and recordings of steps, of any thread
+_leaving = threading.RLock()
 
 listener: Callable[[Record], None] | None = None
 """Called with each call as it begins, while a profile is taken."""
@@ -173,9 +175,10 @@ class Journal(Ring):
         self._errors: dict[int, str] = {}
         self._clocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._zero = 0, 0
-        self.header[_OFF] = _profiles
-        _journals[:] = [known for known in _journals if known() is not None]
-        _journals.append(weakref.ref(self))
+        with _leaving:
+            self.header[_OFF] = _listeners
+            _journals[:] = [known for known in _journals if known() is not None]
+            _journals.append(weakref.ref(self))
         if self.ranks:
             _latest.append(self)
 
@@ -386,13 +389,16 @@ def _note(error: BaseException, group: str) -> None:
         on_failure(error)
 
 
-def leave_to_python(off: bool) -> None:
-    """Have every call take the way through Python, which notes more; or no longer."""
-    global _profiles  # noqa: PLW0603  (rings that are made meanwhile must know)
-    change = int(off) - _profiles
-    _profiles = int(off)
-    for journal in _living():
-        journal.header[_OFF] = journal.header[_OFF] + change
+def leave_to_python(more: int) -> None:
+    """Have native code leave each call of any thread to Python, which notes more, until -1 ends it.
+
+    ``more``: 1 when a profile or the recording of a step begins, -1 when it ends.
+    """
+    global _listeners  # noqa: PLW0603  (rings that are made meanwhile must know)
+    with _leaving:
+        _listeners += more
+        for journal in _living():
+            journal.header[_OFF] = _listeners
 
 
 def recent() -> list[Record]:
@@ -421,8 +427,8 @@ def _living() -> list[Journal]:
 
 def _forget_in_child() -> None:
     """After a fork: the parent's calls are not the child's."""
-    global _forks  # noqa: PLW0603  (a process is forked once)
-    _forks += 1
+    global _forks, _leaving
+    _forks, _leaving = _forks + 1, threading.RLock()  # another thread may have held the other lock
     _latest.clear()
     _journals.clear()
     _made.clear()

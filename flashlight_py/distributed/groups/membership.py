@@ -8,20 +8,16 @@ other ranks may still wait for that. A shutdown closes whatever is open.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backend import Backend, dropped, left_to_python
-from flashlight_py.distributed.backends.single import reduced_alone
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.self_messages import SelfMessages
 from flashlight_py.distributed.failures import abort
@@ -109,7 +105,6 @@ class Membership:
             self._bind(backend.bind(self.journal) if first_use is None else _NO_SHORT_WAYS)
             backend.count = self.journal.count
         self.size = len(self.ranks)
-        self.native_again = reduced_alone if self.size == 1 else self.native
 
     def _bind(self, ways: Sequence[Callable[..., Any]]) -> None:
         for name, way in zip(_SHORT_WAYS, ways, strict=True):
@@ -118,16 +113,11 @@ class Membership:
     def take_short_ways(self) -> None:
         """Take the backend's short ways as they are now."""
         self.on_first_use = None
-        with _diverting:
-            for name, way in zip(_SHORT_WAYS, self.backend().bind(self.journal), strict=True):
-                if name == "native_barrier" and self.gpus is not None:
-                    continue
-                is_diverted = isinstance(getattr(self, name), functools.partial)
-                setattr(self, name, _diverted(way) if is_diverted else way)
-                if name == "native" and self.size > 1:
-                    self.native_again = way
-            if self is _world:
-                use_as_world(self)
+        self._bind(self.backend().bind(self.journal))
+        if self.gpus is not None:
+            self.native_barrier = left_to_python  # it is one of the GPUs too
+        if self is _world:
+            use_as_world(self)
 
     @property
     def is_member(self) -> bool:
@@ -190,9 +180,7 @@ class Membership:
                 )
             self.gpus = self._joiner.join_gpus(self.backend())
             self._joined.insert(0, self.gpus)
-            self.native_barrier = left_to_python  # it is one of the GPUs too
-            if self is _world:
-                use_as_world(self)
+            self.take_short_ways()
         return self.gpus
 
     def subgroup(
@@ -311,7 +299,6 @@ class Membership:
         backends, self._joined = self._joined, []
         self.gpus = self._backend = None
         self._bind(_NO_SHORT_WAYS)
-        self.native_again = left_to_python
         _watched.pop(weakref.ref(self), None)
         return backends
 
@@ -388,47 +375,12 @@ world_native: Callable[..., Any] = left_to_python
 world_native_sendrecv: Callable[..., Any] = left_to_python
 world_native_object: Callable[..., Any] = left_to_python
 world_native_barrier: Callable[..., Any] = left_to_python
-_native_again: Callable[..., Any] = left_to_python
-
-
-_diversions = 0
-_diverting = threading.Lock()
-
-
-def divert(more: int) -> None:
-    """Have threads that are recorded come to ``Membership.run`` with every call.
-
-    ``more``: 1 with a recording that begins, -1 with one that ends; others go their short ways.
-    """
-    global _diversions  # noqa: PLW0603 - the groups of all threads
-    with _diverting:
-        _diversions += more
-        groups = {*_groups(), of(None)}
-        if _diversions == more == 1:
-            for group in groups:
-                for name in _SHORT_WAYS:
-                    setattr(group, name, _diverted(getattr(group, name)))
-        elif not _diversions:
-            for group in groups:
-                for name in _SHORT_WAYS:
-                    way = getattr(group, name)
-                    if getattr(way, "func", None) is _unless_recorded:
-                        setattr(group, name, way.args[0])
-        use_as_world(of(None))
-
-
-def _diverted(short_way: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_unless_recorded, short_way)
-
-
-def _unless_recorded(short_way: Callable[..., Any], *args: Any) -> Any:
-    return short_way(*args) if here.recorder is None else NotImplemented
 
 
 def use_as_world(group: Membership) -> None:
     """Make ``group`` what stands for the world: all ranks as they are now."""
-    global _world, _native_again
-    _world, _native_again = group, group.native_again
+    global _world  # noqa: PLW0603  (the world of the process)
+    _world = group
     for name in _SHORT_WAYS:
         globals()[f"world_{name}"] = getattr(group, name)
 
@@ -444,43 +396,3 @@ def of(group: Membership | None) -> Membership:
             f"{type(group).__name__}"
         )
     return group
-
-
-class RepeatedCalls:
-    """Calls of a group, one or several of one ``name``: natively where that is plain.
-
-    It takes what each has as ``array`` and as ``out``, in turn.
-    """
-
-    def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
-        self._group, self._is_world, self.__name__ = group, group is of(None), name
-        self._calls = [replace(call, array=None, out=None) for call in calls]
-        if len(calls) == 1 and not calls[0].verb.is_message:
-            self.short = self._short
-
-    def __call__(self, *arrays: Any) -> Any:
-        if hasattr(self, "short"):
-            (holder, name), args = self._short(*arrays)
-            y = getattr(holder, name)(*args)
-            if y is not NotImplemented:
-                return y
-        work = self.begin(arrays)
-        return work.wait() if self._calls[0].blocking else work
-
-    def begin(self, arrays: Sequence[Any]) -> Work:
-        """Do the same, not by the short way."""
-        given = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
-        calls = [replace(call, array=array, out=out) for call, array, out in given]
-        group = self._group
-        return group.run(calls[0]) if len(calls) == 1 else group.run_many(calls, self.__name__)
-
-    def _short(self, array: Any, out: Any) -> tuple[tuple[Any, str], tuple[Any, ...]]:
-        """Return where the short way is to be found at each call, and what it takes.
-
-        It knows operations by the identity of their names, as they are in source code.
-        """
-        (call,) = self._calls
-        op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
-        world = sys.modules[__name__], "_native_again"
-        place = world if self._is_world else (self._group, "native_again")
-        return place, (call.verb.code, array, out, op, call.scale, call.root, 0, not call.blocking)

@@ -31,11 +31,11 @@ _KEPT = 1 / 20
 # What is reserved between two questions, as others may take memory meanwhile.
 _PIECE = 256 << 20
 
-# See ``control_groups``: the files of what one may have and has, and how its caches are named.
-_CONTROLLERS = [
-    ("", "sys/fs/cgroup", "memory.max", "memory.current", ""),
-    ("", "sys/fs/cgroup/unified", "memory.max", "memory.current", ""),
-    ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+# The files of a control group with its limit and its use, and a prefix of its caches: of version 2
+# and of version 1.
+_FILES = [
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 ]
 
 
@@ -115,7 +115,7 @@ def _limits(root: Path) -> list[tuple[Path, int, str, str, str]]:
     """Return the control groups above this process that may have less than the machine has."""
     machine = _known(lambda: 1024 * int(_words_after(root / "proc/meminfo")["MemTotal:"]))
     found = []
-    for group, (_, _, name, used, caches) in control_groups(root, _CONTROLLERS):
+    for group, (name, used, caches) in itertools.product(control_groups(root), _FILES):
         limits = _known(lambda file: int(file.read_text()), group / name)
         found += [(group, limit, name, used, caches) for limit in limits]
     return [each for each in found if each[1] < min(machine, default=sys.maxsize)]

@@ -124,7 +124,7 @@ def describe() -> str:
     world = current_world()
     group = world.group
     backend = group.backend()
-    threads = f"\nBLAS threads: {blas.describe()}" if world.threads else ""
+    threads = f"\nBLAS threads: {blas.reason}" if world.threads else ""
     gpus = "" if group.gpus is None else f"\nCuPy arrays: {group.gpus.path}"
     return (
         f"rank {group.rank} of {group.size}, {world.local_rank} of {world.local_size} here\n"

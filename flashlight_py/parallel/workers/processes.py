@@ -268,7 +268,7 @@ class TeamResources:
         if os.getpid() == self.pid:  # not in a process that was forked from it
             for worker in self.workers:
                 worker.end()
-            blas.restore_each(self.limited)
+            blas.restore(self.limited)
         while self.memories:
             self.memories.pop().close()
 
@@ -339,8 +339,7 @@ class Team:
             self._workers.append(Worker(name, _serve_share, args, fds, variables))
         for worker in self._workers:
             worker.wait_for_start()
-        if not blas.chosen():
-            self.held.limited += blas.limit_each(max(1, cores // (count + 1)))
+        self.held.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
         """Return whether workers map these parameters; a new array of the same kind is copied."""

@@ -1,0 +1,29 @@
+"""Loaded libraries are listed whatever other threads do and whatever becomes of the files."""
+
+from __future__ import annotations
+
+import _ctypes
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# `PyDLL` keeps the GIL during dlopen, as an import of an extension module does. All files are gone
+# before one is asked for.
+OPENS_AND_LISTS = """
+import ctypes, os, sys, threading
+from flashlight_py import libraries
+
+listing = threading.Thread(target=lambda: [libraries.paths_of("blas") for _ in range(500)])
+listing.start()
+for path in sys.argv[1:]:
+    assert ctypes.PyDLL(None).dlopen(path.encode(), 2)
+    os.remove(path)
+listing.join()
+assert len([*libraries.mapped("copy_of_a_library")]) == len(sys.argv) - 1
+"""
+
+
+def test_libraries_are_listed_while_another_thread_opens_them(tmp_path: Path) -> None:
+    files = [shutil.copy(_ctypes.__file__, tmp_path / f"copy_of_a_library{n}") for n in range(300)]
+    subprocess.run([sys.executable, "-c", OPENS_AND_LISTS, *files], timeout=60, check=True)
