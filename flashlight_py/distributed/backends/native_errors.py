@@ -93,17 +93,14 @@ def failure(
 
 def _ended_normally(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
     """Say how many calls the first of ``missing`` made before it left, if it made fewer."""
-    words, signatures = (
-        "it ended normally or closed this group",
-        backend.lib.fl_op_signatures(handle),
-    )
-    if signatures == backend.ffi.NULL or not missing:
+    words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
+    if calls == backend.ffi.NULL or not missing:
         return words  # a message: nobody knows how many there are
-    calls, theirs = signatures[backend.rank].sequence, signatures[missing[0]].sequence
-    number = number or backend.count[0] or calls
-    made = min(number - 1, theirs + number - calls)  # of a call of several steps it may lack one
-    fewer = f", {number - made} fewer than this rank"
-    return f"{words} after {made} calls of it{fewer}" if theirs < calls else words
+    ours, theirs = (calls[rank].sequence for rank in (backend.rank, missing[0]))
+    number = number or backend.count[0] or ours
+    made = min(number - 1, theirs + number - ours)  # of a call of several steps it may lack one
+    fewer = f" after {made} calls of it, {number - made} fewer than this rank"
+    return words + fewer * (theirs < ours)
 
 
 def words_of_traceback(backend: NativeGroup, traceback: str) -> str:

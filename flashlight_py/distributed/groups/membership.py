@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
@@ -396,3 +397,30 @@ def of(group: Membership | None) -> Membership:
             f"{type(group).__name__}"
         )
     return group
+
+
+class RepeatedCalls:
+    """Repeats ``calls`` with the ``array`` and ``out`` of each, in a group or the present world."""
+
+    def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
+        self._group, self.__name__ = None if group is of(None) else group, name
+        self._calls = [replace(call, array=None, out=None) for call in calls]
+        call = calls[0]  # native code compares names of operations by identity
+        op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
+        self._rest = op, call.scale, call.root, 0, not call.blocking
+
+    def __call__(self, *arrays: Any) -> Any:
+        call, group = self._calls[0], self._group
+        if len(self._calls) == 1 and not call.verb.is_message:
+            native = world_native if group is None else group.native
+            if (y := native(call.verb.code, *arrays, *self._rest)) is not NotImplemented:
+                return y
+        work = self.begin(arrays)
+        return work.wait() if call.blocking else work
+
+    def begin(self, arrays: Sequence[Any]) -> Work:
+        """Start the calls through Python."""
+        given = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
+        calls = [replace(call, array=array, out=out) for call, array, out in given]
+        several, group = len(calls) > 1, of(self._group)
+        return group.run_many(calls, self.__name__) if several else group.run(calls[0])

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import zip_longest
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
@@ -125,18 +125,41 @@ class WorkerMemory:
 
 
 class WorkerShare:
-    """The function of worker ``number``, with parameters in shared memory, and graphs."""
+    """The share of worker ``number``: parameters in shared memory, and graphs."""
 
-    def __init__(self, number: int, fds: Sequence[int], params: Any, grads: Any) -> None:
+    def __init__(
+        self, takes_output: bool, number: int, fds: Sequence[int], params: Any, grads: Any
+    ) -> None:
         model, self._box = map(WorkerMemory, fds)
         self._params = [Variable(array) for array in model.views(params)]
         for param, grad in zip(self._params, model.views(grads), strict=True):
             param.buffer = grad
         model.close()
-        self._number, self._module = number, b""
+        self._takes_output, self._number, self._module = takes_output, number, b""
         self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # inputs and results
 
-    def __call__(
+    def __call__(self, link: Connection) -> None:
+        """Answer requests until ``link`` ends, by a failure or None, the answer, and printed text.
+
+        The answer of a failure is a pickle of the exception, empty if there can be none.
+        """
+        while True:
+            try:
+                request = link.recv()
+            except (EOFError, ConnectionResetError):
+                return
+            failure, printed = None, io.StringIO()
+            out, err = (printed, printed) if self._takes_output else (sys.stdout, sys.stderr)
+            with redirect_stdout(out), redirect_stderr(err):
+                try:
+                    answer: Any = self._answer(*request)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
+                    failure, answer = Failure.of_exception(error, time.monotonic()), b""
+                    with suppress(TypeError):
+                        answer = dumps(error)
+            link.send((failure, answer, printed.getvalue()))
+
+    def _answer(
         self, module: bytes | None, kept: list[int], method: str, places: Any, *arguments: Any
     ) -> Answer:
         """Return an answer with the arrays' places, None for the gradient of a parameter.
@@ -192,34 +215,6 @@ class WorkerShare:
         return leaves | {param: (True, n) for n, param in enumerate(self._params)}
 
 
-def _serve_share(takes_output: bool, *args: Any) -> Callable[[Connection], None]:
-    """Make a share; return the function that answers requests until the link ends."""
-    return partial(_answer_requests, WorkerShare(*args), takes_output)
-
-
-def _answer_requests(answer: Callable[..., Answer], takes_output: bool, link: Connection) -> None:
-    """Send a failure, or None, the result of ``answer(*request)``, and the printed text.
-
-    The result of a failure is a pickle of the exception, empty if there can be none. The text is
-    empty unless this function ``takes_output``.
-    """
-    while True:
-        try:
-            request = link.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        failure, printed = None, io.StringIO()
-        out, err = (printed, printed) if takes_output else (sys.stdout, sys.stderr)
-        with redirect_stdout(out), redirect_stderr(err):
-            try:
-                result: Any = answer(*request)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
-                failure, result = Failure.of_exception(error, time.monotonic()), b""
-                with suppress(TypeError):
-                    result = dumps(error)
-        link.send((failure, result, printed.getvalue()))
-
-
 def _leaves_below(result: Part) -> list[Variable]:
     """Return the leaves that a backward pass from ``result`` would reach."""
     if not isinstance(result, Variable) or not result.calc_grad:
@@ -236,10 +231,9 @@ def _leaves_below(result: Part) -> list[Variable]:
 
 
 def _answer_of(worker: Worker) -> Any:
-    """Return the next answer of ``worker``; blocks until it has arrived.
+    """Return the next answer of ``worker``, and print the text of the share; blocks.
 
-    If the share raised, the answer is a RankFailedError, with the exception as its cause if that
-    can be pickled. The text that it printed is printed line by line behind ``[number]``.
+    If the share raised, it is a RankFailedError, with the cause if that can be pickled.
     """
     failure, result, printed = worker.receive()
     for line in printed.splitlines():
@@ -334,9 +328,9 @@ class Team:
         variables = thread_variables(os.environ, count + 1, cores)
         for number, box in enumerate(self._boxes, 1):
             name, fds = (WHAT, number, count + 1), (model.fd, box.fd)
-            # In a notebook; what processes print themselves does not reach the object in its place.
+            # A notebook's own object is in the place of stdout: a process would not print to it.
             args = sys.stdout is not sys.__stdout__, number, fds, sets[0], sets[number]
-            self._workers.append(Worker(name, _serve_share, args, fds, variables))
+            self._workers.append(Worker(name, WorkerShare, args, fds, variables))
         for worker in self._workers:
             worker.wait_for_start()
         self.held.limited += blas.limit_each(max(1, cores // (count + 1)))
