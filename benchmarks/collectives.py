@@ -116,8 +116,13 @@ def _case(verb: str, dtype: str, nbytes: int, ranks: int) -> Case:
     return Case(Measurement(verb, dtype, nbytes, ranks), task, VERBS[verb].arrays(ranks) * nbytes)
 
 
-def _meaning(verb: Verb, rank: int, ranks: int) -> float:
-    """Return what ``rank`` has in the end if rank r gave r + 1 everywhere."""
+def _meaning(verb: Verb, rank: int, ranks: int) -> float | None:
+    """Return what ``rank`` has in the end if rank r gave r + 1 everywhere; None: MPI does not say.
+
+    That is the result of rank 0 in an exclusive prefix reduction.
+    """
+    if verb.prefix and not verb.fills(rank, 0):
+        return None
     call, given = Call(verb), [np.array(r + 1.0) for r in range(ranks)]
     result = MEANINGS[verb](given, rank, call) if verb.fills(rank, call.root) else given[rank]
     return float(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -50,16 +51,18 @@ BEHIND: dict[str, Verb] = {
 }
 
 
-def call_once_more(group: Group, rounds: int) -> None:
-    """Rank 1 leaves after ``rounds`` calls; the others call once more."""
-    for _ in range(rounds):
-        group.all_reduce(np.ones(3))
+def call_once_more(group: Group, rounds: int, async_op: bool) -> None:
+    """Rank 1 leaves after ``rounds`` calls; the others start three more, and wait for one."""
+    count = rounds + 3 * (group.rank != 1)
+    works = [group.all_reduce(np.ones(3), async_op=True) for _ in range(count * async_op)]
+    for n in range(rounds):
+        works[n].wait() if async_op else group.all_reduce(np.ones(3))
     if group.rank == 1:
         return
     left = rf"lost rank 1 \(it ended normally or closed this group after {rounds} calls of it, "
     advice = r"1 fewer than (this rank|rank 0).*drop_last=True of DistributedSampler.*fl.join\(\)"
     with pytest.raises(fl.errors.PeerLostError, match=f"{left}{advice}"):
-        group.all_reduce(np.ones(3))
+        works[rounds].wait() if async_op else group.all_reduce(np.ones(3))
 
 
 def wait_for_one_that_left(group: Group, name: str) -> None:
@@ -124,9 +127,9 @@ def test_who_waits_for_a_message_of_one_that_has_closed_the_group(backend: str, 
 
 
 def leave_a_group_early(rank: int, size: int) -> None:
-    for rounds in (0, 3):
+    for rounds, async_op in itertools.product((0, 3), (False, True)):
         with contextlib.closing(fl.new_group(range(size))) as group:
-            call_once_more(group, rounds)
+            call_once_more(group, rounds, async_op)
         fl.barrier()
 
 

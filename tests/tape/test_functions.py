@@ -45,7 +45,8 @@ def test_function(case: Case, dtype: str) -> None:
     random = np.random.default_rng(1)
     shapes = [array.shape for array in case.arrays]
     noise = [[np.asarray(random.random(s) / 100, dtype) for s in shapes] for _ in range(20)]
-    compare(make, map(tuple, noise))
+    # NumPy makes the indices of pad out of sight: the second call shows that they are constant.
+    compare(make, map(tuple, noise), eager=2 if case.name == "pad_reflect" else 1)
 
 
 @DTYPES

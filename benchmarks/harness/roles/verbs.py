@@ -247,7 +247,7 @@ class CollectiveRole(Role):
         if task["verb"] in VERBS:
             return expected(task["verb"], self.rank, self.size)
         value = task["means"][self.rank]
-        return Expected(1, value, value)
+        return None if value is None else Expected(1, value, value)
 
     def _compare(self, verb: str, wanted: Expected | None, count: int, result: Any) -> None:
         """A library that computes something else has no place in the table."""

@@ -100,7 +100,7 @@ def _ended_normally(backend: NativeGroup, handle: Any, missing: Sequence[int], n
     number = number or backend.count[0] or ours
     made = min(number - 1, theirs + number - ours)  # of a call of several steps it may lack one
     fewer = f" after {made} calls of it, {number - made} fewer than this rank"
-    return words + fewer * (theirs < ours)
+    return words + (fewer if theirs < ours else "")
 
 
 def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
