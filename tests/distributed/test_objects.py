@@ -13,6 +13,7 @@ from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
+from tests.distributed.told import told_now_or_later
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3))
 
@@ -77,6 +78,18 @@ def wrong_arguments(rank: int, size: int) -> None:
 
 def test_wrong_roots_are_refused(ranks: Any) -> None:
     ranks.run(wrong_arguments)
+
+
+def roots_that_differ(rank: int, size: int) -> None:
+    """Each pair of roots: both have an object to give, none of them, and only one."""
+    for one, other in ((0, 1), (1, 0), (2, 1)) if size > 1 else ():
+        root = one if rank == 0 else other
+        told_now_or_later(lambda root=root: fl.broadcast_object([rank], root))
+        assert fl.broadcast_object([rank], other) == [other]
+
+
+def test_broadcast_object_raises_if_the_roots_differ(ranks: Any) -> None:
+    ranks.run(roots_that_differ)
 
 
 def test_a_root_must_have_one_object_for_each_rank() -> None:

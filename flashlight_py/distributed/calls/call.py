@@ -16,7 +16,7 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import name_of
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, RECV, SCATTER, Verb
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BROADCAST, RECV, SCATTER, Verb
 
 ANY_RANK = -1
 """The peer of a receive that takes what any rank sends."""
@@ -185,10 +185,11 @@ def in_words(
 ) -> str:
     """Return a call as it is written: ``about`` is its array in words, ``rows`` empty if equal.
 
-    The root of an all_reduce is a digest of the shapes of the arrays that it packs, or 0.
+    The root of an all_reduce is a digest of the shapes of the arrays that it packs, or 0. That of
+    an all_gather is the root of the call of which it is a step.
     """
-    if verb is ALL_REDUCE and root:
-        about += f" of packed arrays #{root:x}"
+    if root and verb in (ALL_REDUCE, ALL_GATHER):
+        about += f" of packed arrays #{root:x}" if verb is ALL_REDUCE else f" for rank {root}"
     short = f"{scale:g}"  # where it says all of it: unequal ones must look unequal
     exact = short if float(short) == scale else repr(scale)
     values = {"op": op.name.lower(), "scale": exact, "root": root, "tag": tag, "rows": rows}
