@@ -31,7 +31,9 @@ def _transpose(self: Variable, *axes: Any) -> Variable:
 def _missing(self: Variable, name: str) -> Any:
     """Raise the AttributeError of an attribute, with what to write instead if that is known."""
     instead = _INSTEAD.get(name, f"x.numpy().{name}" if hasattr(np.ndarray, name) else "")
-    instead = f"fl.autograd.functions.{name}(x)" if hasattr(functions, name) else instead
+    instead = (
+        f"fl.autograd.functions.{name}(x)" if callable(getattr(functions, name, 0)) else instead
+    )
     words = f"; write {instead}" if instead and name[0] != "_" else ""
     raise AttributeError(f"a Variable x has no attribute {name!r}{words}", name=name, obj=self)
 
@@ -41,6 +43,7 @@ _INSTEAD = {
     **{"clone": "x.copy()", "dim": "x.ndim", "numel": "x.size", "requires_grad": "x.calc_grad"},
     **{"view": "x.reshape(shape)", "permute": "x.transpose(axes)", "ravel": "x.flatten()"},
     **{"unsqueeze": "fl.autograd.functions.expand_dims(x, axis)", "dot": "x @ y"},
+    **{"take": "np.take(x, indices, axis)", "swapaxes": "x.transpose(axes)"},
     **dict.fromkeys(("cpu", "cuda", "to"), "fl.device.to_device(x.array, device)"),
 }
 
@@ -58,13 +61,12 @@ def _dot(a: Operand, b: Operand) -> Variable:
 
 
 def _split(ary: Variable, indices_or_sections: Any, axis: int = 0) -> list[Variable]:
-    if not isinstance(indices_or_sections, int):
-        indices_or_sections = np.diff([0, *indices_or_sections, ary.shape[axis]]).tolist()
-    return dimensions.split(ary, indices_or_sections, axis)
+    parts = np.split(np.arange(ary.shape[axis]), indices_or_sections)
+    return dimensions.split(ary, [len(part) for part in parts], axis)
 
 
 def _take(a: Any, indices: Any, axis: int | None = None) -> Variable:
-    where = (indices,) if axis is None else (*(slice(None),) * (axis % a.ndim), indices)
+    where = (indices,) if axis is None else (*(slice(None),) * range(a.ndim)[axis], indices)
     return dimensions.index(dimensions.flat(a) if axis is None else a, where)
 
 

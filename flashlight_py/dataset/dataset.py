@@ -153,7 +153,8 @@ def _rows(array: Any, indices: Indices) -> Array:
     """Return the rows at ``indices``; of an array that is not in memory, each is read once."""
     if hasattr(array, "__array_ufunc__") or hasattr(array, "__dlpack__"):
         return array[indices]  # type: ignore[no-any-return]
-    ascending, places = np.unique(indices, return_inverse=True)  # h5py takes no other order
+    rows = np.add(indices, np.less(indices, 0) * array.shape[0])
+    ascending, places = np.unique(rows, return_inverse=True)  # h5py takes no other order
     return array[ascending][places]  # type: ignore[no-any-return]
 
 

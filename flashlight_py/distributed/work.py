@@ -83,11 +83,11 @@ class Work(abc.ABC, Generic[Result_co]):
 
 
 def _wait_for(work: Work, ended: futures.Future[Any]) -> None:
-    ended.set_running_or_notify_cancel()  # a task that is cancelled does not cancel it any more
-    try:
-        ended.set_result(work.wait())
-    except BaseException as failure:  # noqa: BLE001 - of the task that awaits it
-        ended.set_exception(failure)
+    if ended.set_running_or_notify_cancel():  # from here on no task that ends cancels it
+        try:
+            ended.set_result(work.wait())
+        except BaseException as failure:  # noqa: BLE001 - of the task that awaits it
+            ended.set_exception(failure)
 
 
 def limit_passed(where: str, timeout: float) -> CollectiveTimeoutError:

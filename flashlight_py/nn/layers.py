@@ -59,6 +59,7 @@ class Plain(Module):
         shown.pop("training", None)
         words = [f"{name}={value!r}" for name, value in shown.items()]
         words[:1] = [repr(value) for value in [*shown.values()][:1]]
+        words += ["bias=False"] * ("bias" in vars(self) and vars(self)["bias"] is None)
         return f"{type(self).__name__}({', '.join(words)})"
 
 
@@ -319,7 +320,7 @@ class ExponentialMovingAverage(Module):
         self.module._replace_arrays(widened)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        return self.module(*inputs, **options)
+        return self.module.eval()(*inputs, **options)  # also after train() of a parent
 
     def update(self, module: Module) -> None:
         """Move the averages toward the parameters of ``module``, and copy buffers.
@@ -328,6 +329,6 @@ class ExponentialMovingAverage(Module):
         """
         state = {**module.state_dict()}
         for name, variable in self.module.named_params().items():
-            if name in state:
+            if name in state and state[name].shape == variable.shape:
                 state[name] = variable.data + (state[name] - variable.data) * (1 - self.decay)
         self.module.load_state_dict(state)

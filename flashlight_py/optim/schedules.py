@@ -245,8 +245,8 @@ class SequentialLR(LearningRateSchedule):
     steps, rising. From then on only this schedule's ``step()`` is called.
 
     Raises:
-        ValueError: also if a schedule is of another optimizer, or the milestones do not rise or are
-            not one less than the schedules.
+        ValueError: also if a schedule is of another optimizer or follows a metric, or the
+            milestones do not rise or are not one less than the schedules.
 
     Example:
         >>> optimizer = fl.optim.SGDOptimizer([fl.param(np.ones(2))], lr=1.0)
@@ -269,6 +269,8 @@ class SequentialLR(LearningRateSchedule):
             )
         if any(each.optimizer is not optimizer for each in schedulers):
             raise ValueError("SequentialLR: a schedule was made for another optimizer")
+        if any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
+            raise ValueError("SequentialLR: ReduceLROnPlateau follows a metric, not the steps")
 
         def formula(base: float, step: int) -> float:
             turn = bisect_right(begins, step) - 1
@@ -295,14 +297,17 @@ class ReduceLROnPlateau(LearningRateSchedule):
         threshold: float = 1e-4, threshold_mode: str = "rel", cooldown: int = 0,
         min_lr: float = 0.0,
     ) -> None:  # fmt: skip
-        if mode not in ("min", "max") or threshold_mode not in ("rel", "abs"):
-            raise ValueError(f"{mode=} must be min or max, {threshold_mode=} rel or abs")
-        factor, low = check_at_least_zero("factor", factor), check_at_least_zero("min_lr", min_lr)
+        if mode not in ("min", "max") or threshold_mode not in ("rel", "abs") or not factor < 1:
+            raise ValueError(
+                f"{mode=} must be min or max, {threshold_mode=} rel or abs, and {factor=} below 1"
+            )
+        for name in ("factor", "patience", "threshold", "cooldown", "min_lr"):
+            check_at_least_zero(name, locals()[name])
         self._sign, self._is_relative = (1 if mode == "min" else -1), threshold_mode == "rel"
         self._threshold, self._patience, self._cooldown = threshold, patience, cooldown
         self._memory = {"best": math.inf, "bad": 0, "cooling": 0, "cuts": 0}
         cuts: Any = lambda: self._memory["cuts"]  # noqa: E731
-        super().__init__(optimizer, lambda base, _: min(base, max(base * factor ** cuts(), low)))
+        super().__init__(optimizer, lambda base, _: min(base, max(base * factor ** cuts(), min_lr)))
 
     def step(self, metric: Any) -> None:  # type: ignore[override]
         """Look at ``metric``, a number or what ``float`` takes, and set the rate."""

@@ -106,8 +106,8 @@ class DistributedDataContainer(Dataset):
         if not hasattr(data, "__getitem__"):
             raise TypeError(f"{what} cannot be indexed by []")
         try:
-            shape = getattr(data, "shape", ())  # arrays of zarr have no len
-            length = shape[0] if shape else len(data)
+            # Arrays of zarr have no len; and what has one may have the shape of a sample.
+            length = len(data) if hasattr(data, "__len__") or not data.shape else data.shape[0]
         except TypeError as error:
             raise TypeError(f"{what} has no length ({error})") from error
         self._positions = contiguous_share(length, self._share.rank, self._share.size)

@@ -25,14 +25,7 @@ from flashlight_py.structure import changed, count, here
 from flashlight_py.tape.arrays import Array, Recorded
 from flashlight_py.tape.operands import CannotCapture, Memory
 from flashlight_py.tape.operations import are_numbers, record_step
-from flashlight_py.tape.program import (
-    SLOTS,
-    Builder,
-    arrays_of,
-    room_like,
-    stood_for,
-    unwrapped,
-)
+from flashlight_py.tape.program import SLOTS, Builder, arrays_of, room_like, stood_for, unwrapped
 from flashlight_py.tape.recording import (
     CtrlC,
     Note,

@@ -154,6 +154,15 @@ def test_what_has_no_derivative_is_refused_and_names_ours(name: str) -> None:
     np.testing.assert_array_equal(REFUSED[name](fl.input(A)), expected)
 
 
+@pytest.mark.parametrize("sections", [[1, 100], [-1], [], 2, np.int64(4)])
+def test_a_variable_is_split_as_an_array_is(sections: Any) -> None:
+    x = fl.param(A)
+    for part, expected in zip(np.split(x, sections, 1), np.split(A, sections, 1), strict=True):
+        np.testing.assert_array_equal(part.numpy(), expected)
+    with pytest.raises(IndexError):
+        np.take(x, [0], axis=5)
+
+
 def test_a_variable_is_no_output_and_a_product_has_no_more_dimensions() -> None:
     x = fl.param(np.ones((2, 2, 2)))
     with pytest.raises(TypeError, match="cannot write to a Variable"):

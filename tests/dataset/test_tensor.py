@@ -87,7 +87,7 @@ def stored(request: Any, tmp_path: Path) -> Any:
         yield [file.create_dataset(str(a.ndim), data=a) for a in (X, Y)]
 
 
-@pytest.mark.parametrize("indices", [[3, 1, 2], [1, 1, 0], [0, 2], [2], []])
+@pytest.mark.parametrize("indices", [[3, 1, 2], [1, 1, 0], [0, 2, -1], [2], []])
 def test_take_of_arrays_in_files_keeps_order_and_duplicates(
     stored: Any, indices: list[int]
 ) -> None:

@@ -132,8 +132,12 @@ def test_a_moving_average_follows_the_parameters_and_copies_buffers(tmp_path: Pa
     other = fl.nn.ExponentialMovingAverage(model, 0.75)
     fl.load(tmp_path, module=[model, other])
     np.testing.assert_array_equal(other(x).array, average(x).array)
+    average.train()  # as a parent does
+    np.testing.assert_array_equal(other(x).array, average(x).array)
     with pytest.raises(ValueError, match="missing"):
         average.update(fl.nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="shape"):  # that would be broadcast
+        fl.nn.ExponentialMovingAverage(fl.nn.Linear(3, 2)).update(fl.nn.Linear(3, 1))
     with pytest.raises(ValueError, match="decay must be 0 to 1, got 2"):
         fl.nn.ExponentialMovingAverage(model, 2)
 

@@ -307,6 +307,12 @@ def test_a_rate_below_the_lowest_one_stays() -> None:
     assert optimizer.lr == 0.1
     with pytest.raises(ValueError, match="mode='least' must be min or max"):
         ReduceLROnPlateau(optimizer, "least")
+    with pytest.raises(ValueError, match=r"factor=1\.0 below 1"):
+        ReduceLROnPlateau(optimizer, factor=1.0)
+    with pytest.raises(ValueError, match="patience must be at least 0, got -1"):
+        ReduceLROnPlateau(optimizer, patience=-1)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau follows a metric"):
+        SequentialLR(optimizer, [schedule], [])
 
 
 def test_a_checkpoint_and_synchronize_take_a_plateau(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ BOUND = st.none() | st.integers(-15, 15)
 
 
 class OnlyGet:
-    """The least that data may be."""
+    """The least that data may be; ``shape`` is that of a sample."""
+
+    shape = (3, 32, 32)
 
     def __len__(self) -> int:
         return 7

@@ -82,7 +82,7 @@ def squeeze(x: Input, axis: Axis = None) -> Variable:
 def expand_dims(x: Input, axis: int | Sequence[int]) -> Variable:
     """Return ``x`` with new dimensions of size 1, at ``axis`` of the result; a view."""
     x = as_variable(x)
-    axes = _axes(axis, x.ndim + (1 if isinstance(axis, int) else len(axis)))
+    axes = _axes(axis, x.ndim + (len(axis) if hasattr(axis, "__len__") else 1))
     sizes = iter(x.shape)
     return reshape(x, [1 if a in axes else next(sizes) for a in range(x.ndim + len(axes))])
 
@@ -141,6 +141,7 @@ def stack(variables: Sequence[Input], axis: int = 0) -> Variable:
     Raises:
         ValueError: no variables, unequal shapes, or no such axis.
     """
+    variables = [as_variable(each) for each in variables]
     shapes = [each.shape for each in variables]
     if len(set(shapes)) != 1:
         raise ValueError(f"stack: expected variables of one shape, got {shapes}")
@@ -403,7 +404,7 @@ def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     """Return the dimensions to reduce as numbers of 0 .. ndim - 1."""
     if axis is None:
         return tuple(range(ndim))
-    named = (axis,) if isinstance(axis, int) else tuple(axis)
+    named = tuple(axis) if hasattr(axis, "__iter__") else (axis,)
     axes = tuple(a + ndim if a < 0 else a for a in named)
     if len(set(axes)) < len(axes) or not all(0 <= a < ndim for a in axes):
         raise ValueError(f"axis {axis} does not name distinct dimensions of {ndim}")

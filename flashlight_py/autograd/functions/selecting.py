@@ -143,6 +143,8 @@ def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
 def sort(x: Input, axis: int = -1) -> Variable:
     """Return the elements along ``axis`` in rising order, nan last; no such axis: ValueError."""
     x = as_variable(x)
+    if axis not in range(-x.ndim, x.ndim):
+        raise ValueError(f"sort: there is no axis {axis} of shape {x.shape}")
     order = array_module(x.data).argsort(x.data, axis=axis, kind="stable")
     return _gather(x, _flat(order, x.data, axis))
 

@@ -7,13 +7,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.api.verb_call import (
-    Group,
-    Output,
-    finish,
-    packed_natively,
-    refusing,
-)
+from flashlight_py.distributed.api.verb_call import Group, Output, finish, packed_natively, refusing
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import Apart, check_rank

@@ -16,13 +16,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.messages import recv, send
 from flashlight_py.distributed.api.verb_call import Group, reason_of, refusing
-from flashlight_py.distributed.backends.exchange import (
-    LATER,
-    PROBLEM,
-    Frame,
-    Steps,
-    read_frames,
-)
+from flashlight_py.distributed.backends.exchange import LATER, PROBLEM, Frame, Steps, read_frames
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank
 from flashlight_py.distributed.failures.journal import (
