@@ -20,7 +20,7 @@ import textwrap
 import timeit
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from subprocess import PIPE, STDOUT, TimeoutExpired, run
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from flashlight_py.doctor import FAILED, MISSING, OK, WARNING, Finding
 from flashlight_py.launch.failures import Tail
 
 _NARROWEST = 30
+_GRACE_SECONDS = 10.0  # of a launcher that ends its ranks
 MPI_SECONDS = 60.0  # at most, to load MPI or to ask mpirun for its version
 _RANK = ("-m", "flashlight_py.doctor", "--rank")
 # The variables by which mpirun tells a process its rank: no command of the doctor is a rank.
@@ -103,20 +104,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, Any], str]:
-    """Run ``command`` for ``timeout`` seconds at most; flrun and mpirun end their ranks then.
+    """Run ``command`` for ``timeout`` seconds at most; none of its processes is left.
 
     Returns its output, the facts in its last line of JSON, and the problem, also if it has none.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
+    pipes: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "start_new_session": True}
     try:
-        done = run(
-            command, input=b"", stdout=PIPE, stderr=STDOUT, timeout=timeout, env=env, check=False
-        )
-    except TimeoutExpired:
-        return "", {}, f"has not ended within {timeout:g} s"
+        with Popen(command, env=env, **pipes) as process:
+            try:
+                output = process.communicate(timeout=timeout)[0].decode(errors="replace")
+            except TimeoutExpired:
+                process.terminate()  # a launcher ends ranks, also in other sessions
+                with contextlib.suppress(TimeoutExpired):
+                    process.wait(_GRACE_SECONDS)
+                return "", {}, f"has not ended within {timeout:g} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
     except OSError as error:
         return "", {}, str(error)
-    output = done.stdout.decode(errors="replace")
     facts, tail, last = dict[str, Any](), Tail(), "it wrote nothing"
     for line in filter(str.strip, output.splitlines()):
         tail.read(line.encode())
@@ -124,8 +131,8 @@ def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, A
         with contextlib.suppress(ValueError):  # no brace, or no JSON after it
             facts = dict(json.loads(line[line.index("{") :])) or facts
     # The last line is the report of flrun; after mpirun's own, a traceback says more.
-    problem = f"exit code {done.returncode}: {(tail.errors or [last])[-1]}"
-    return output, facts, problem if done.returncode or not facts else ""
+    problem = f"exit code {process.returncode}: {(tail.errors or [last])[-1]}"
+    return output, facts, problem if process.returncode or not facts else ""
 
 
 _MPI_REMEDY = "pip install 'flashlight-py[mpi]' (MPICH), or an MPI of your system and mpi4py"

@@ -225,6 +225,7 @@ exit 3
 """
 
 
+@pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize(
     ("backend", "script", "timeout", "words"),
     [
