@@ -15,7 +15,7 @@ _RTLD_DI_LINKMAP = 2
 
 def paths_of(name: str) -> list[str]:
     """Return the paths of loaded libraries whose file names contain ``name``, NumPy's own first."""
-    # dl_iterate_phdr(3) calls back with a lock: deadlock with an import, which has the GIL.
+    # dl_iterate_phdr(3) holds a lock in its callback: deadlock with an import that holds the GIL.
     paths, link, process = set[str](), ctypes.c_void_p(), ctypes.CDLL(None)
     process.dlinfo(ctypes.c_void_p(process._handle), _RTLD_DI_LINKMAP, ctypes.byref(link))
     address = link.value

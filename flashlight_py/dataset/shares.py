@@ -89,8 +89,8 @@ def partition_by_round_robin(
 def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     """Return a permutation of ``n`` samples that ``seed`` and ``epoch`` alone decide.
 
-    Each sample draws a key of 64 bits, whose last bits its number replaces, and the keys are
-    sorted. Only integers take part: those of PCG64 (O'Neill 2014, "PCG: A Family of Simple Fast
+    Each sample draws a key of 64 bits, its number is written into the lowest bits, and the keys
+    are sorted. Only integers take part: those of PCG64 (O'Neill 2014, "PCG: A Family of Simple Fast
     Space-Efficient Statistically Good Algorithms for Random Number Generation"), whose stream NumPy
     guarantees for a fixed seed. So the permutation is the same on every platform and with every
     NumPy, which ``Generator.permutation`` does not promise.

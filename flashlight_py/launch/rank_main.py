@@ -41,6 +41,8 @@ def main() -> None:
     folder, task = sys.argv[1], int(sys.argv[2])
     link = Connection(int(sys.argv[3]))
     os.set_inheritable(link.fileno(), False)  # its end must mean the end of this process
+    os.set_blocking(link.fileno(), True)  # also where gevent has patched the parent's sockets
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # which the parent may have blocked
     die_with_parent(int(sys.argv[4]))
     signal.signal(signal.SIGTERM, _leave_in_order)
     os.register_at_fork(after_in_child=lambda: _be_no_rank(link))

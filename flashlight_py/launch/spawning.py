@@ -294,10 +294,9 @@ def _in_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subpro
 class Worker:
     """Starts ``fn(*args)(link)`` in a new process; ``what`` and ``number`` of ``count`` name it.
 
-    A fresh interpreter, as the ranks of ``spawn``, but in no world. It ends with this process, and
-    Ctrl-C on a terminal does not reach it. ``descriptors`` are inherited under the same numbers,
-    ``variables`` are added to the environment. Does not wait until it has started. A rank that the
-    methods find to have failed is a RankFailedError.
+    It is a fresh interpreter, in no world, and ends with this process. Ctrl-C does not reach it.
+    ``descriptors`` are inherited, ``variables`` are added to the environment. The constructor does
+    not wait for the start. All methods raise a RankFailedError if the process has ended.
 
     Raises:
         TypeError: ``fn`` or ``args`` cannot be pickled.
@@ -316,6 +315,7 @@ class Worker:
         self._what, self.number, self._count = name
         task = pack_task(self._what, fn, tuple(args), {})
         self._link, theirs = Pipe()
+        os.set_blocking(self._link.fileno(), True)  # also where gevent has patched sockets
         with theirs, _in_memory(task) as memory:
             command = _command("", memory, theirs, os.getpid())
             inherited = [theirs.fileno(), memory, *descriptors]

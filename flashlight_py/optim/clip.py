@@ -116,9 +116,7 @@ def gradients_of(params: Iterable[Variable]) -> tuple[list[Array], list[Shards]]
     return [*own, *pieces], list(sharded)
 
 
-def _by_shards(
-    params: Iterable[Variable],
-) -> tuple[list[Array], dict[Shards, list[Variable]]]:
+def _by_shards(params: Iterable[Variable]) -> tuple[list[Array], dict[Shards, list[Variable]]]:
     """Return this process's own gradients, and the sharded parameters that have one."""
     own: list[Array] = []
     sharded: dict[Shards, list[Variable]] = {}

@@ -15,7 +15,7 @@ from flashlight_py.errors import NotInitializedError
 
 
 class Share:
-    """The share of ``what`` with ``rank`` and ``size``, those of ``group`` if ``is_of_group``."""
+    """A share for ``what``; ``rank`` and ``size`` are those of ``group`` if ``is_of_group``."""
 
     def __init__(
         self, what: str, rank: int | None, size: int | None, group: ProcessGroup | None

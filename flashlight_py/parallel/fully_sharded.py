@@ -26,9 +26,7 @@ SMALL_BYTES = 12 << 20
 
 @in_step()
 def fully_shard(
-    module: Module,
-    group: ProcessGroup | None = None,
-    across_hosts: bool = False,
+    module: Module, group: ProcessGroup | None = None, across_hosts: bool = False
 ) -> None:
     """Keep one copy of the module, its gradients and its optimizer's state on each host.
 

@@ -100,7 +100,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
     # Parameters that it does not know ------------------------------------------------------------
 
     def watch(self, module: Module) -> None:
-        """Refuse passes of ``module`` in which parameters take part that it has not now."""
+        """Raise in a pass that uses parameters that ``module`` does not have now."""
         named = module.named_params().items()
         self._known = {param for name, param in named if param.calc_grad or name in self.ignored}
         self._module, self._structure = weakref.ref(module), int(count[0])

@@ -69,7 +69,7 @@ class TensorWork(dist.Work):
         self.wait()
 
     def __del__(self) -> None:
-        """Have what nobody waits for be copied to where it belongs, unless the process ends."""
+        """Copy the result to the tensors if no call waits for it, unless the process ends."""
         if isinstance(self.work, Then) and not self.work.is_finished() and not is_finalizing():
             with suppress(RuntimeError):  # no thread can start during the exit of Python 3.12
                 kept = TensorWork(self.work, self.tensors, self._futures)

@@ -54,3 +54,33 @@ def test_patched_ranks_are_refused_and_one_process_works(
     several = ended(*map(str, LAUNCH), "-n", "2")
     assert several.returncode == 1
     assert f"{library} has replaced threads and sockets of this process" in several.stderr
+
+
+SPAWN = """
+import sys, warnings
+warnings.simplefilter("ignore")  # of eventlet: it is deprecated
+import numpy as np
+
+def total(rank, x):
+    import flashlight_py as fl
+    return float(fl.all_reduce(np.full(1, x))[0])
+
+if __name__ == "__main__":
+    if "gevent" in sys.argv:
+        import gevent.monkey
+        gevent.monkey.patch_all()
+    else:
+        import eventlet
+        eventlet.monkey_patch()
+    import flashlight_py as fl
+    sys.stdout.write(f"{fl.spawn(total, args=(1.5,), nprocs=2)}\\n")
+"""
+
+
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+def test_a_patched_process_starts_ranks_that_are_not(tmp_path: Path, library: str) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"needs {library}")
+    command = [sys.executable, str(write(tmp_path, SPAWN)), library]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert ended.stdout == "[3.0, 3.0]\n", ended.stderr

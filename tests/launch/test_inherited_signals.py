@@ -75,6 +75,27 @@ def test_flrun_and_its_ranks_end_by_signals_that_were_blocked(tmp_path: Path) ->
         assert process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
+BLOCKED = """
+import os, signal, flashlight_py as fl
+
+def job(rank):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+if __name__ == "__main__":
+    try:
+        print(fl.spawn(job, nprocs=2))
+    except fl.errors.RankFailedError as error:
+        print("ended", error.exit_code)
+"""
+
+
+def test_ranks_of_spawn_end_by_signals_that_were_blocked(tmp_path: Path) -> None:
+    command = [sys.executable, str(write(tmp_path, BLOCKED))]
+    done = subprocess.run(command, preexec_fn=block, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("ended"), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("how", ["inherited", "ignored here", "reaped here"])
 def test_spawn_knows_exit_codes(how: str, tmp_path: Path) -> None:
     command = [sys.executable, str(write(tmp_path, SPAWN)), how]

@@ -106,9 +106,7 @@ def split(
 
 
 def grid(
-    shape: int | Sequence[int | None],
-    periodic: bool | Sequence[bool] = False,
-    group: Group = None,
+    shape: int | Sequence[int | None], periodic: bool | Sequence[bool] = False, group: Group = None
 ) -> Grid:
     """Give the ranks of the world, or of ``group``, their places in a Cartesian grid.
 

@@ -267,7 +267,7 @@ def _blocks_to_all(
             if has_rows or not isinstance(given, list | tuple) or len(given) != members.size:
                 raise ValueError(
                     f"{verb}: expected, in a list {name}, {members.size} arrays, one for each "
-                    f"rank, and no rows; got {type(given).__name__} of {len(given)}"
+                    f"rank, without rows, return_rows; got {type(given).__name__} of {len(given)}"
                 )
         if any(map(is_cupy, xs)):
             raise TypeError(f"{verb}: a list has NumPy arrays; join CuPy arrays and pass rows=")

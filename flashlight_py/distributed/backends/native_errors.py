@@ -68,8 +68,9 @@ def failure(
     lost = {lib.FL_PEER_LOST: PEER_ADVICE, lib.FL_HOST_LOST: HOST_ADVICE}
     advice = (lost | {lib.FL_LEAVING: LEAVING_ADVICE}).get(status)
     if status == lib.FL_PEER_LOST and text.startswith(_LEFT):
-        text = _ended_normally(backend, handle, missing, number) + text.removeprefix(_LEFT)
-        advice = END_ADVICE
+        words = _ended_normally(backend, handle, missing, number)
+        text = words + text.removeprefix(_LEFT)
+        advice = END_ADVICE if "calls" in words else LEAVING_ADVICE
     if advice is not None:
         error = PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
         if text.startswith(_GIVEN_UP):

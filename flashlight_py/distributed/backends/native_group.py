@@ -44,6 +44,6 @@ class NativeGroup(Backend):
             raise DistributedError(f"[{name}] {self.name}: the library has failed: {self.reason()}")
 
     def reason(self) -> str:
-        """Return why the library has not done what this thread has asked for last."""
+        """Return the message of the last call of this thread that failed."""
         text: str = self.ffi.string(self.lib.fl_error()).decode(errors="replace")
         return text

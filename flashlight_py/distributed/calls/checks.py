@@ -144,7 +144,7 @@ class Apart:
     """
 
     def __init__(self, verb: str, outs: int = 0) -> None:
-        """The first ``outs`` arrays are those of ``out``, the others those of ``x``."""
+        """The first ``outs`` arrays belong to ``out``, the others to ``x``."""
         self._verb, self._outs = verb, outs
         # Where they begin, their places in the order, where they end, whether they are written.
         self._known: list[tuple[int, int, int, bool, Array]] = []
@@ -152,7 +152,7 @@ class Apart:
         self._count = 0
 
     def add(self, array: Array, writes: bool = True, beside: int = -1) -> None:
-        """Take one more; few of those before it are looked at, if they lie apart.
+        """Add an array; it is compared with its neighbours in memory only.
 
         It may share memory with the one at the place ``beside``.
         """

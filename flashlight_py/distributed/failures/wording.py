@@ -19,7 +19,7 @@ END_ADVICE = (
     "Let all ranks make as many calls: drop_last=True of DistributedSampler gives them equally "
     "many batches, and with fl.join() the numbers may differ"
 )
-LEAVING_ADVICE = "It is alive: let it begin the message before it shuts down, or do not wait for it"
+LEAVING_ADVICE = "Let it begin the message before it shuts down, or do not wait for it"
 HOST_ADVICE = (
     "Look at that host and at the network; hosts that may be silent for longer, as one in a "
     "debugger, get params={'HOST_TIMEOUT': seconds} of distributed_init (0: no limit)"

@@ -262,7 +262,7 @@ class WorkersGraph:
         return grad
 
     def _gradient(self, leaf: Leaf, like: Array, _: object) -> Array:
-        """Return the workers' gradient of a parameter, or that of an input with 0 in other rows."""
+        """Return a parameter's gradient from the workers, or an input's, with 0 in other rows."""
         answers = enumerate(self._team.fill(self._answers))
         parts = [(worker, arrays.pop(leaf)) for worker, (arrays, _) in answers if leaf in arrays]
         if not leaf[0]:
