@@ -22,7 +22,6 @@ _LONGEST_CAUSE = 200
 # Between tracebacks of one chain.
 _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
 _HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second: of a SyntaxError
-
 _PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch.distributed writes it before each line
 
 # How far from a cause is what a rank raises because of another one. One that has waited in vain may

@@ -172,6 +172,7 @@ class SpawnedWorld:
         for rank in range(self._size):
             environ = {**common, **rank_variables(rank, self._size, meeting)}
             ours, theirs = Pipe()
+            os.set_blocking(ours.fileno(), True)  # also where gevent has patched sockets
             with theirs:
                 command = _command(folder, task, theirs, os.getpid())
                 self._ranks.start(rank, command, environ, descriptors=[theirs.fileno(), task])
