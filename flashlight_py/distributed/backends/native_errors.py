@@ -70,7 +70,7 @@ def failure(
     if status == lib.FL_PEER_LOST and text.startswith(_LEFT):
         words = _ended_normally(backend, handle, missing, number)
         text = words + text.removeprefix(_LEFT)
-        advice = END_ADVICE if "calls" in words else LEAVING_ADVICE
+        advice = LEAVING_ADVICE if "send" in verb or "recv" in verb else END_ADVICE
     if advice is not None:
         error = PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
         if text.startswith(_GIVEN_UP):
@@ -96,7 +96,7 @@ def _ended_normally(backend: NativeGroup, handle: Any, missing: Sequence[int], n
     """Say how many calls the first of ``missing`` made before it left, if it made fewer."""
     words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
-        return words  # a message: nobody knows how many there are
+        return words  # a message, or the group broke before this call
     ours, theirs = (calls[rank].sequence for rank in (backend.rank, missing[0]))
     number = number or backend.count[0] or ours
     made = min(number - 1, theirs + number - ours)  # of a call of several steps it may lack one
