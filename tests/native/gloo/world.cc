@@ -8,9 +8,8 @@
 namespace stress {
 
 void Rank::create() {
-  char message[256];
-  group_ = fl_gloo_create(rank, size, "127.0.0.1", "", 60, message, sizeof message);
-  check(group_ != nullptr, message);
+  group_ = fl_gloo_create(rank, size, "127.0.0.1", "", 60);
+  check(group_ != nullptr, fl_error());
 }
 
 std::vector<char> Rank::address() {
