@@ -17,18 +17,18 @@ class Verb:
     """A row of the table.
 
     Args:
-        name: that of the public function.
-        code: what the native libraries call it (csrc/common/types.cdef.h).
-        takes: its arguments beside the array, in the order in which messages list them.
-        writes: ``"array"``: in place, the result is the array; ``"root's array"``: the same on the
-            root alone, ``"later array"`` on all but rank 0; ``"result"``: a new array, or ``out``;
-            ``"root's result"``: the same on the root alone; ``""``: nothing here.
-        cuts: the first dimension is cut into a part for each rank.
-        ragged: the first dimensions of the ranks may differ.
-        uneven: the code where ``rows`` are given; 0: the same.
-        prefix: what a rank combines is that of the ranks up to its own, and an average is of these.
-        numbers: a number may stand for the array.
-        lists: several arrays may, in a list or tuple.
+        name: the name of the public function.
+        code: its number in the native libraries (csrc/common/types.cdef.h).
+        takes: the arguments besides the array, in the order of error messages.
+        writes: what the verb fills. ``"array"``: the argument itself, in place. ``"root's array"``:
+            the same on the root only. ``"later array"``: the same except on rank 0. ``"result"``: a
+            new array, or ``out``. ``"root's result"``: the same on the root only. ``""``: nothing.
+        cuts: the first dimension is cut into one part for each rank.
+        ragged: the first dimension may differ between ranks.
+        uneven: the code if the call has ``rows``; 0: the same code.
+        prefix: rank r combines the arrays of ranks 0 to r, or to r - 1 (exscan).
+        numbers: the verb takes a number instead of an array.
+        lists: the verb takes a list or tuple of arrays.
     """
 
     name: str

@@ -301,8 +301,9 @@ class ReduceLROnPlateau(LearningRateSchedule):
             raise ValueError(
                 f"{mode=} must be min or max, {threshold_mode=} rel or abs, and {factor=} below 1"
             )
-        for name in ("factor", "patience", "threshold", "cooldown", "min_lr"):
-            check_at_least_zero(name, locals()[name])
+        numbers = {"factor": factor, "patience": patience, "threshold": threshold}
+        for name, value in {**numbers, "cooldown": cooldown, "min_lr": min_lr}.items():
+            check_at_least_zero(name, value)
         self._sign, self._is_relative = (1 if mode == "min" else -1), threshold_mode == "rel"
         self._threshold, self._patience, self._cooldown = threshold, patience, cooldown
         self._memory = {"best": math.inf, "bad": 0, "cooling": 0, "cuts": 0}
