@@ -262,7 +262,7 @@ def differ_twice(rank: int, size: int) -> list[bool]:
         call(1)
         tell(0, 1, rank)
         tell(1, 0, rank)
-        time.sleep(0.01)  # a call that follows at once compares the earlier ones behind it
+        time.sleep(0.05)  # a call in the same tick of the clock compares earlier ones behind it
         call(1)
         tell(0, 1, rank)
     else:
