@@ -282,8 +282,11 @@ def differ_twice(rank: int, size: int) -> list[bool]:
 @BACKEND
 def test_each_of_two_earlier_mismatches_is_raised(pool: Any, backend: str) -> None:
     root, other = pool(2, **BACKENDS[backend][1]).run(differ_twice)
-    assert root == [False, False, True, True, *[False] * 9]
-    assert other == [True, True, True, True, *[False] * 9]
+    assert root[:3] == [False, False, True]
+    # A call in the same clock tick as the one before it leaves the second one to the next call.
+    assert sorted(root[3:5]) == [False, True]
+    assert not any(root[5:])
+    assert other == [True, True, *root[2:]]
 
 
 def gather_rows_after_a_mismatch(rank: int, size: int) -> None:
