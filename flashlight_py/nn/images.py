@@ -8,7 +8,7 @@ from typing import Any
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import convolution
-from flashlight_py.autograd.functions.convolution import Pair, as_two, check_mode, pad_of
+from flashlight_py.autograd.functions.convolution import Pair, as_two, pad_of, pool_options
 from flashlight_py.nn import init
 from flashlight_py.nn.layers import Function, Plain, check_sizes
 
@@ -73,12 +73,19 @@ class Conv1D(Conv2D):
         padding: int | str = 0, dilation: int = 1, groups: int = 1, bias: bool = True,
         dtype: Any = "float32",
     ) -> None:  # fmt: skip
-        pad = padding if padding == "same" else (0, padding)
+        check_sizes("Conv1D", kernel=kernel, stride=stride, dilation=dilation)
+        pad = padding if padding == "same" else (0, *check_sizes("Conv1D", 0, padding=padding))
         options: Any = (1, kernel), (1, stride), pad, (1, dilation), groups, bias, dtype
         super().__init__(in_channels, out_channels, *options)
         self.weight = param(self.weight.data[:, :, 0])
 
     def forward(self, x: Variable) -> Variable:
+        least = max(self.dilation[1] * (self.kernel[1] - 1) + 1 - 2 * self.padding[1], 1)
+        if x.ndim != 3 or x.shape[1] != self.in_channels or not len(x) or x.shape[2] < least:
+            raise ValueError(
+                f"Conv1D: expected x of shape [batch, {self.in_channels}, time] with batch > 0 and "
+                f"time >= {least}, got {x.shape}"
+            )
         options = self.bias, self.stride, self.padding, self.dilation, self.groups
         return F.squeeze(F.conv2d(F.expand_dims(x, 2), F.expand_dims(self.weight, 2), *options), 2)
 
@@ -109,7 +116,7 @@ class ConvTranspose2D(Conv2D):
 
     def forward(self, x: Variable) -> Variable:
         options = self.stride, self.padding, self.dilation, self.groups, self.output_padding
-        return convolution.transposed(x, self.weight, self.bias, *options)
+        return convolution.conv_transpose2d(x, self.weight, self.bias, *options)
 
 
 class Upsample(Plain):
@@ -139,8 +146,6 @@ class Pool2D(Function):
     def __init__(
         self, kernel: Pair, stride: Pair | None = None, padding: Pair = 0, mode: str = "max"
     ) -> None:
-        check_mode("Pool2D", mode)
-        kernel = as_two("Pool2D: kernel", kernel, 1)
-        stride = kernel if stride is None else as_two("Pool2D: stride", stride, 1)
-        padding = as_two("Pool2D: padding", padding, 0)
-        super().__init__(F.pool2d, kernel=kernel, stride=stride, padding=padding, mode=mode)
+        options = pool_options("Pool2D", kernel, stride, padding, mode)
+        names = "kernel", "stride", "padding"
+        super().__init__(F.pool2d, **dict(zip(names, options, strict=True)), mode=mode)

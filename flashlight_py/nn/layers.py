@@ -190,13 +190,13 @@ class Embedding(Module):
         return f"Embedding({n}, {dim}{padding})"
 
 
-def check_sizes(layer: str, **sizes: Any) -> tuple[int, ...]:
-    """Return the sizes; raise a TypeError or ValueError unless all are integers above 0."""
+def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
+    """Return the sizes; raise a TypeError or ValueError unless all are integers >= ``least``."""
     for name, value in sizes.items():
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             raise TypeError(f"{layer}: {name} must be an integer, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{layer}: {name} must be at least 1, got {value}")
+        if value < least:
+            raise ValueError(f"{layer}: {name} must be at least {least}, got {value}")
     return tuple(map(int, sizes.values()))
 
 

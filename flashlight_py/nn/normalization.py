@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -13,10 +14,11 @@ import numpy as np
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import as_variable
-from flashlight_py.autograd.functions.normalization import batch_norm_with_moments, check_count
+from flashlight_py.autograd.functions.normalization import batch_norm_with_moments, few_values
 from flashlight_py.autograd.variable import Input
 from flashlight_py.device import Array, array_module
 from flashlight_py.nn.layers import Plain, check_sizes
+from flashlight_py.structure import require
 
 
 class _Affine(Plain):
@@ -154,8 +156,8 @@ class BatchNorm(_Affine):
         count = xp.full(1, own, wide.dtype)
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]
-        if own < 2:  # else all have enough together, and a captured step may not look at the count
-            check_count("BatchNorm", x, int(count[0]))
+        if own < 2:  # else all ranks have enough values together
+            require(count > 1, count, partial(few_values, "BatchNorm", x.shape))
         shape = (1, -1, *[1] * (x.ndim - 2))
         mean = sums[: self.channels] / count
         deviation = wide - F.reshape(mean, shape)

@@ -68,9 +68,10 @@ def clip_grad_value(params: Iterable[Variable], clip_value: float) -> None:
 @as_one
 def _limit_values(grads: list[Array], sharded: Any, limit: float) -> None:
     pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
-    for grad in [*grads, *pieces]:
-        xp, most = array_module(grad), grad.dtype.type(limit)
-        xp.maximum(xp.minimum(grad, most, out=grad), -most, out=grad)
+    with np.errstate(all="ignore"):  # a limit beyond the range of the dtype is infinite
+        for grad in [*grads, *pieces]:
+            xp, most = array_module(grad), grad.dtype.type(limit)
+            xp.maximum(xp.minimum(grad, most, out=grad), -most, out=grad)
     for shards, _ in sharded:
         shards.group.all_reduce(np.zeros(1))  # ranks wait for all pieces, and for a wrong limit
 
@@ -101,9 +102,10 @@ def _in_step(ranks: Summing | Shards | None, name: str) -> AbstractContextManage
 
 def _scale(grads: Iterable[Array], factor: float) -> None:
     """Multiply each of ``grads`` by ``factor``, in place."""
-    for grad in grads:
-        # A number would be rounded to float16 first, of which a small one leaves nothing.
-        np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
+    with np.errstate(all="ignore"):  # small elements become 0
+        for grad in grads:
+            # A number would be rounded to float16 first, of which a small one leaves nothing.
+            np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
 
 
 def gradients_of(params: Iterable[Variable]) -> tuple[list[Array], list[Shards]]:

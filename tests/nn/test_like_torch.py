@@ -354,8 +354,22 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"stack: expected variables of one shape, got \[\]": (lambda: F.stack([]), ValueError),
     r"stack: expected .*\(2, 3\), \(3,\)": (lambda: F.stack([ONES, FLAT]), ValueError),
     r"HuberLoss: delta must be above 0, got 0": (lambda: fl.nn.HuberLoss(delta=0), ValueError),
-    r"Conv1D: kernel must be an integer .* got \(1, 1.5\)": (
-        lambda: fl.nn.Conv1D(1, 1, 1.5), TypeError),
+    r"Conv1D: kernel must be an integer, got float": (lambda: fl.nn.Conv1D(1, 1, 1.5), TypeError),
+    r"Conv1D: stride must be at least 1, got 0": (lambda: fl.nn.Conv1D(1, 1, 1, 0), ValueError),
+    r"Conv1D: padding must be at least 0, got -1": (
+        lambda: fl.nn.Conv1D(1, 1, 1, 1, -1), ValueError),
+    r"Conv1D: padding must be an integer, got tuple": (
+        lambda: fl.nn.Conv1D(1, 1, 1, 1, (1, 1)), TypeError),
+    r"Conv1D: padding='same' needs .*, got stride 2, kernel 3 and dilation 1": (
+        lambda: fl.nn.Conv1D(1, 1, 3, 2, "same"), ValueError),
+    r"Conv1D: expected x of shape \[batch, 3, time\] .* got \(2, 3\)": (
+        lambda: fl.nn.Conv1D(3, 1, 1)(ONES), ValueError),
+    r"Conv1D: expected x .* with batch > 0 and time >= 3, got \(1, 2, 3\)": (
+        lambda: fl.nn.Conv1D(3, 1, 5, padding=1)(ONES[None]), ValueError),
+    r"Conv1D: .* time >= 1, got \(0, 2, 3\)": (
+        lambda: fl.nn.Conv1D(2, 1, 1, padding=3)(np.ones((0, 2, 3))), ValueError),
+    r"Conv1D: .* time >= 4, got \(1, 2, 3\)": (
+        lambda: fl.nn.Conv1D(2, 1, 4)(ONES[None]), ValueError),
     r"ConvTranspose2D: output_padding \(1, 1\) is not below": (
         lambda: fl.nn.ConvTranspose2D(1, 1, 1, output_padding=1), ValueError),
     r"ConvTranspose2D: expected x of shape \[batch, 3, .* got \(2, 3\)": (

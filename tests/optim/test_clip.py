@@ -76,6 +76,21 @@ def test_clip_grad_value_limits_each_element_in_place(dtype: str) -> None:
         clip_grad_value([a], -1)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_limits_outside_the_range_of_the_dtype_are_silent_if_numpy_raises(dtype: str) -> None:
+    a = param(np.zeros(5, dtype))
+    a.grad = np.array([-3, 1e-7, 0.5, math.inf, math.nan], dtype)
+    expected = a.grad.copy()
+    with np.errstate(all="raise"):
+        clip_grad_value([a], 1e300)
+        np.testing.assert_array_equal(a.grad, expected)
+        clip_grad_value([a], 1e-300)
+        np.testing.assert_array_equal(a.grad, [0, 0, 0, 0, math.nan])
+        a.grad = np.array([4e4, 0, 1e-7, -3e4, 0], dtype)
+        assert clip_grad_norm([a], 1) == pytest.approx(5e4, rel=1e-3)
+    np.testing.assert_allclose(a.grad, [0.8, 0, 2e-12, -0.6, 0], rtol=1e-3, atol=1e-7)
+
+
 def test_clip_grad_value_is_captured() -> None:
     def make() -> Any:
         x = param(np.ones((3, 4), "float32"))

@@ -389,6 +389,20 @@ def joined(rank: int, size: int) -> None:
     assert_same_bits(*found)
 
 
+def one_row_per_rank(rank: int, size: int) -> None:
+    """Replays normalize over all ranks, and raise if one row is left on all of them."""
+
+    def make() -> Any:
+        norm = fl.nn.BatchNorm(6, sync=True)
+        optimizer = fl.optim.SGDOptimizer(norm.params(), 0.1)
+        return training(optimizer, lambda x: (norm(fl.input(x)) ** 3).sum()), norm, optimizer
+
+    rows = [x[:1] for x, _ in few(rank)]
+    rows[-1] = rows[-1][rank:]  # one row of rank 0
+    step = compare(make, rows, eager=None, raises="needs more than one value per channel")
+    assert step.replays >= len(rows) - 2, step.reason
+
+
 def one_rank_stays_eager(rank: int, size: int) -> None:
     """The calls of a replay are those of an eager step, so that ranks need not agree."""
     (step, model), (other, expected) = reduced()(), reduced()()
@@ -400,7 +414,7 @@ def one_rank_stays_eager(rank: int, size: int) -> None:
     assert_same_bits(model.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize("program", [all_verbs, joined, one_rank_stays_eager])
+@pytest.mark.parametrize("program", [all_verbs, joined, one_row_per_rank, one_rank_stays_eager])
 def test_two_ranks(program: Callable[..., None]) -> None:
     run_ranks(program, 2)
 

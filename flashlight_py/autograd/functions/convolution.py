@@ -131,7 +131,7 @@ def conv2d(
     return record_all(channels_second(out).astype(dtype, copy=False), edges)
 
 
-def transposed(
+def conv_transpose2d(
     x: Input, weight: Variable, bias: Variable | None, stride: _Two, padding: _Two, dilation: _Two,
     groups: int, output_padding: _Two,
 ) -> Variable:  # fmt: skip
@@ -189,7 +189,8 @@ def pool2d(
         TypeError: an option is no integer.
     """
     x = real(as_variable(x))
-    w = _windows_of_pool(x, kernel, stride, padding, mode)
+    options = pool_options("pool2d", kernel, stride, padding, mode)
+    w = _windows("pool2d", x, "[batch, channels, height, width]", (0, 0), *options)
     images, of_all = _rows(x.data), "_of_all" if count_padding else ""
 
     def mean(w: _Windows, images: Array) -> Array:
@@ -329,19 +330,29 @@ def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation
     """
     if padding != "same":
         return as_two(f"{name}: padding", padding, 0)
-    ends = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
-    if tuple(stride) != (1, 1) or any(end % 2 for end in ends):
-        raise ValueError(
-            f"{name}: padding='same' needs a stride of 1 and windows of an odd size, got stride "
-            f"{stride} and a kernel of {tuple(kernel)}, dilated by {dilation}"
-        )
-    return ends[0] // 2, ends[1] // 2
+    for size, far, step in zip(kernel, stride, dilation, strict=True):
+        if far != 1 or step * (size - 1) % 2:
+            raise ValueError(
+                f"{name}: padding='same' needs a stride of 1 and windows of an odd size, got "
+                f"stride {far}, kernel {size} and dilation {step}"
+            )
+    return tuple(step * (size - 1) // 2 for size, step in zip(kernel, dilation, strict=True))
 
 
-def check_mode(name: str, mode: str) -> None:
-    """Raise a ValueError unless it is ``"max"`` or ``"average"``; ``name``: for it."""
+def pool_options(
+    name: str, kernel: Any, stride: Any, padding: Any, mode: str
+) -> tuple[_Two, _Two, _Two]:
+    """Return the options of ``pool2d`` as pairs, or raise its errors with ``name``."""
     if mode not in ("max", "average"):
         raise ValueError(f"{name}: mode must be 'max' or 'average', got {mode!r}")
+    kernel = as_two(f"{name}: kernel", kernel, 1)
+    stride = kernel if stride is None else as_two(f"{name}: stride", stride, 1)
+    pad = as_two(f"{name}: padding", padding, 0)
+    if 2 * pad[0] > kernel[0] or 2 * pad[1] > kernel[1]:
+        raise ValueError(
+            f"{name}: padding must be at most half of the kernel {kernel}, got {padding!r}"
+        )
+    return kernel, stride, pad
 
 
 def _windows_of_conv(
@@ -351,10 +362,8 @@ def _windows_of_conv(
     stride, dilation = as_two("conv2d: stride", stride, 1), as_two("conv2d: dilation", dilation, 1)
     shape = weight.shape
     if weight.ndim != 4 or not weight.size:
-        raise ValueError(
-            "conv2d: expected a weight of shape [out, channels / groups, height, width], got "
-            f"{shape}"
-        )
+        expected = "[out, channels / groups, height, width], none empty"
+        raise ValueError(f"conv2d: expected a weight of shape {expected}, got {shape}")
     out, in_group, *kernel = shape
     groups = int(groups) if isinstance(groups, np.integer) else groups
     if type(groups) is not int or groups < 1 or out % groups:
@@ -363,38 +372,19 @@ def _windows_of_conv(
             f"got {groups!r}"
         )
     pad = pad_of("conv2d", padding, kernel, stride, dilation)
-    expected = f"[batch, {in_group * groups}, height, width] for a weight of shape {shape}"
-    if groups > 1:
-        expected += f" and {groups} groups"
-    w = _windows("conv2d", x, expected, out, kernel, stride, pad, dilation, groups)
-    if x.shape[1] != in_group * groups:
-        raise ValueError(f"conv2d: expected x of shape {expected}, got {x.shape}")
     if bias is not None and bias.shape != (out,):
-        raise ValueError(
-            f"conv2d: expected bias of shape ({out},) for a weight of shape {shape}, got "
-            f"{bias.shape}"
-        )
-    return w
-
-
-def _windows_of_pool(x: Variable, kernel: Any, stride: Any, padding: Any, mode: str) -> _Windows:
-    check_mode("pool2d", mode)
-    kernel = as_two("pool2d: kernel", kernel, 1)
-    stride = kernel if stride is None else as_two("pool2d: stride", stride, 1)
-    pad = as_two("pool2d: padding", padding, 0)
-    if any(2 * p > k for p, k in zip(pad, kernel, strict=True)):
-        raise ValueError(
-            f"pool2d: padding must be at most half of the kernel {kernel}, got {padding!r}"
-        )
-    return _windows("pool2d", x, "[batch, channels, height, width]", 0, kernel, stride, pad)
+        raise ValueError(f"conv2d: expected bias of shape ({out},), got {bias.shape}")
+    ends = in_group * groups, out
+    expected = f"[batch, {ends[0]}, height, width] for a weight of shape {shape} and {groups=}"
+    return _windows("conv2d", x, expected, ends, kernel, stride, pad, dilation, groups)
 
 
 def _windows(
-    name: str, x: Variable, expected: str, out_channels: int, kernel: Any, stride: Any, pad: Any,
+    name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
     dilation: Any = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
-    """``out_channels``: 0 for as many as there are."""
-    if x.ndim != 4 or not x.shape[0] or not x.shape[1]:
+    """``ends``: the channels of ``x`` and of the result; 0 for those of ``x``."""
+    if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
         raise ValueError(f"{name}: expected x of shape {expected}, none empty, got {x.shape}")
     batch, channels, *size = x.shape
     spans = [step * (k - 1) + 1 for step, k in zip(dilation, kernel, strict=True)]
@@ -406,7 +396,7 @@ def _windows(
         )
     down, across = (rest // step + 1 for rest, step in zip(beyond, stride, strict=True))
     inputs = batch, size[0], size[1], channels
-    outputs = batch, down, across, out_channels or channels
+    outputs = batch, down, across, ends[1] or channels
     if math.prod(outputs) >= 2**60:
         shape = batch, outputs[3], down, across
         raise ValueError(f"{name}: results of shape {shape} are too large, of x of shape {x.shape}")

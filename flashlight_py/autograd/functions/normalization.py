@@ -146,19 +146,18 @@ def batch_norm_with_moments(
                 f"{x.shape}, got {shapes[0]} and {shapes[1]}"
             )
         moments = [mean, variance]
-    else:
-        check_count("batch_norm", x, x.size // x.shape[1])
+    elif x.size < 2 * x.shape[1]:
+        raise few_values("batch_norm", x.shape)
     made = _of_channels("batch_norm", x, given, eps, 1, x.shape[1], moments)
     return made[0], made[1].reshape(-1), made[2].reshape(-1)
 
 
-def check_count(name: str, x: Variable, count: int) -> None:
-    """Raise a ValueError of the function ``name`` unless a channel has two values or more."""
-    if count < 2:
-        raise ValueError(
-            f"{name}: needs more than one value per channel, got input of shape {x.shape}; "
-            "train with larger batches, or call eval() on the module"
-        )
+def few_values(name: str, shape: tuple[int, ...], _: object = None) -> ValueError:
+    """Return the error of the function ``name`` for channels with one value or none."""
+    return ValueError(
+        f"{name}: needs more than one value per channel, got input of shape {shape}; "
+        "train with larger batches, or call eval() on the module"
+    )
 
 
 def _checked(name: str, x: Variable, *given: Input | None) -> list[Variable | None]:
