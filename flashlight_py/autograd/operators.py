@@ -44,6 +44,8 @@ _INSTEAD = {
     **{"view": "x.reshape(shape)", "permute": "x.transpose(axes)", "ravel": "x.flatten()"},
     **{"unsqueeze": "fl.autograd.functions.expand_dims(x, axis)", "dot": "x @ y"},
     **{"take": "np.take(x, indices, axis)", "swapaxes": "x.transpose(axes)"},
+    **{"expand": "np.broadcast_to(x, shape)", "contiguous": "x.copy()"},
+    **dict.fromkeys(("half", "float", "double", "type"), "x.astype(dtype)"),
     **dict.fromkeys(("cpu", "cuda", "to"), "fl.device.to_device(x.array, device)"),
 }
 

@@ -9,6 +9,9 @@ from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import convolution
 from flashlight_py.autograd.functions.convolution import Pair, as_two, pad_of, pool_options
+from flashlight_py.autograd.functions.elementwise import as_variable
+from flashlight_py.autograd.precision import real
+from flashlight_py.device import Array, array_module
 from flashlight_py.nn import init
 from flashlight_py.nn.layers import Function, Plain, check_sizes
 
@@ -40,10 +43,8 @@ class Conv2D(Plain):
         sizes = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
         in_channels, out_channels, groups = check_sizes(name, **sizes)
         if in_channels % groups or out_channels % groups:
-            raise ValueError(
-                f"{name}: groups must divide in_channels ({in_channels}) and out_channels "
-                f"({out_channels}), got {groups}"
-            )
+            channels = f"in_channels ({in_channels}) and out_channels ({out_channels})"
+            raise ValueError(f"{name}: groups must divide {channels}, got {groups}")
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel = size = as_two(f"{name}: kernel", kernel, 1)
         self.stride = as_two(f"{name}: stride", stride, 1)
@@ -80,6 +81,7 @@ class Conv1D(Conv2D):
         self.weight = param(self.weight.data[:, :, 0])
 
     def forward(self, x: Variable) -> Variable:
+        x = as_variable(x)
         least = max(self.dilation[1] * (self.kernel[1] - 1) + 1 - 2 * self.padding[1], 1)
         if x.ndim != 3 or x.shape[1] != self.in_channels or not len(x) or x.shape[2] < least:
             raise ValueError(
@@ -122,17 +124,35 @@ class ConvTranspose2D(Conv2D):
 class Upsample(Plain):
     """Repeats the pixels of ``[..., height, width]`` ``scale`` times: a number or (down, across).
 
+    ``mode="bilinear"`` interpolates between centres of pixels, as torch's ``align_corners=False``.
+
     Raises:
-        ValueError: ``scale`` is below 1.
+        ValueError: ``scale`` is below 1, or an unknown mode; when called: fewer dimensions.
     """
 
-    def __init__(self, scale: Pair = 2) -> None:
-        self.scale = as_two("Upsample: scale", scale, 1)
+    def __init__(self, scale: Pair = 2, mode: str = "nearest") -> None:
+        if mode not in ("nearest", "bilinear"):
+            raise ValueError(f"Upsample: mode must be 'nearest' or 'bilinear', got {mode!r}")
+        self.scale, self.mode = as_two("Upsample: scale", scale, 1), mode
 
     def forward(self, x: Variable) -> Variable:
+        x = as_variable(x)
+        if x.ndim < 2:
+            raise ValueError(f"Upsample: expected x of shape [..., height, width], got {x.shape}")
         (*outer, height, width), (down, across) = x.shape, self.scale
+        if self.mode == "bilinear":
+            x = real(x)
+            rows, columns = _weights(height, down, x.data), _weights(width, across, x.data)
+            return F.matmul(rows, F.matmul(x, columns.T))
         tiled = F.tile(F.reshape(x, (*outer, height, 1, width, 1)), (down, 1, across))
         return F.reshape(tiled, (*outer, height * down, width * across))
+
+
+def _weights(size: int, scale: int, like: Array) -> Array:
+    """Return the weight of each of ``size`` pixels in each of ``size * scale`` pixels."""
+    xp = array_module(like)
+    centres = ((xp.arange(size * scale) + 0.5) / scale - 0.5).clip(0, size - 1)
+    return xp.maximum(1 - abs(centres[:, None] - xp.arange(size)), 0).astype(like.dtype)  # type: ignore[no-any-return]
 
 
 class Pool2D(Function):
@@ -146,6 +166,5 @@ class Pool2D(Function):
     def __init__(
         self, kernel: Pair, stride: Pair | None = None, padding: Pair = 0, mode: str = "max"
     ) -> None:
-        options = pool_options("Pool2D", kernel, stride, padding, mode)
-        names = "kernel", "stride", "padding"
-        super().__init__(F.pool2d, **dict(zip(names, options, strict=True)), mode=mode)
+        kernel, stride, padding = pool_options("Pool2D", kernel, stride, padding, mode)
+        super().__init__(F.pool2d, kernel=kernel, stride=stride, padding=padding, mode=mode)

@@ -60,8 +60,7 @@ class MultiheadAttention(Plain):
         if not others:
             projected = F.linear(first, self.in_proj_weight, self.in_proj_bias)
             return self.out_proj(F.self_attention(projected, self.heads, *how))
-        bias = self.in_proj_bias
-        biases = [None] * 3 if bias is None else F.split(bias, 3)
+        biases = [None] * 3 if self.in_proj_bias is None else F.split(self.in_proj_bias, 3)
         weights = F.split(self.in_proj_weight, 3)
         q, k, v = map(self._projected, given, weights, biases)
         joined = F.transpose(F.attention(q, k, v, *how), (0, 2, 1, 3))

@@ -270,15 +270,17 @@ def test_detach_shares_the_array_and_copy_does_not() -> None:
 
 @pytest.mark.parametrize("name", ["exp", "std", "clip", "requires_grad", "view", "permute", "ravel",
                                   "unsqueeze", "clone", "numel", "dim", "dot", "to", "cpu",
-                                  "tolist", "argmax", "cumsum"])  # fmt: skip
+                                  "tolist", "argmax", "cumsum", "expand", "half",
+                                  "contiguous"])  # fmt: skip
 def test_an_attribute_error_names_an_expression_that_works(name: str) -> None:
     x, y = param(np.ones((2, 2))), param(np.ones((2, 2)))
     with pytest.raises(AttributeError, match=f"a Variable x has no attribute '{name}'; write") as e:
         getattr(x, name)
     words = str(e.value).partition("; write ")[2]
-    more = {"axis": 0, "shape": (4,), "axes": (1, 0), "device": "cpu"}
+    more = {"axis": 0, "shape": (4,), "axes": (1, 0), "device": "cpu", "dtype": "f2"}
+    words = words.replace("to(x, shape)", "to(x, (3, 2, 2))")
     words = words.replace("cumsum(x)", "cumsum(x, 0)").replace("clip(x)", "clip(x, 0)")
-    assert eval(words, {"fl": fl, "x": x, "y": y, **more}) is not None
+    assert eval(words, {"fl": fl, "np": np, "x": x, "y": y, **more}) is not None
     assert not hasattr(x, name)
 
 

@@ -11,7 +11,7 @@ import flashlight_py as fl
 from flashlight_py.autograd import Variable, gradcheck, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import convolution
-from flashlight_py.nn import Conv2D, Linear, Module, Pool2D, ReLU, Sequential, View
+from flashlight_py.nn import Conv2D, Linear, Module, Pool2D, ReLU, Sequential, Upsample, View
 from tests.nn.oracle import Oracle, weights_of
 
 Shape = tuple[int, ...]
@@ -384,3 +384,8 @@ def test_gradients_of_a_transposed_convolution_equal_central_differences(way: st
     arrays = [rng.normal(size=shape) for shape in ((2, 4, 3, 2), (4, 3, 3, 2), (6,))]
     options = (2, 3), (1, 0), (1, 2), 2, (1, 2)
     gradcheck(lambda *variables: convolution.conv_transpose2d(*variables, *options), arrays)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 1), (1, 2, 5, 1)])
+def test_gradients_of_bilinear_upsampling_equal_central_differences(shape: Any) -> None:
+    gradcheck(Upsample((2, 3), "bilinear"), [np.random.default_rng(0).normal(size=shape)])

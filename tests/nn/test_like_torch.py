@@ -60,6 +60,15 @@ ROWS = [
     Row("softplus", lambda: fl.nn.Softplus(2), "nn.Softplus(2)", (X,)),
     Row("softmax", lambda: fl.nn.Softmax(0), "nn.Softmax(0)", (X,)),
     Row("upsample", lambda: fl.nn.Upsample((3, 2)), "nn.Upsample(scale_factor=(3, 2))", (IMAGES,)),
+    *(
+        Row(
+            f"bilinear_{number}",
+            lambda scale=scale: fl.nn.Upsample(scale, "bilinear"),
+            f"nn.Upsample(scale_factor={scale}, mode='bilinear')",
+            (LAST,),
+        )
+        for number, scale in enumerate([(1, 2), (3, 5)])
+    ),
     Row(
         "conv1d",
         lambda: fl.nn.Conv1D(6, 4, 3, 2, 1, 2, 2),
@@ -355,6 +364,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"stack: expected .*\(2, 3\), \(3,\)": (lambda: F.stack([ONES, FLAT]), ValueError),
     r"HuberLoss: delta must be above 0, got 0": (lambda: fl.nn.HuberLoss(delta=0), ValueError),
     r"Conv1D: kernel must be an integer, got float": (lambda: fl.nn.Conv1D(1, 1, 1.5), TypeError),
+    r"Upsample: mode must be .* got 'cubic'": (lambda: fl.nn.Upsample(2, "cubic"), ValueError),
+    r"Upsample: expected x of shape .* got \(3,\)": (lambda: fl.nn.Upsample()(FLAT), ValueError),
     r"Conv1D: stride must be at least 1, got 0": (lambda: fl.nn.Conv1D(1, 1, 1, 0), ValueError),
     r"Conv1D: padding must be at least 0, got -1": (
         lambda: fl.nn.Conv1D(1, 1, 1, 1, -1), ValueError),
@@ -438,12 +449,13 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         fl.nn.BatchNorm(2), fl.nn.GroupNorm(1, 2), fl.nn.MultiheadAttention(2, 1),
         fl.nn.RNN("gru", 2, 2), fl.nn.PositionEmbedding(2, 2), fl.nn.Transformer(2, 1),
         fl.nn.PReLU(2), fl.nn.Linear(2, 2), fl.nn.Conv2D(2, 2, 1), fl.nn.LayerNorm(2),
+        fl.nn.Conv1D(2, 2, 1), fl.nn.Upsample(), fl.nn.Upsample(mode="bilinear"),
     ],
 )  # fmt: skip
 def test_lists_are_rejected_and_arrays_taken(layer: Any) -> None:
     with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
         layer([[[1.0, 2.0]]])
-    shape = (2, 2, 2, 2) if isinstance(layer, fl.nn.Conv2D) else (2, 2, 2)
+    shape = (2, 2, 2, 2) if type(layer) is fl.nn.Conv2D else (2, 2, 2)
     layer(np.ones(shape, "float32"))
 
 

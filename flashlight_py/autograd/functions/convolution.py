@@ -115,7 +115,8 @@ def conv2d(
         return _compute("conv_to_weight", _to_weight, w, shape, _rows(grad), images)
 
     def bias_vjp(grad: Array) -> Array:
-        return _compute("conv_to_bias", _to_bias, w, shape[:1], _rows(grad))
+        rows = _rows(grad)
+        return _compute("conv_to_bias", lambda _, rows: rows.sum((0, 1, 2)), w, shape[:1], rows)
 
     def x_vjp(grad: Array) -> Array:
         filters = contiguous(read(weight)) if kept is None else kept
@@ -123,11 +124,9 @@ def conv2d(
         return channels_second(found)
 
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
-    edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp)]
+    edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
-        edges.append((bias, bias_vjp))
-    if x._calc_grad:
-        edges.append((x, x_vjp))
+        edges.insert(1, (bias, bias_vjp))
     return record_all(channels_second(out).astype(dtype, copy=False), edges)
 
 
@@ -266,10 +265,6 @@ def _to_weight(w: _Windows, grad: Array, images: Array) -> Array:
     for (y, x), part in w.taken(images):
         result[:, :, y, x] = (columns @ _by_groups(part, w)).reshape(shape)
     return result
-
-
-def _to_bias(w: _Windows, grad: Array) -> Array:
-    return grad.sum((0, 1, 2))  # type: ignore[no-any-return]
 
 
 def _largest(w: _Windows, images: Array) -> Array:

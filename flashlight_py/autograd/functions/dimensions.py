@@ -496,11 +496,9 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
         return grad.dot(widened(w) if is_narrow else w)
 
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
-    edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp)]
+    edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
-        edges.append((bias, bias_vjp))
-    if x._calc_grad:
-        edges.append((x, x_vjp))
+        edges.insert(1, (bias, bias_vjp))
     return record_all(out, edges, slope)
 
 

@@ -84,38 +84,27 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
         target = Variable(target.data.astype(prediction.data.dtype))
     p, t = prediction.data, target.data
     _check_pair("mean_squared_error", prediction, target)
-    size = p.size
+    scale = 2.0 / p.size
     if is_cupy(p) and p.dtype == t.dtype and p.dtype.kind == "f":
-        return _mean_squared_error_on_gpu(prediction, target)
+        return record(  # one launch, and one for each gradient
+            kernels.mean_square_error(p, t),
+            (prediction, lambda grad: kernels.scaled_difference(p, t, grad, scale)),
+            (target, lambda grad: kernels.scaled_difference(p, t, grad, -scale)),
+        )
     difference = p - t
     error = widened(difference)
     flat = error.reshape(-1)
-    mean = array_module(p).asarray(flat.dot(flat) / size, difference.dtype)
-    slope = constant(2.0 / size, error)
-    inputs = [(prediction, lambda grad: error * (grad * slope))]
-    if target._calc_grad:
-        inputs.append((target, lambda grad: error * (grad * -slope)))
-    return record_all(mean, inputs)
+    mean = array_module(p).asarray(flat.dot(flat) / p.size, difference.dtype)
+    slope = constant(scale, error)
+    of_target = (target, lambda grad: error * (grad * -slope))
+    return record_all(mean, [(prediction, lambda grad: error * (grad * slope)), of_target])
 
 
 def _check_pair(name: str, p: Variable, t: Variable) -> None:
     if p.shape != t.shape:
-        raise ValueError(
-            f"{name}: prediction has shape {p.shape}, target {t.shape}; they must "
-            "be equal (nothing is broadcast here)"
-        )
+        shapes = f"prediction has shape {p.shape}, target {t.shape}"
+        raise ValueError(f"{name}: {shapes}; they must be equal (nothing is broadcast here)")
     check_filled(name, p, t)
-
-
-def _mean_squared_error_on_gpu(prediction: Variable, target: Variable) -> Variable:
-    """Return the loss of arrays on a GPU: one launch forward, and one for each gradient."""
-    p, t = prediction.data, target.data
-    scale = 2.0 / p.size
-    return record(
-        kernels.mean_square_error(p, t),
-        (prediction, lambda grad: kernels.scaled_difference(p, t, grad, scale)),
-        (target, lambda grad: kernels.scaled_difference(p, t, grad, -scale)),
-    )
 
 
 def categorical_cross_entropy(
