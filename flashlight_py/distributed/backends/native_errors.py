@@ -9,7 +9,7 @@ from typing import Any
 from flashlight_py.distributed.backends.describing import NAMED, SHAPE, names_seen
 from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
-from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, in_words
+from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, composed, in_words
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import (
@@ -238,7 +238,7 @@ def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
     if signature.ndim == lib.FL_WITHDRAWN:
         return f"{_VERBS[signature.op].name}, and raised the error of an earlier call instead"
     if signature.part_of:
-        return COMPOSED[signature.part_of - 1]
+        return composed(COMPOSED[signature.part_of - 1], signature.root)
     verb, root = _VERBS[signature.verb], signature.root
     rows = ""
     if signature.verb == verb.uneven:  # of a reduction a number that is equal where the rows are
