@@ -369,9 +369,7 @@ def _agree(
     if any(each[:2] != measure[:2] or each[2] not in (None, measure[2]) for each in calls):
         where = f"[scatter] rank {members.rank} of {members.size}"
         words = [_in_words(*each) for each in calls]
-        raise MismatchError(
-            different_calls(where, "this call", enumerate(words), "Nothing was sent")
-        )
+        raise MismatchError(different_calls(where, enumerate(words), 0, which="this call"))
     dtype, shape = measure[2]
     return of_text(dtype), shape
 

@@ -13,11 +13,9 @@ from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, compo
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import (
-    EARLIER_ADVICE,
     END_ADVICE,
     HOST_ADVICE,
     LEAVING_ADVICE,
-    NOTHING_CHANGED,
     PEER_ADVICE,
     UNUSABLE,
     did_not_join,
@@ -145,9 +143,7 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> Mis
         if signatures[rank].sequence
     }
     newest = max(signature.sequence for _, signature in known.values())
-    which, outcome = f"call {number or newest} of this group", NOTHING_CHANGED
-    if ago := lib.fl_op_calls_ago(handle):
-        which, outcome = f"an earlier call of this group, {ago} before this one", EARLIER_ADVICE
+    ago, which = lib.fl_op_calls_ago(handle), ""
     for sender, (_, signature) in known.items():
         if signature.verb == lib.FL_SEND:
             receiver = next(rank for rank in known if rank != sender)
@@ -155,7 +151,7 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> Mis
             which = f"{earlier}message {newest} from rank {sender} to rank {receiver}"
             break
     calls = {rank: _call_and_site(backend, handle, *call) for rank, call in known.items()}
-    text = different_calls(where, which, calls.items(), outcome)
+    text = different_calls(where, calls.items(), number or newest, ago, which)
     return MismatchError(text, calls=[*calls.values()])
 
 
@@ -232,7 +228,7 @@ def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
 
 
 def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
-    """Write a signature as the call that it stands for; ``name`` is its dtype's, if known."""
+    """Write a signature as the call that it stands for; ``name`` is its dtype's, or a barrier's."""
     if signature.ndim == lib.FL_REFUSED:
         return "something, and refused its arguments"
     if signature.ndim == lib.FL_WITHDRAWN:
@@ -240,6 +236,8 @@ def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
     if signature.part_of:
         return composed(COMPOSED[signature.part_of - 1], signature.root)
     verb, root = _VERBS[signature.verb], signature.root
+    if name and verb is BARRIER:
+        return name
     rows = ""
     if signature.verb == verb.uneven:  # of a reduction a number that is equal where the rows are
         rows = f"#{root:x}" if verb.reduces else "..."

@@ -22,6 +22,7 @@ ANY_RANK = -1
 """The peer of a receive that takes what any rank sends."""
 
 PASS_FAILED = "end of a backward pass that has failed"
+SHUTDOWN = "distributed_shutdown()"  # a barrier, which goes with one of other ranks
 
 # Calls that several collectives make up. Ranks know them by their places in this list.
 COMPOSED = (
@@ -157,7 +158,8 @@ class Call:
     def key(self) -> str:
         """Text that is the same on all ranks where their calls go together."""
         like = None if self.verb is SCATTER else self.like  # who receives may not know more
-        return self.refusal or f"{self._composed}\n{self._in_words(like, self.is_ragged)}"
+        part_of = "" if self.part_of == SHUTDOWN else self._composed
+        return self.refusal or f"{part_of}\n{self._in_words(like, self.is_ragged)}"
 
     @property
     def _composed(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from flashlight_py.distributed.calls.call import SHUTDOWN
 from flashlight_py.distributed.rendezvous.store import MOST_RANKS, name_ranks
 
 names = name_ranks
@@ -42,12 +43,20 @@ def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
 
 
 def different_calls(
-    where: str, which: str, calls: Iterable[tuple[int, str]], outcome: str = NOTHING_CHANGED
+    where: str, calls: Iterable[tuple[int, str]], number: int, ago: int = 0, which: str = ""
 ) -> str:
-    """Say what the ranks called in ``which`` call, those that agree together."""
+    """Say what the ranks called ``ago`` calls before call ``number``, those that agree together.
+
+    That call is ``which`` in words, if not one of the group.
+    """
+    outcome, made = EARLIER_ADVICE if ago else NOTHING_CHANGED, number - ago - 1
+    earlier = f"an earlier call of this group, {ago} before this one"
+    which = which or (earlier if ago else f"call {number} of this group")
+    fewer = number - made - where.startswith("[distributed_shutdown]")
+    ended = f" after {made} calls" + f", {fewer} fewer than this rank" * bool(fewer)
     agreed: dict[str, list[int]] = {}
     for rank, call in calls:
-        agreed.setdefault(call, []).append(rank)
+        agreed.setdefault(call + ended * call.startswith(SHUTDOWN), []).append(rank)
     called = "; ".join(f"{names(ranks)} called {call}" for call, ranks in agreed.items())
     return (
         f"{where}: the ranks called different things in {which}: {called}. {outcome}; make every "
