@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic
 
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
@@ -183,6 +184,15 @@ class Then(Work):
     def is_finished(self) -> bool:
         """Return whether the result has been made, or whoever waited knows that it cannot be."""
         return self._finish is None or self._failure_reported
+
+
+def wait_for(works: list[Then]) -> None:
+    """Block until all ``works`` are finished and out of the list; raises each failure once."""
+    for work in list(works):
+        if not work.is_finished():
+            work.wait()
+        with suppress(ValueError):  # another thread has done so
+            works.remove(work)
 
 
 class AllOf(Work[list[Any]]):

@@ -43,7 +43,7 @@ from flashlight_py.distributed.verbs import (
     SCATTER,
     Verb,
 )
-from flashlight_py.distributed.work import Done, Work, limit_passed
+from flashlight_py.distributed.work import Done, Then, Work, limit_passed, wait_for
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -122,7 +122,7 @@ class HierarchicalBackend(Backend):
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
         self._failed: list[FutureWork] = []  # ended, with an error that no ``wait`` has raised
-        self._receives: list[OpenReceive] = []
+        self._receives: list[Then] = []
         self._beginning = threading.RLock()  # signal handlers run on the thread that holds it
         self._notified: list[Backend] = []  # parts that end since another one was lost
         self._is_closed = False
@@ -174,10 +174,11 @@ class HierarchicalBackend(Backend):
                 (way.start(replace(call, blocking=False, claim=claim, seconds=seconds)), ranks)
                 for way, ranks, seconds in ways
             ]
-            work = OpenReceive(self, works, claim, call)
-            self._receives = [one for one in self._receives if not one.is_completed()]
-            self._receives.append(work)
-        return Done(work.find()) if call.blocking else work
+            receive = OpenReceive(self, works, claim, call)
+            if not call.blocking:
+                self._receives = [one for one in self._receives if not one.is_finished()]
+                self._receives.append(work := Then(receive, lambda found: found))
+        return Done(receive.find()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
@@ -318,8 +319,7 @@ class HierarchicalBackend(Backend):
         for work in (*self._failed, *self._running):
             if not work.failure_reported:
                 work.wait()
-        for receive in list(self._receives):
-            receive.wait()
+        wait_for(self._receives)
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
