@@ -144,12 +144,11 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> Mis
     }
     newest = max(signature.sequence for _, signature in known.values())
     ago, which = lib.fl_op_calls_ago(handle), ""
-    for sender, (_, signature) in known.items():
-        if signature.verb == lib.FL_SEND:
-            receiver = next(rank for rank in known if rank != sender)
-            earlier = "an earlier " if ago else ""
-            which = f"{earlier}message {newest} from rank {sender} to rank {receiver}"
-            break
+    senders = [rank for rank, (_, signature) in known.items() if signature.verb == lib.FL_SEND]
+    if senders:
+        receiver = next(rank for rank in known if rank != senders[0])
+        which = f"message {newest} from rank {senders[0]} to rank {receiver}"
+        which = f"an earlier {which}" if ago else which
     calls = {rank: _call_and_site(backend, handle, *call) for rank, call in known.items()}
     text = different_calls(where, calls.items(), number or newest, ago, which)
     return MismatchError(text, calls=[*calls.values()])

@@ -152,18 +152,14 @@ class Call:
 
     def __str__(self) -> str:
         """Return the call as users know it, such as ``"broadcast(float32 (3,), root=0)"``."""
-        return self.refusal or self._composed or self._in_words(self.like, False)
+        return self.refusal or composed(self.part_of, self.root) or self._in_words(self.like, False)
 
     @property
     def key(self) -> str:
         """Text that is the same on all ranks where their calls go together."""
         like = None if self.verb is SCATTER else self.like  # who receives may not know more
-        part_of = "" if self.part_of == SHUTDOWN else self._composed
+        part_of = "" if self.part_of == SHUTDOWN else composed(self.part_of, self.root)
         return self.refusal or f"{part_of}\n{self._in_words(like, self.is_ragged)}"
-
-    @property
-    def _composed(self) -> str:
-        return composed(self.part_of, self.root)
 
     @property
     def steps(self) -> str:
@@ -209,12 +205,7 @@ def in_words(
 
 
 def array_in_words(kind: str, shape: Sequence[object]) -> str:
-    """Return a dtype and a shape.
-
-    Example:
-        >>> array_in_words("int8", [3])
-        'int8 (3,)'
-    """
+    """Return a dtype and a shape, such as ``int8 (3,)``."""
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 

@@ -31,10 +31,6 @@ def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
     """Complete a sentence about ``ranks``: which processes they were, if that is known.
 
     Of very many how many more they are.
-
-    Example:
-        >>> who_that_was([1], ["process 7 on a", "process 8 on a"])
-        ', which is process 8 on a'
     """
     known = [processes[rank] for rank in ranks if rank < len(processes)]
     named, more = ", ".join(known[:MOST_RANKS]), len(known) - MOST_RANKS
@@ -45,10 +41,7 @@ def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
 def different_calls(
     where: str, calls: Iterable[tuple[int, str]], number: int, ago: int = 0, which: str = ""
 ) -> str:
-    """Say what the ranks called ``ago`` calls before call ``number``, those that agree together.
-
-    That call is ``which`` in words, if not one of the group.
-    """
+    """Say what the ranks called in ``which``, ``ago`` calls before call ``number`` of a group."""
     outcome, made = EARLIER_ADVICE if ago else NOTHING_CHANGED, number - ago - 1
     earlier = f"an earlier call of this group, {ago} before this one"
     which = which or (earlier if ago else f"call {number} of this group")

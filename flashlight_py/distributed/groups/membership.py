@@ -256,7 +256,7 @@ class Membership:
         """Remember a result that is still to be brought home, also if nobody waits for it."""
         self._unfinished.append(work)
         if len(self._unfinished) > self._most_unfinished:
-            self._unfinished = [other for other in self._unfinished if not other.is_finished()]
+            self._unfinished = [other for other in self._unfinished if not other.is_heard]
             self._most_unfinished = max(_LEAST_UNFINISHED, 2 * len(self._unfinished))
         return work
 

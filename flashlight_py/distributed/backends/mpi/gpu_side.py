@@ -51,7 +51,7 @@ class MpiGpuBackend(Backend):
             return work
         work = Then(work, functools.partial(self._bring_back, call, given))
         # Arrays that are still to be copied back are so also if nobody waits for them.
-        self._unfinished = [other for other in self._unfinished if not other.is_finished()]
+        self._unfinished = [other for other in self._unfinished if not other.is_heard]
         self._unfinished.append(work)
         return work
 
