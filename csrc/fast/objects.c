@@ -274,7 +274,7 @@ static plain_call call_of(const object_call *call) {
   s->verb = verbs[call->verb - BROADCAST];
   s->part_of = 1 + call->verb - BROADCAST;
   s->scale = 1.0;
-  s->root = gathers(call) ? 0 : call->root;
+  s->root = call->root;
   s->ndim = FL_ANY;
   step.peer = -1;
   step.seconds = call->binding->seconds;

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic
 
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
@@ -31,6 +32,7 @@ class Work(abc.ABC, Generic[Result_co]):
     """Of a receive: the rank in the group that has sent, once :meth:`wait` has returned."""
 
     flight: Any = None  # of a collective that a device does: has when it ``ended``
+    is_heard = False  # a ``wait`` would raise nothing new, and the result has been made
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Result_co:
@@ -125,7 +127,6 @@ class Then(Work):
         self._finish: Callable[[Any], Any] | None = finish
         self._value: Any = None
         self._failure: BaseException | None = None  # of making it: every wait raises the same
-        self._failure_reported = False
         self._making = threading.RLock()  # signal handlers run on the thread that holds it
         self._is_made_now = False
 
@@ -140,7 +141,7 @@ class Then(Work):
         try:
             value = self._work.wait(timeout)
         except (DistributedError, ValueError) as failure:  # ValueError: other rows than out has
-            self._failure_reported = not getattr(failure, "goes_on", False)  # which is not final
+            self.is_heard = not getattr(failure, "goes_on", False)  # which is not final
             raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
@@ -168,7 +169,7 @@ class Then(Work):
             raise
         finally:
             self._finish = None
-            self._is_made_now = False
+            self._is_made_now, self.is_heard = False, True
 
     def cancel(self) -> None:
         self._work.cancel()
@@ -180,9 +181,14 @@ class Then(Work):
     def end_time(self) -> float | None:
         return self._work.end_time()
 
-    def is_finished(self) -> bool:
-        """Return whether the result has been made, or whoever waited knows that it cannot be."""
-        return self._finish is None or self._failure_reported
+
+def wait_for(works: list[Any]) -> None:
+    """Block until all ``works`` have ended, and empty the list; raises each failure once."""
+    for work in list(works):
+        if not work.is_heard:
+            work.wait()
+        with suppress(ValueError):  # another thread has done so
+            works.remove(work)
 
 
 class AllOf(Work[list[Any]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls.call import Call
@@ -51,6 +52,15 @@ def brought_home_unasked(rank: int, size: int) -> None:
     fl.all_reduce(x, async_op=True)
     fl.sync_distributed()
     assert np.all(x.get() == sum(range(size)))
+
+
+def fail_unnoticed(rank: int, size: int) -> None:
+    for _ in range(3):
+        fl.all_reduce(on_gpu(np.ones(3 + rank)), async_op=True)
+    for _ in range(3):
+        with pytest.raises(fl.errors.MismatchError):
+            fl.sync_distributed()
+    fl.sync_distributed()
 
 
 def receive_openly(rank: int, size: int) -> None:

@@ -243,22 +243,28 @@ def test_a_list_of_ranks_is_no_group() -> None:
 
 def fail_unnoticed(rank: int, size: int, kind: str) -> None:
     """Start calls that fail, keep no Work, start others that end well, and look only then."""
-    x = np.ones(3)
+    x, last = np.ones(3), size - 1  # which is on another host than rank 0
     for _ in range(3):
         if kind == "rows":
             fl.all_gather(np.ones((rank + 1, 2)), out=np.zeros((1, 2)), async_op=True)
-        else:
+        elif kind == "calls":
             fl.all_reduce(np.ones(3 + rank), async_op=True)
+        elif kind == "calls with gaps":
+            fl.all_reduce(np.ones((4, 2 * size + 2 * rank))[:, ::2], async_op=True)
+        elif rank == 0:
+            fl.irecv(np.ones(3), None)
+        elif rank == last:
+            fl.isend(np.ones(1 << 19), 0)  # too large to be sent before the receive is known
     for work in [fl.all_reduce(x, async_op=True) for _ in range(30)]:
         work.wait()
     error = ValueError if kind == "rows" else fl.errors.MismatchError
-    for _ in range(3):
+    for _ in range(3 if kind != "messages" or rank in (0, last) else 0):
         with pytest.raises(error):
             fl.sync_distributed()
     fl.sync_distributed()
 
 
-@pytest.mark.parametrize("kind", ["rows", "calls"])
+@pytest.mark.parametrize("kind", ["rows", "calls", "calls with gaps", "messages"])
 def test_sync_distributed_raises_each_failure_that_nobody_has_waited_for(
     ranks: Any, kind: str
 ) -> None:

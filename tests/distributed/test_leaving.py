@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -143,6 +144,29 @@ def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
 ) -> None:
     size, how = world_of(backend)
     pool(size, **how).run(leave_a_group_early)
+
+
+def shut_down_early(rank: int, size: int, rounds: int) -> str:
+    for _ in range(rounds):
+        fl.all_reduce(ones())
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        fl.distributed_shutdown() if rank == 1 else fl.all_reduce(ones())
+    with contextlib.suppress(fl.errors.PeerLostError):
+        fl.distributed_shutdown()
+    return str(caught.value)
+
+
+@backends("shm", "hierarchical", "gloo", "mpi")
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_other_ranks_read_that_a_rank_shut_down_and_how_many_calls_fewer_it_made(
+    backend: str, rounds: int
+) -> None:
+    size, how = world_of(backend)
+    for rank, outcome in enumerate(run_outcomes(shut_down_early, size, rounds, **how)):
+        assert outcome.ok, outcome
+        end = f"{rounds} calls" + ", 1 fewer than this rank" * (rank != 1)
+        site = r"distributed_shutdown\(\) at \S*test_leaving.py:\d+"
+        assert re.search(f"; rank 1 called {site} after {end}[.;]", outcome.value), outcome.value
 
 
 @backends("shm", "hierarchical")

@@ -123,9 +123,15 @@ def blocks_to_all(rank: int, size: int) -> None:
             fl.all_to_all(wrong)
     with pytest.raises(ValueError, match="without rows"):
         fl.all_to_all(sent, rows=[1] * size)
-    with pytest.raises(ValueError, match=r"out\[0\] is float64 .* and rank 0 has sent float32"):
-        fl.all_to_all([np.ones(2, "f4")] * size, out=[np.zeros(2) for _ in sent])
-    with pytest.raises(ValueError, match=r"shares memory" if size > 1 else "has sent"):
+    wrong_out = rf"out\[{rank}\] is float64 .* and rank {rank} sends float32 \(2,\)$"
+    for how in (False, True):
+        with pytest.raises(ValueError, match=wrong_out):  # before anything is sent
+            fl.all_to_all([np.ones(2, "f4")] * size, out=[np.zeros(2) for _ in sent], async_op=how)
+        other, outs = (rank + 1) % size, [np.zeros(2, "f4") for _ in sent]
+        outs[other] = np.zeros(2)
+        with pytest.raises(ValueError, match=rf"out\[{other}\] is float64 .* rank {other} sends "):
+            ended(fl.all_to_all([np.ones(2, "f4")] * size, out=outs, async_op=how))
+    with pytest.raises(ValueError, match=r"shares memory" if size > 1 else "sends"):
         fl.all_to_all(sent, out=[np.zeros(3)] * size)
 
 

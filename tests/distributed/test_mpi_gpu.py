@@ -49,6 +49,10 @@ def test_arrays_of_both_kinds_side_by_side(ranks: Any) -> None:
     ranks.run(verbs.dropped_work_is_safe)
 
 
+def test_sync_distributed_raises_each_failure_of_cupy_arrays_once(ranks: Any) -> None:
+    ranks.run(mpi_gpu_ranks.fail_unnoticed)
+
+
 def test_a_message_of_another_shape_is_refused_on_both_sides(ranks: Any) -> None:
     told = ranks.run(verbs.message_of_another_shape)
     assert "rank 1 called recv(" in told[0]

@@ -83,12 +83,20 @@ def test_wrong_roots_are_refused(ranks: Any) -> None:
 def roots_that_differ(rank: int, size: int) -> None:
     """Each pair of roots: both have an object to give, none of them, and only one."""
     for one, other in ((0, 1), (1, 0), (2, 1)) if size > 1 else ():
-        root = one if rank == 0 else other
-        told_now_or_later(lambda root=root: fl.broadcast_object([rank], root))
-        assert fl.broadcast_object([rank], other) == [other]
+        root, long = one if rank == 0 else other, [f"{r}" * 2000 for r in range(size)]
+        for verb, obj, wanted in [
+            (fl.broadcast_object, [rank], [other]),
+            (fl.gather_object, rank, [*range(size)] if rank == other else None),
+            (fl.gather_object, long[rank], long if rank == other else None),
+            (fl.scatter_object, [*range(size)], rank),
+        ]:
+            text = told_now_or_later(lambda root=root, verb=verb, obj=obj: verb(obj, root))
+            for differing in (one, other):
+                assert f"called {verb.__name__}(root={differing})" in text, text
+            assert verb(obj, other) == wanted
 
 
-def test_broadcast_object_raises_if_the_roots_differ(ranks: Any) -> None:
+def test_verbs_of_objects_raise_mismatch_error_if_the_roots_differ(ranks: Any) -> None:
     ranks.run(roots_that_differ)
 
 

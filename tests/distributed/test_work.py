@@ -86,7 +86,7 @@ def test_a_second_thread_waits_for_what_the_first_one_makes() -> None:
     def release(work: Then) -> None:
         with pytest.raises(CollectiveTimeoutError, match="another thread"):
             work.wait(timeout=0.05)
-        assert not work.is_finished()
+        assert not work.is_heard
 
     assert waits_of_two_threads(slow, release) == ["made of it"] * 2
     assert slow.calls == 1
@@ -120,7 +120,7 @@ def test_a_result_whose_making_a_signal_handler_ended_is_never_given_half_made(
     for _ in range(2):
         with pytest.raises(Interruption):
             work.wait()
-    assert work.is_finished()
+    assert work.is_heard
 
 
 class Interrupted(Work):
@@ -144,7 +144,7 @@ def test_a_wait_that_a_signal_handler_ended_can_be_taken_up_again(
     work = Then(Interrupted(interrupting), lambda value: f"made of {value}")
     with pytest.raises(Interruption):
         work.wait()
-    assert not work.is_finished()
+    assert not work.is_heard
     assert work.wait() == "made of it"
 
 

@@ -225,7 +225,8 @@ def all_to_all(
 
     Raises:
         ValueError: the first dimension cannot be cut so, ``rows`` are no integers of which there is
-            one for each rank, or ``out`` does not fit.
+            one for each rank, or ``out`` does not fit. If only what other ranks send does not fit,
+            this is known when all have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
 
     Example:
@@ -261,7 +262,16 @@ def _blocks_to_all(
     members: Membership, xs: Sequence[Any], outs: Any, async_op: bool, has_rows: bool
 ) -> Any:
     """Send rank r the r-th of ``xs``: as bytes, and behind them the dtype and the shape."""
-    verb = ALL_TO_ALL.name
+    verb, rank = ALL_TO_ALL.name, members.rank
+
+    def check(place: int, block: Array, outcome: str = "") -> None:
+        room = rooms[place]
+        if (room.dtype, room.shape) != (block.dtype, block.shape):
+            raise ValueError(
+                f"[{verb}] rank {rank} of {members.size}: out[{place}] is {room.dtype} "
+                f"{room.shape}, and rank {place} sends {block.dtype} {block.shape}{outcome}"
+            )
+
     with refusing(members, ALL_TO_ALL, given=xs):
         for name, given in (("x", xs), ("out", outs if outs is not None else xs)):
             if has_rows or not isinstance(given, list | tuple) or len(given) != members.size:
@@ -277,6 +287,8 @@ def _blocks_to_all(
             apart.add(room)
         arrays = [as_array(verb, x, writes=False, of_any_dtype=True) for x in xs]
         blocks = [with_text(pack(array)).view(WITH_TEXT) for array in arrays]
+        if rooms:  # the only block that is known here before any is sent
+            check(rank, of_bytes(blocks[rank].view(np.uint8)))
         received: list[int] = []
         how: dict[str, Any] = {"rows": [block.size for block in blocks], "received": received}
         work = collective(members, ALL_TO_ALL, np.concatenate(blocks), **how, async_op=async_op)
@@ -285,13 +297,8 @@ def _blocks_to_all(
         found = [of_bytes(each.view(np.uint8)) for each in cut(whole, received or how["rows"])]
         if outs is None:
             return [returned(xs[0], each.copy(), False) for each in found]
-        for place, (room, each) in enumerate(zip(rooms, found, strict=True)):
-            if (room.dtype, room.shape) != (each.dtype, each.shape):
-                raise ValueError(
-                    f"[{verb}] rank {members.rank} of {members.size}: out[{place}] is {room.dtype} "
-                    f"{room.shape}, and rank {place} has sent {each.dtype} {each.shape}; the other "
-                    "ranks have their results"
-                )
+        for place, each in enumerate(found):
+            check(place, each, "; the other ranks have their results")
         for room, each in zip(rooms, found, strict=True):
             room[...] = each
         return [returned(out, room, True) for out, room in zip(outs, rooms, strict=True)]
@@ -369,9 +376,7 @@ def _agree(
     if any(each[:2] != measure[:2] or each[2] not in (None, measure[2]) for each in calls):
         where = f"[scatter] rank {members.rank} of {members.size}"
         words = [_in_words(*each) for each in calls]
-        raise MismatchError(
-            different_calls(where, "this call", enumerate(words), "Nothing was sent")
-        )
+        raise MismatchError(different_calls(where, enumerate(words), 0, which="this call"))
     dtype, shape = measure[2]
     return of_text(dtype), shape
 

@@ -254,7 +254,6 @@ class _Move:
             return self._come(Call(BROADCAST, frame, root=root))
         if frame is not None and verb is not ALL_GATHER_OBJECT and frame.size > _SHORT_BYTES:
             frame = _announced(frame)
-        root = 0 if self._backend.finds_shape else root  # as native calls of other ranks have none
         return self._come(Call(ALL_GATHER, _NOTHING if frame is None else frame, root=root))
 
     def end(self, first: Array) -> list[Any] | None:

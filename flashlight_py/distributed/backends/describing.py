@@ -9,15 +9,15 @@ from typing import Any
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import MOVED, code_of, name_of, number_of
-from flashlight_py.distributed.calls.call import COMPOSED, Call
+from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call
 
 SHAPE = 8  # dimensions that a signature has room for
 _SEEN = 1024  # dtypes whose names are remembered
 # The numbers of the calls that others are steps of; 0: a call by itself.
-_STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
+_STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 NAMED = "\n"
-"""The end of a dtype's name, in front of the line of the call."""
+"""The end of a name of a dtype or a barrier, in front of the line of the call."""
 names_seen: dict[int, str] = {}
 """Dtypes that the library does not know, by their numbers, as far as they were seen here."""
 
@@ -36,7 +36,7 @@ class Describer(threading.local):
         """Write ``call`` into the signature; ``like`` has its dtype and shape.
 
         Behind the dimensions stands the number of a dtype that the library does not know. The
-        result, empty else, is its name, which is to go with the call in front of its line.
+        result, empty else, is its name, or a barrier's, to go with the call in front of its line.
         """
         signature, lib, name = self.signature, self._lib, ""
         if like is None:
@@ -45,6 +45,7 @@ class Describer(threading.local):
             signature.itemsize = signature.count = 0
             known = lib.FL_ANY if call.finds_shape else 0
             signature.ndim = lib.FL_REFUSED if call.refusal else known
+            name = f"{SHUTDOWN}{NAMED}" if call.part_of == SHUTDOWN else name
         else:
             holds, shape = call.holds, like.shape
             dtype = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED

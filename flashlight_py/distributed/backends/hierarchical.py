@@ -43,7 +43,7 @@ from flashlight_py.distributed.verbs import (
     SCATTER,
     Verb,
 )
-from flashlight_py.distributed.work import Done, Work, limit_passed
+from flashlight_py.distributed.work import Done, Then, Work, limit_passed, wait_for
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -120,9 +120,8 @@ class HierarchicalBackend(Backend):
         }
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
         self._thread: futures.ThreadPoolExecutor | None = None
-        self._running: list[FutureWork] = []
-        self._failed: list[FutureWork] = []  # ended, with an error that no ``wait`` has raised
-        self._receives: list[OpenReceive] = []
+        self._running: list[FutureWork] = []  # or ended, with an error that no ``wait`` has raised
+        self._receives: list[Then] = []
         self._beginning = threading.RLock()  # signal handlers run on the thread that holds it
         self._notified: list[Backend] = []  # parts that end since another one was lost
         self._is_closed = False
@@ -174,10 +173,11 @@ class HierarchicalBackend(Backend):
                 (way.start(replace(call, blocking=False, claim=claim, seconds=seconds)), ranks)
                 for way, ranks, seconds in ways
             ]
-            work = OpenReceive(self, works, claim, call)
-            self._receives = [one for one in self._receives if not one.is_completed()]
-            self._receives.append(work)
-        return Done(work.find()) if call.blocking else work
+            receive = OpenReceive(self, works, claim, call)
+            if not call.blocking:
+                self._receives = [one for one in self._receives if not one.is_heard]
+                self._receives.append(work := Then(receive, lambda found: found))
+        return Done(receive.find()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
@@ -220,24 +220,22 @@ class HierarchicalBackend(Backend):
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
         assert isinstance(work, FutureWork)
-        work.failure_reported = True  # this rank raises its own
+        work.is_heard = True  # this rank raises its own
         return work
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread, number = self._callers.check(call.name), self.count[0]
-        running = self._running  # they end in their order
-        ended = next((n for n, one in enumerate(running) if not one.is_completed()), len(running))
-        self._running = running[ended:]
-        self._failed = [one for one in (*self._failed, *running[:ended]) if one.has_failed()]
+        self._running = [one for one in self._running if not one.has_ended_well()]
+        is_idle = not self._running or self._running[-1].is_completed()  # they end in their order
         try:
             self._callers.threads.add(thread)
-            if call.blocking and not self._running:
+            if call.blocking and is_idle:
                 return Done(self._run(call, number, run))
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
             work = FutureWork(self._thread.submit(self._run_there, caller(), call, number, run))
-            work.failure_reported = call.compared  # by whoever compares
+            work.is_heard = call.compared  # by whoever compares
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
@@ -315,11 +313,8 @@ class HierarchicalBackend(Backend):
         return self._callers.has_this()
 
     def synchronize(self) -> None:
-        for work in (*self._failed, *self._running):
-            if not work.failure_reported:
-                work.wait()
-        for receive in list(self._receives):
-            receive.wait()
+        wait_for(self._running)
+        wait_for(self._receives)
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
@@ -350,10 +345,8 @@ class HierarchicalBackend(Backend):
         return why
 
     def is_busy(self) -> bool:
-        works: list[Work] = [*self._running, *self._receives]
-        if any(not work.is_completed() for work in works):
-            return True
-        return any(part.is_busy() for part in self._parts)
+        is_idle = all(work.is_completed() for work in (*self._running, *self._receives))
+        return not is_idle or any(part.is_busy() for part in self._parts)
 
     def close(self) -> None:
         """Close the backends, which ends what runs, then the threads.
@@ -377,7 +370,6 @@ class FutureWork(Work):
 
     def __init__(self, future: futures.Future[Any]) -> None:
         self._future = future
-        self.failure_reported = False
         self._end_time: float | None = None
         future.add_done_callback(self._note_end)
 
@@ -392,16 +384,17 @@ class FutureWork(Work):
         try:
             return self._future.result()
         except (DistributedError, ValueError):
-            self.failure_reported = True
+            self.is_heard = True
             raise
 
     def is_completed(self) -> bool:
         return self._future.done()
 
-    def has_failed(self) -> bool:
-        """Return whether an ended operation has failed and no ``wait`` has raised its error."""
-        is_known = self.failure_reported or self._future.cancelled()
-        return not is_known and isinstance(self._future.exception(), DistributedError | ValueError)
+    def has_ended_well(self) -> bool:
+        """Return whether it has ended without an error that no ``wait`` has raised."""
+        if self.is_heard or not self._future.done() or self._future.cancelled():
+            return self._future.done()
+        return not isinstance(self._future.exception(), DistributedError | ValueError)
 
     def end_time(self) -> float | None:
         return self._end_time

@@ -9,15 +9,13 @@ from typing import Any
 from flashlight_py.distributed.backends.describing import NAMED, SHAPE, names_seen
 from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
-from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, in_words
+from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, composed, in_words
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import (
-    EARLIER_ADVICE,
     END_ADVICE,
     HOST_ADVICE,
     LEAVING_ADVICE,
-    NOTHING_CHANGED,
     PEER_ADVICE,
     UNUSABLE,
     did_not_join,
@@ -145,17 +143,14 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> Mis
         if signatures[rank].sequence
     }
     newest = max(signature.sequence for _, signature in known.values())
-    which, outcome = f"call {number or newest} of this group", NOTHING_CHANGED
-    if ago := lib.fl_op_calls_ago(handle):
-        which, outcome = f"an earlier call of this group, {ago} before this one", EARLIER_ADVICE
-    for sender, (_, signature) in known.items():
-        if signature.verb == lib.FL_SEND:
-            receiver = next(rank for rank in known if rank != sender)
-            earlier = "an earlier " if ago else ""
-            which = f"{earlier}message {newest} from rank {sender} to rank {receiver}"
-            break
+    ago, which = lib.fl_op_calls_ago(handle), ""
+    senders = [rank for rank, (_, signature) in known.items() if signature.verb == lib.FL_SEND]
+    if senders:
+        receiver = next(rank for rank in known if rank != senders[0])
+        which = f"message {newest} from rank {senders[0]} to rank {receiver}"
+        which = f"an earlier {which}" if ago else which
     calls = {rank: _call_and_site(backend, handle, *call) for rank, call in known.items()}
-    text = different_calls(where, which, calls.items(), outcome)
+    text = different_calls(where, calls.items(), number or newest, ago, which)
     return MismatchError(text, calls=[*calls.values()])
 
 
@@ -232,14 +227,16 @@ def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
 
 
 def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
-    """Write a signature as the call that it stands for; ``name`` is its dtype's, if known."""
+    """Write a signature as the call that it stands for; ``name`` is its dtype's, or a barrier's."""
     if signature.ndim == lib.FL_REFUSED:
         return "something, and refused its arguments"
     if signature.ndim == lib.FL_WITHDRAWN:
         return f"{_VERBS[signature.op].name}, and raised the error of an earlier call instead"
     if signature.part_of:
-        return COMPOSED[signature.part_of - 1]
+        return composed(COMPOSED[signature.part_of - 1], signature.root)
     verb, root = _VERBS[signature.verb], signature.root
+    if name and verb is BARRIER:
+        return name
     rows = ""
     if signature.verb == verb.uneven:  # of a reduction a number that is equal where the rows are
         rows = f"#{root:x}" if verb.reduces else "..."

@@ -16,12 +16,13 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import name_of
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BROADCAST, RECV, SCATTER, Verb
+from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, RECV, SCATTER, Verb
 
 ANY_RANK = -1
 """The peer of a receive that takes what any rank sends."""
 
 PASS_FAILED = "end of a backward pass that has failed"
+SHUTDOWN = "distributed_shutdown()"  # a barrier, which goes with one of other ranks
 
 # Calls that several collectives make up. Ranks know them by their places in this list.
 COMPOSED = (
@@ -36,6 +37,12 @@ COMPOSED = (
     *("host_array", "backward of a sharded module", "optimizer.step of a sharded module"),
     *("clip_grad_norm of a sharded module", PASS_FAILED),
 )
+_ROOTED = "broadcast_object", "gather_object", "scatter_object"
+
+
+def composed(name: str, root: int) -> str:
+    """Return the composed operation ``name`` as it is written, with its root if it has one."""
+    return f"{name}(root={root})" if name in _ROOTED else name
 
 
 class Matched(NamedTuple):
@@ -145,13 +152,14 @@ class Call:
 
     def __str__(self) -> str:
         """Return the call as users know it, such as ``"broadcast(float32 (3,), root=0)"``."""
-        return self.refusal or self.part_of or self._in_words(self.like, False)
+        return self.refusal or composed(self.part_of, self.root) or self._in_words(self.like, False)
 
     @property
     def key(self) -> str:
         """Text that is the same on all ranks where their calls go together."""
         like = None if self.verb is SCATTER else self.like  # who receives may not know more
-        return self.refusal or f"{self.part_of}\n{self._in_words(like, self.is_ragged)}"
+        part_of = "" if self.part_of == SHUTDOWN else composed(self.part_of, self.root)
+        return self.refusal or f"{part_of}\n{self._in_words(like, self.is_ragged)}"
 
     @property
     def steps(self) -> str:
@@ -185,11 +193,10 @@ def in_words(
 ) -> str:
     """Return a call as it is written: ``about`` is its array in words, ``rows`` empty if equal.
 
-    The root of an all_reduce is a digest of the shapes of the arrays that it packs, or 0. That of
-    an all_gather is the root of the call of which it is a step.
+    The root of an all_reduce is a digest of the shapes of the arrays that it packs, or 0.
     """
-    if root and verb in (ALL_REDUCE, ALL_GATHER):
-        about += f" of packed arrays #{root:x}" if verb is ALL_REDUCE else f" for rank {root}"
+    if root and verb is ALL_REDUCE:
+        about += f" of packed arrays #{root:x}"
     short = f"{scale:g}"  # where it says all of it: unequal ones must look unequal
     exact = short if float(short) == scale else repr(scale)
     values = {"op": op.name.lower(), "scale": exact, "root": root, "tag": tag, "rows": rows}
@@ -198,12 +205,7 @@ def in_words(
 
 
 def array_in_words(kind: str, shape: Sequence[object]) -> str:
-    """Return a dtype and a shape.
-
-    Example:
-        >>> array_in_words("int8", [3])
-        'int8 (3,)'
-    """
+    """Return a dtype and a shape, such as ``int8 (3,)``."""
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 

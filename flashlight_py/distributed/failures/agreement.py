@@ -167,8 +167,7 @@ class Agreement:
         rows = self._flat.start(text).wait().reshape(-1, _TEXT_BYTES)
         calls = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
         where = f"[{call.name}] rank {self._flat.rank} of {self._flat.size}"
-        words = different_calls(where, f"call {number} of this group", enumerate(calls))
-        return MismatchError(words, calls=calls)
+        return MismatchError(different_calls(where, enumerate(calls), number), calls=calls)
 
 
 def _one_of(

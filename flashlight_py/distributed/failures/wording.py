@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from flashlight_py.distributed.calls.call import SHUTDOWN
 from flashlight_py.distributed.rendezvous.store import MOST_RANKS, name_ranks
 
 names = name_ranks
@@ -30,10 +31,6 @@ def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
     """Complete a sentence about ``ranks``: which processes they were, if that is known.
 
     Of very many how many more they are.
-
-    Example:
-        >>> who_that_was([1], ["process 7 on a", "process 8 on a"])
-        ', which is process 8 on a'
     """
     known = [processes[rank] for rank in ranks if rank < len(processes)]
     named, more = ", ".join(known[:MOST_RANKS]), len(known) - MOST_RANKS
@@ -42,12 +39,17 @@ def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
 
 
 def different_calls(
-    where: str, which: str, calls: Iterable[tuple[int, str]], outcome: str = NOTHING_CHANGED
+    where: str, calls: Iterable[tuple[int, str]], number: int, ago: int = 0, which: str = ""
 ) -> str:
-    """Say what the ranks called in ``which`` call, those that agree together."""
+    """Say what the ranks called in ``which``, ``ago`` calls before call ``number`` of a group."""
+    outcome, made = EARLIER_ADVICE if ago else NOTHING_CHANGED, number - ago - 1
+    earlier = f"an earlier call of this group, {ago} before this one"
+    which = which or (earlier if ago else f"call {number} of this group")
+    fewer = number - made - where.startswith("[distributed_shutdown]")
+    ended = f" after {made} calls" + f", {fewer} fewer than this rank" * bool(fewer)
     agreed: dict[str, list[int]] = {}
     for rank, call in calls:
-        agreed.setdefault(call, []).append(rank)
+        agreed.setdefault(call + ended * call.startswith(SHUTDOWN), []).append(rank)
     called = "; ".join(f"{names(ranks)} called {call}" for call, ranks in agreed.items())
     return (
         f"{where}: the ranks called different things in {which}: {called}. {outcome}; make every "

@@ -25,7 +25,7 @@ from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import Journal, name_of_group
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER
-from flashlight_py.distributed.work import AllOf, Then, Work
+from flashlight_py.distributed.work import Then, Work, wait_for
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 from flashlight_py.structure import here
 
@@ -256,17 +256,16 @@ class Membership:
         """Remember a result that is still to be brought home, also if nobody waits for it."""
         self._unfinished.append(work)
         if len(self._unfinished) > self._most_unfinished:
-            self._unfinished = [other for other in self._unfinished if not other.is_finished()]
+            self._unfinished = [other for other in self._unfinished if not other.is_heard]
             self._most_unfinished = max(_LEAST_UNFINISHED, 2 * len(self._unfinished))
         return work
 
     def synchronize(self) -> None:
         """Block until every operation that this rank has started in the group has ended."""
-        unfinished, self._unfinished = self._unfinished, []
-        AllOf([work for work in unfinished if not work.is_finished()]).wait()
-        self.backend().synchronize()
-        if self.gpus is not None:
+        wait_for(self._unfinished)
+        if self.gpus is not None:  # before the host's side, which may do a part of the same work
             self.gpus.synchronize()
+        self.backend().synchronize()
 
     def is_calling(self) -> bool:
         """Return whether this thread is in the middle of a call: it runs a signal handler."""

@@ -22,6 +22,7 @@ from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.calls.call import SHUTDOWN, Call
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.failures import abort, watchdog
 from flashlight_py.distributed.failures.agreement import between_hosts
@@ -54,6 +55,7 @@ from flashlight_py.distributed.start.world import (
     is_distributed_init,
     set_world,
 )
+from flashlight_py.distributed.verbs import BARRIER
 from flashlight_py.errors import (
     BackendUnavailableError,
     GroupClosedError,
@@ -184,7 +186,7 @@ def distributed_shutdown() -> None:
     try:
         if not group.is_calling():
             membership.leave_all()
-            group.barrier()
+            group.run(Call(BARRIER, part_of=SHUTDOWN))
     except GroupClosedError:
         _log.debug("the group broke before the shutdown; its user has the error")
     finally:

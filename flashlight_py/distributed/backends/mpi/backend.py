@@ -39,7 +39,7 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, who_that_was
 from flashlight_py.distributed.verbs import BARRIER, SCATTER
-from flashlight_py.distributed.work import Done, Work, limit_passed
+from flashlight_py.distributed.work import Done, Work, limit_passed, wait_for
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -81,9 +81,8 @@ class Operation(Work):
         self.name, self.seconds = name, seconds
         self.steps: Steps
         self.comparison: Work | None = None
-        self.ended = False
+        self.ended = self.doubts = False  # the second: a rank may be lost
         self.error: BaseException | None = None
-        self.is_heard = self.doubts = False  # a ``wait`` raises no new error; a rank may be lost
         self.look_at = self.deadline = math.inf
         self.room: Array | None = None  # ``out``, which needs as many rows as arrive
         self._value: Any = None
@@ -250,10 +249,7 @@ class MpiBackend(Backend):
 
     def synchronize(self) -> None:
         """Block until all has ended; raises the first failure nobody knows of. See ``Backend``."""
-        for operation in list(self._unheard):
-            if not operation.is_heard:
-                operation.wait()
-        self._unheard = []
+        wait_for(self._unheard)
 
     def advance(self) -> None:
         """Take each operation as far as it gets without waiting."""

@@ -15,7 +15,7 @@ from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import BARRIER, SCATTER, SEND
-from flashlight_py.distributed.work import Then, Work
+from flashlight_py.distributed.work import Then, Work, wait_for
 
 
 class MpiGpuBackend(Backend):
@@ -51,7 +51,7 @@ class MpiGpuBackend(Backend):
             return work
         work = Then(work, functools.partial(self._bring_back, call, given))
         # Arrays that are still to be copied back are so also if nobody waits for them.
-        self._unfinished = [other for other in self._unfinished if not other.is_finished()]
+        self._unfinished = [other for other in self._unfinished if not other.is_heard]
         self._unfinished.append(work)
         return work
 
@@ -80,10 +80,8 @@ class MpiGpuBackend(Backend):
         return target
 
     def synchronize(self) -> None:
-        """Block until all that was started has ended, and is back on the GPU."""
-        unfinished, self._unfinished = self._unfinished, []
-        for work in unfinished:
-            work.wait()
+        """Block until all that was started is back on the GPU; raises a failure once."""
+        wait_for(self._unfinished)
         self._host.synchronize()
 
     def close(self) -> None:
