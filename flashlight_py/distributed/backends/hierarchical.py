@@ -120,7 +120,8 @@ class HierarchicalBackend(Backend):
         }
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
         self._thread: futures.ThreadPoolExecutor | None = None
-        self._running: list[FutureWork] = []  # or ended, with an error that no ``wait`` has raised
+        self._running: list[FutureWork] = []
+        self._failed: list[FutureWork] = []  # ended, with an error that no ``wait`` has raised
         self._receives: list[Then] = []
         self._beginning = threading.RLock()  # signal handlers run on the thread that holds it
         self._notified: list[Backend] = []  # parts that end since another one was lost
@@ -226,11 +227,11 @@ class HierarchicalBackend(Backend):
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread, number = self._callers.check(call.name), self.count[0]
-        self._running = [one for one in self._running if not one.has_ended_well()]
-        is_idle = not self._running or self._running[-1].is_completed()  # they end in their order
+        while self._running and self._running[0].is_completed():  # they end in their order
+            self._failed += [one for one in [self._running.pop(0)] if not one.has_ended_well()]
         try:
             self._callers.threads.add(thread)
-            if call.blocking and is_idle:
+            if call.blocking and not self._running:
                 return Done(self._run(call, number, run))
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
@@ -313,8 +314,8 @@ class HierarchicalBackend(Backend):
         return self._callers.has_this()
 
     def synchronize(self) -> None:
-        wait_for(self._running)
-        wait_for(self._receives)
+        for works in (self._failed, self._running, self._receives):
+            wait_for(works)
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
