@@ -47,6 +47,16 @@ def check_processes(what: str, count: int, descriptors: int) -> None:
         )
 
 
+def check_folder(name: str) -> None:
+    """Raise FileNotFoundError if the current folder was deleted: no process can start in it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name}: the current folder, where processes would start, was deleted; call os.chdir"
+        ) from error
+
+
 def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
     """Return the variables with which ``processes`` share ``cores``, without the user's variables.
 

@@ -31,12 +31,9 @@ monotonic, wall_clock, sleep = time.monotonic, time.time, time.sleep
 
 # The network.
 Socket = socket.socket
-create_server, getaddrinfo, gethostname = (
-    socket.create_server,
-    socket.getaddrinfo,
-    socket.gethostname,
-)
-if_nameindex, has_dualstack_ipv6 = socket.if_nameindex, socket.has_dualstack_ipv6
+create_server, getaddrinfo = socket.create_server, socket.getaddrinfo
+gethostname, if_nameindex = socket.gethostname, socket.if_nameindex
+has_dualstack_ipv6 = socket.has_dualstack_ipv6
 
 # Descriptors, and waiting for them. A selector has a descriptor itself.
 Selector = selectors.DefaultSelector  # EpollSelector, which gevent removes
@@ -47,9 +44,15 @@ set_inheritable = os.set_inheritable
 
 # This process, its threads, and others.
 environ, getpid, readlink, random_bytes = os.environ, os.getpid, os.readlink, os.urandom
-Thread = threading.Thread
-RLock = threading.RLock
-waitid, kill, killpg = os.waitid, os.kill, os.killpg
+RLock, waitid, kill, killpg = threading.RLock, os.waitid, os.kill, os.killpg
+
+
+class Thread(threading.Thread):
+    """A thread that can end after gevent or eventlet has patched ``threading``."""
+
+    def _delete(self) -> None:  # threading's looks for get_ident(), then a greenlet's
+        threading._active.pop(self.ident, None)  # type: ignore[attr-defined]
+
 
 # Signals of this process.
 signal, getsignal, set_wakeup_fd = _signal.signal, _signal.getsignal, _signal.set_wakeup_fd
@@ -81,11 +84,7 @@ def can_write(descriptor: int, seconds: float = 0.0) -> bool:
 
 
 def read_text(path: str) -> str:
-    """Return what a file of /proc says.
-
-    Raises:
-        OSError: it is not there.
-    """
+    """Return the text of a file of /proc. Raises an OSError if there is no such file."""
     return Path(path).read_text(errors="replace")
 
 

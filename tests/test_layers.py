@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "nn.loading": (*FRAMEWORK[:5], "nn", "checkpoint.tensors"),
     "nn": (*FRAMEWORK[:5], "structure"),
     "optim": (*FRAMEWORK[:6], "structure", "_native"),
-    "dataset": ("errors", "device", "random"),
+    "dataset": ("errors", "device", "random", "cores"),
     "meter": ("device", "kernels", "structure"),
     "distributed.rendezvous": ("errors", "interfaces", "system"),
     "distributed": (

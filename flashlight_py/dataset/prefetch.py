@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from flashlight_py.cores import check_folder
 from flashlight_py.dataset.dataset import Dataset, Sample
 
 # Returns a sample made of another one and of random numbers.
@@ -27,17 +28,15 @@ Workers: TypeAlias = Literal["threads", "processes"]
 class PrefetchDataset(Dataset):
     """The samples of ``dataset``, of which iteration makes ``prefetch_size`` ahead in ``threads``.
 
-    Order and content are those of ``dataset``, whatever the number of workers. An error is raised
-    when its sample's turn comes. The workers live as long as an iteration and end with it, also if
-    it is left halfway. With 0 workers, and for ``dataset[i]``, samples are made when they are asked
-    for.
+    Order and content are those of ``dataset`` for any number of workers. An error is raised at the
+    turn of its sample. The workers end with the iteration, also if it is left halfway. With 0
+    workers, and for ``dataset[i]``, a sample is made when the program asks for it.
 
-    Threads suffice where ``get`` waits for files or computes in NumPy; it must bear calls from
-    several threads at once. Processes, for samples that are computed in Python, get a copy of
-    ``dataset`` when an iteration begins: it and ``transform`` are pickled, and so are samples on
-    their way back. They are started anew ("spawn"), in some tenths of a second, and import the
-    program's main module, so that this has to start its work under ``if __name__ == "__main__":``.
-    In them no world is initialised.
+    Threads suffice if ``get`` waits for files or computes in NumPy; several threads call it at
+    once. Processes serve samples that are computed in Python. An iteration starts them anew
+    ("spawn"), in some tenths of a second, and without a world. They get ``dataset`` and
+    ``transform`` as a pickle, and return pickles of samples. They import the main module of the
+    program, which has to start its work under ``if __name__ == "__main__":``.
 
     Args:
         dataset: makes the samples. If it has ``set_epoch``, ours calls it.
@@ -51,6 +50,7 @@ class PrefetchDataset(Dataset):
     Raises:
         ValueError: a number is below its limit, or ``workers`` is unknown.
         TypeError: when an iteration begins: ``dataset`` or ``transform`` cannot be pickled.
+        FileNotFoundError: when processes would start: the current folder was deleted.
         RuntimeError: while iterating: a process has ended, killed or out of memory, or could not
             begin; or it has raised what cannot be pickled, or would end this one (``sys.exit``).
 
@@ -105,8 +105,6 @@ class PrefetchDataset(Dataset):
     def __iter__(self) -> Iterator[Sample]:
         if self._threads:
             return self._iterate_ahead()
-        if self._transform is None:
-            return iter(self._dataset)
         return (self._transformed(index, sample) for index, sample in enumerate(self._dataset))
 
     def _transformed(self, index: int, sample: Sample) -> Sample:
@@ -138,6 +136,7 @@ class PrefetchDataset(Dataset):
         """Return workers, and the function that is to be called in them."""
         if self._workers == "threads":
             return ThreadPoolExecutor(self._threads, "flashlight-prefetch"), self.get
+        check_folder("PrefetchDataset")
         size, spawn = max(1, min(self._threads, len(self))), multiprocessing.get_context("spawn")
         try:
             pickled = pickle.dumps(self, protocol=5)

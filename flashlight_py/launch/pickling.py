@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from flashlight_py.cores import check_folder
 from flashlight_py.tracebacks import words_of
 
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing's name for the script that a child imports
@@ -106,17 +107,13 @@ def main_can_be_imported(name: str) -> bool:
 def _preparation(name: str) -> dict[str, Any]:
     from multiprocessing import spawn  # a rank, which sends its result, needs none
 
+    check_folder(name)
     try:
         return spawn.get_preparation_data("rank")
     except RuntimeError as error:
         raise RuntimeError(
             f"{name}: called while a rank imports the script; put what starts the ranks under "
             "if __name__ == '__main__':"
-        ) from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{name}: the current folder, in which the new processes would start, was deleted; "
-            "change to one that exists (os.chdir)"
         ) from error
 
 

@@ -133,8 +133,7 @@ def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes
         kept_exit_codes(),
     ):
         world = SpawnedWorld(poll, call)
-        codes = world.run(folder, task, restarts)
-        return world.results, codes
+        return world.results, world.run(folder, task, restarts)
 
 
 class SpawnedWorld:
@@ -168,9 +167,8 @@ class SpawnedWorld:
             "FLASHLIGHT_RESTART_COUNT": str(restarts),
         }
         common |= for_others("127.0.0.1", self._kept.getsockname()[1])
-        meeting = os.path.join(folder, "meeting")
         for rank in range(self._size):
-            environ = {**common, **rank_variables(rank, self._size, meeting)}
+            environ = {**common, **rank_variables(rank, self._size, f"{folder}/meeting")}
             ours, theirs = Pipe()
             os.set_blocking(ours.fileno(), True)  # also where gevent has patched sockets
             with theirs:
@@ -319,7 +317,6 @@ class Worker:
         os.set_blocking(self._link.fileno(), True)  # also where gevent has patched sockets
         with theirs, _in_memory(task) as memory:
             command = _command("", memory, theirs, os.getpid())
-            inherited = [theirs.fileno(), memory, *descriptors]
 
             def start() -> subprocess.Popen[bytes]:
                 return subprocess.Popen(
@@ -327,10 +324,10 @@ class Worker:
                     env={**without_place(os.environ), **variables},
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
-                    pass_fds=inherited,
+                    pass_fds=[theirs.fileno(), memory, *descriptors],
                 )
 
-            is_main = threading.current_thread() is threading.main_thread()
+            is_main = threading.get_native_id() == os.getpid()  # also in a greenlet
             self._process = start() if is_main else _in_a_lasting_thread(start)
         with suppress(ConnectionError):  # one that has died already is noticed by wait_for_start
             self._link.send_bytes(multiprocessing.current_process().authkey)

@@ -44,6 +44,8 @@ _log = logging.getLogger("flashlight_py")
 class Profile:
     """Records the communication of all ranks into ``path``; see :func:`flashlight_py.profile`."""
 
+    _pid = 0  # of the process that takes a profile, or its parent's
+
     def __init__(
         self, path: str | os.PathLike[str] = "trace.json", group: ProcessGroup | None = None
     ) -> None:
@@ -61,9 +63,9 @@ class Profile:
             ValueError: this process is not in the group.
             DistributedError: as for :func:`flashlight_py.all_reduce`.
         """
-        if journal.listener is not None:
+        if journal.listener is not None and Profile._pid == os.getpid():
             raise RuntimeError("profile: one is being taken already; stop it first")
-        self._records, self._spans = [], []
+        Profile._pid, self._records, self._spans = os.getpid(), [], []
         self._offset = offset_to_rank_0(group_or_world(self._group).backend())
         journal.listener = self._records.append
         leave_to_python(1)
@@ -345,9 +347,7 @@ def covered(intervals: Iterable[tuple[int, int]]) -> int:
 def page(trace: dict[str, Any]) -> str:
     """Return the HTML of ``trace``: one file that needs nothing else, and no network."""
     files = resources.files("flashlight_py.trace")
-    template, script = (
-        files.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "js")
-    )
+    template, script = ((files / f"page.{kind}").read_text("utf-8") for kind in ("html", "js"))
     # Nothing in the data may end the script that it stands in.
     data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace("/*SCRIPT*/", script).replace("/*TRACE*/", data)

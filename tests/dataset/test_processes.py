@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,15 @@ def test_samples_that_cannot_travel() -> None:
     with pytest.raises(TypeError, match=r"PrefetchDataset: .* pickled.*lambda") as caught:
         list(PrefetchDataset(rows(), 1, 1, "processes", transform=lambda x, rng: x))
     assert caught.value.__cause__ is not None
+
+
+def test_a_deleted_current_folder_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError, match=r"^PrefetchDataset: the current folder, .* was de"):
+        list(PrefetchDataset(rows(), 1, 1, "processes"))
 
 
 def test_leaving_halfway_ends_the_processes() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.failures import journal
 from tests.distributed.conformance import BACKENDS
 from tests.distributed.harness import run_outcomes, run_ranks
 
@@ -47,6 +48,7 @@ def in_the_child(groups: list[ProcessGroup], works: list[Any]) -> None:
     assert not fl.is_distributed_init()
     assert (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
     assert fl.all_reduce(np.full(3, 2.0)).tolist() == [2.0] * 3
+    assert [group["ranks"] for group in journal.groups().values()] == [[0]]
     for work in works:
         refused(work.wait, "forked")
         assert work.is_completed()

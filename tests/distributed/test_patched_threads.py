@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +35,18 @@ try:
     fl.distributed_init(params={"TIMEOUT": 50})
 except fl.errors.BackendUnavailableError as error:
     sys.exit(str(error))
+if "started" in sys.argv:
+    patch()
 sys.stdout.write(f"{fl.all_reduce(np.ones(1))[0]:g}\\n")
 """
+
+
+def end_of(tmp_path: Path, program: str, *words: str, launcher: Sequence[object] = ()) -> Any:
+    """Run ``program`` with ``words``, of which the first is the library, and return its end."""
+    if find_spec(words[0]) is None:  # an import here would patch os.fork of this process
+        pytest.skip(f"needs {words[0]}")
+    command = map(str, [*(launcher or [sys.executable]), write(tmp_path, program), *words])
+    return subprocess.run([*command], capture_output=True, text=True, timeout=50, check=False)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -42,18 +54,18 @@ sys.stdout.write(f"{fl.all_reduce(np.ones(1))[0]:g}\\n")
 def test_patched_ranks_are_refused_and_one_process_works(
     tmp_path: Path, library: str, when: str
 ) -> None:
-    if find_spec(library) is None:  # an import here would patch os.fork of this process
-        pytest.skip(f"needs {library}")
-    program = [str(write(tmp_path, PROGRAM)), library, when]
-
-    def ended(*command: str) -> subprocess.CompletedProcess[str]:
-        words = [*command, *program]
-        return subprocess.run(words, capture_output=True, text=True, timeout=25, check=False)
-
-    assert ended(sys.executable).stdout == "1\n"
-    several = ended(*map(str, LAUNCH), "-n", "2")
+    assert end_of(tmp_path, PROGRAM, library, when).stdout == "1\n"
+    several = end_of(tmp_path, PROGRAM, library, when, launcher=[*LAUNCH, "-n", 2])
     assert several.returncode == 1
     assert f"{library} has replaced threads and sockets of this process" in several.stderr
+
+
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+def test_ranks_end_without_an_error_if_patched_after_the_start(
+    tmp_path: Path, library: str
+) -> None:
+    several = end_of(tmp_path, PROGRAM, library, "started", launcher=[*LAUNCH, "-n", 2])
+    assert sorted((several.stdout + several.stderr).splitlines()) == ["[0] 2", "[1] 2"]
 
 
 SPAWN = """
@@ -73,14 +85,25 @@ if __name__ == "__main__":
         import eventlet
         eventlet.monkey_patch()
     import flashlight_py as fl
-    sys.stdout.write(f"{fl.spawn(total, args=(1.5,), nprocs=2)}\\n")
+
+    def start():
+        sys.stdout.write(f"{fl.spawn(total, args=(1.5,), nprocs=2)}\\n")
+        model = fl.DataParallel(fl.nn.Linear(2, 1), nprocs=2)
+        sys.stdout.write(f"{model(fl.Variable(np.ones((4, 2)))).shape}\\n")
+        model.close()
+
+    if "greenlet" in sys.argv:
+        from concurrent.futures import ThreadPoolExecutor
+        ThreadPoolExecutor(1).submit(start).result()
+    else:
+        start()
 """
 
 
+@pytest.mark.parametrize("place", ["main", "greenlet"])
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_a_patched_process_starts_ranks_that_are_not(tmp_path: Path, library: str) -> None:
-    if find_spec(library) is None:
-        pytest.skip(f"needs {library}")
-    command = [sys.executable, str(write(tmp_path, SPAWN)), library]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert ended.stdout == "[3.0, 3.0]\n", ended.stderr
+def test_a_patched_process_starts_processes_that_are_not(
+    tmp_path: Path, library: str, place: str
+) -> None:
+    ended = end_of(tmp_path, SPAWN, library, place)
+    assert ended.stdout == "[3.0, 3.0]\n(4, 1)\n", ended.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +78,39 @@ def test_an_exception_leaves_the_part_of_its_rank(tmp_path: Path) -> None:
     assert journal.listener is None
     assert_valid(json.loads((tmp_path / "trace.rank0.json").read_text()))
     assert not (tmp_path / "trace.json").exists()
+
+
+IN_CHILDREN = """
+import os, sys
+import numpy as np
+import flashlight_py as fl
+from flashlight_py.distributed.failures import journal
+
+def profile_in_child(path):
+    if os.fork() == 0:
+        assert not journal.recent() and sorted(journal.groups()) == ["ranks 0", "world"]
+        with fl.profile(path):
+            fl.all_reduce(np.ones(3))
+            alone.barrier()
+        os._exit(0)
+    assert os.wait()[1] == 0
+
+alone, (outer, first, second) = fl.new_group([0]), sys.argv[1:]
+fl.all_reduce(np.ones(3))
+profile_in_child(first)
+with fl.profile(outer):
+    profile_in_child(second)
+"""
+
+
+def test_a_profile_in_a_forked_child_records_the_calls_of_the_child(tmp_path: Path) -> None:
+    paths = [tmp_path / "outer.json", tmp_path / "first.json", tmp_path / "second.json"]
+    command = [sys.executable, "-c", IN_CHILDREN, *map(str, paths)]
+    subprocess.run(command, check=True, timeout=60)
+    for path in paths[1:]:
+        events = json.loads(path.read_text())["traceEvents"]
+        names = [event["name"] for event in events if event["ph"] == "X"]
+        assert names == ["all_reduce", "barrier"]
 
 
 def test_what_was_not_started_cannot_be_stopped(tmp_path: Path) -> None:

@@ -410,19 +410,14 @@ def recent() -> list[Record]:
 def groups() -> dict[str, dict[str, Any]]:
     """Return the groups of this process by name: ranks in the world, path, number of calls."""
     return {
-        journal.name: {
-            "ranks": list(journal.ranks),
-            "path": journal.path,
-            "calls": journal.count[0],
-        }
-        for journal in _living()
-        if journal.ranks
+        each.name: {"ranks": list(each.ranks), "path": each.path, "calls": each.count[0]}
+        for each in _living()
+        if each.ranks
     }
 
 
 def _living() -> list[Journal]:
-    found = [known() for known in list(_journals)]
-    return [journal for journal in found if journal is not None]
+    return [journal for known in list(_journals) if (journal := known()) is not None]
 
 
 def _forget_in_child() -> None:
@@ -430,7 +425,9 @@ def _forget_in_child() -> None:
     global _forks, _leaving
     _forks, _leaving = _forks + 1, threading.RLock()  # another thread may have held the other lock
     _latest.clear()
-    _journals.clear()
+    for journal in _living():  # a group of one process goes on here
+        journal.memory[:] = 0
+        journal.header[_OFF], journal.notes[:] = _listeners, [None] * _CALLS
     _made.clear()
 
 

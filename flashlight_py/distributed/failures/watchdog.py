@@ -118,8 +118,7 @@ class Watchdog:
             self._stopping, self._stop = _pipe(os.O_CLOEXEC, undo)
             self._answers_signal = _take(signal.SIGUSR1, self._writer)
             undo.callback(self.release_signal)
-            name = "flashlight-watchdog"
-            self._thread = system.Thread(target=self._run, name=name, daemon=True)
+            self._thread = system.Thread(target=self._run, name="flashlight-watchdog", daemon=True)
             kept = undo.pop_all()
         try:
             self._thread.start()

@@ -360,6 +360,7 @@ def _forget_in_child() -> None:
     _inherited.extend(_watched.values())
     for group in _groups():
         group._leave(forked=True)
+        group.journal.ranks = ()
     dropped.clear()
     _watched.clear()
 
