@@ -140,7 +140,7 @@ class Then(Work):
         end = time.monotonic() + limit
         try:
             value = self._work.wait(timeout)
-        except (DistributedError, ValueError) as failure:  # ValueError: other rows than out has
+        except Exception as failure:
             self.is_heard = not getattr(failure, "goes_on", False)  # which is not final
             raise
         left = max(0, end - time.monotonic())
@@ -183,12 +183,21 @@ class Then(Work):
 
 
 def wait_for(works: list[Any]) -> None:
-    """Block until all ``works`` have ended, and empty the list; raises each failure once."""
+    """Block until all ``works`` have ended, and empty the list; raises each failure once.
+
+    A GroupClosedError is raised at last: the failure of a later work may be its cause.
+    """
+    closed: GroupClosedError | None = None
     for work in list(works):
-        if not work.is_heard:
-            work.wait()
-        with suppress(ValueError):  # another thread has done so
+        try:
+            if not work.is_heard:
+                work.wait()
+        except GroupClosedError as failure:
+            closed = closed or failure
+        with suppress(ValueError):  # another thread has removed it
             works.remove(work)
+    if closed is not None:
+        raise closed
 
 
 class AllOf(Work[list[Any]]):

@@ -11,7 +11,7 @@ from flashlight_py.autograd.functions import convolution
 from flashlight_py.autograd.functions.convolution import Pair, as_two, pad_of, pool_options
 from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.precision import real
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import array_module
 from flashlight_py.nn import init
 from flashlight_py.nn.layers import Function, Plain, check_sizes
 
@@ -141,18 +141,21 @@ class Upsample(Plain):
             raise ValueError(f"Upsample: expected x of shape [..., height, width], got {x.shape}")
         (*outer, height, width), (down, across) = x.shape, self.scale
         if self.mode == "bilinear":
-            x = real(x)
-            rows, columns = _weights(height, down, x.data), _weights(width, across, x.data)
-            return F.matmul(rows, F.matmul(x, columns.T))
+            return _interpolated(_interpolated(real(x), 1, across), 2, down)
         tiled = F.tile(F.reshape(x, (*outer, height, 1, width, 1)), (down, 1, across))
         return F.reshape(tiled, (*outer, height * down, width * across))
 
 
-def _weights(size: int, scale: int, like: Array) -> Array:
-    """Return the weight of each of ``size`` pixels in each of ``size * scale`` pixels."""
-    xp = array_module(like)
-    centres = ((xp.arange(size * scale) + 0.5) / scale - 0.5).clip(0, size - 1)
-    return xp.maximum(1 - abs(centres[:, None] - xp.arange(size)), 0).astype(like.dtype)  # type: ignore[no-any-return]
+def _interpolated(x: Variable, axis: int, scale: int) -> Variable:
+    """Return ``x`` with ``scale`` times as many pixels along ``axis``, counted from the last, 1."""
+    xp, size = array_module(x.data), x.shape[-axis]
+    centres = ((xp.arange(size * scale) + 0.5) / scale - 0.5).clip(0)
+    before = centres.astype("int64")
+    share = (centres - before).astype(x.dtype).reshape(-1, *[1] * (axis - 1))
+    rest = (slice(None),) * (axis - 1)
+    after = (before + 1).clip(max=size - 1)
+    first, second = F.index(x, (..., before, *rest)), F.index(x, (..., after, *rest))
+    return F.add(F.mul(first, 1 - share), F.mul(second, share))
 
 
 class Pool2D(Function):

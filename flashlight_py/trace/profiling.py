@@ -44,8 +44,6 @@ _log = logging.getLogger("flashlight_py")
 class Profile:
     """Records the communication of all ranks into ``path``; see :func:`flashlight_py.profile`."""
 
-    _pid = 0  # of the process that takes a profile, or its parent's
-
     def __init__(
         self, path: str | os.PathLike[str] = "trace.json", group: ProcessGroup | None = None
     ) -> None:
@@ -63,9 +61,9 @@ class Profile:
             ValueError: this process is not in the group.
             DistributedError: as for :func:`flashlight_py.all_reduce`.
         """
-        if journal.listener is not None and Profile._pid == os.getpid():
+        if journal.listener is not None:
             raise RuntimeError("profile: one is being taken already; stop it first")
-        Profile._pid, self._records, self._spans = os.getpid(), [], []
+        self._records, self._spans = [], []
         self._offset = offset_to_rank_0(group_or_world(self._group).backend())
         journal.listener = self._records.append
         leave_to_python(1)

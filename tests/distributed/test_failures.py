@@ -155,6 +155,26 @@ def test_a_killed_rank_ends_the_others_and_is_named(params: Any, count: int, vic
         assert ", which is process " in outcomes[rank].value
 
 
+def synchronize_after_a_loss(rank: int, size: int) -> str:
+    """A receive that no rank sends to is older than the call that names the lost rank."""
+    fl.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    arrays = np.ones((2, 4, 4))
+    fl.irecv(arrays[0][:, ::2], 2 - rank)
+    fl.all_reduce(arrays[1][:, ::2], async_op=True)
+    with pytest.raises(fl.errors.PeerLostError) as caught:
+        fl.sync_distributed()
+    return str(caught.value)
+
+
+def test_sync_distributed_raises_the_cause_of_the_end_of_a_group(params: Any) -> None:
+    outcomes = run_outcomes(synchronize_after_a_loss, 3, params=params)
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank].report()
+        assert "lost rank 1 (" in outcomes[rank].value
+
+
 def hear_of_it_from_others(rank: int, size: int) -> list[str]:
     """Rank 1 goes. Rank 3 notices, rank 2 hears of it there, and rank 0 from both; twice each."""
     fl.all_reduce(np.zeros(10))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -269,6 +272,59 @@ def test_sync_distributed_raises_each_failure_that_nobody_has_waited_for(
     ranks: Any, kind: str
 ) -> None:
     ranks.run(fail_unnoticed, kind)
+
+
+def refuse_and_synchronize(rank: int, size: int) -> None:
+    """Rank 0 makes its next call before the other ranks make the one that it refused."""
+    if rank == 0:
+        with pytest.raises(TypeError):
+            fl.all_reduce(np.array(["text"]))
+        fl.sync_distributed()
+        for other in range(1, size):
+            fl.isend(np.ones(1), other)
+    else:
+        fl.recv(np.ones(1), 0)
+        with pytest.raises(fl.errors.MismatchError):
+            fl.all_reduce(np.ones(3))
+    for count in (1, 200_000):
+        assert fl.all_reduce(np.ones(count))[-1] == size
+
+
+def synchronize_in_a_thread(rank: int, size: int) -> None:
+    """All works end well, whichever thread removes them from the lists."""
+    is_done = threading.Event()
+
+    def synchronize() -> None:
+        while not is_done.is_set():
+            fl.sync_distributed()
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(synchronize)
+        try:
+            for _ in range(50):
+                [fl.all_reduce(np.ones(3), async_op=True) for _ in range(4)][-1].wait()
+        finally:
+            is_done.set()
+        other.result()
+
+
+def wait_for_each_failure(rank: int, size: int) -> None:
+    """Failures that the program has seen are freed."""
+    for _ in range(20):
+        work = fl.all_gather(np.ones((rank + 1, 2)), out=np.zeros((1, 2)), async_op=True)
+        fl.all_reduce(np.ones(3), async_op=True).wait()
+        with pytest.raises(ValueError, match="out"):
+            work.wait()
+    gc.collect()
+    errors = [one for one in gc.get_objects() if isinstance(one, ValueError)]
+    assert len(errors) < 10, errors
+
+
+@pytest.mark.parametrize(
+    "program", [refuse_and_synchronize, synchronize_in_a_thread, wait_for_each_failure]
+)
+def test_sync_distributed_keeps_the_ranks_in_step(ranks: Any, program: Any) -> None:
+    ranks.run(program)
 
 
 def bools_of_any_byte(rank: int, size: int) -> None:

@@ -386,6 +386,15 @@ def test_gradients_of_a_transposed_convolution_equal_central_differences(way: st
     gradcheck(lambda *variables: convolution.conv_transpose2d(*variables, *options), arrays)
 
 
+def test_an_infinite_pixel_changes_its_neighbours_only_in_bilinear_upsampling() -> None:
+    x = np.zeros((4, 4))
+    x[0, 0] = np.inf
+    result = Upsample(2, "bilinear")(fl.input(x)).array
+    assert (result[:3, :3] == np.inf).all()
+    assert (result[3:] == 0).all()
+    assert (result[:, 3:] == 0).all()
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 4), (1, 1), (1, 2, 5, 1)])
 def test_gradients_of_bilinear_upsampling_equal_central_differences(shape: Any) -> None:
     gradcheck(Upsample((2, 3), "bilinear"), [np.random.default_rng(0).normal(size=shape)])

@@ -227,8 +227,12 @@ class HierarchicalBackend(Backend):
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread, number = self._callers.check(call.name), self.count[0]
-        while self._running and self._running[0].is_completed():  # they end in their order
-            self._failed += [one for one in [self._running.pop(0)] if not one.has_ended_well()]
+        running, ended = self._running, 0
+        while ended < len(running) and running[ended].is_completed():  # they end in their order
+            ended += 1
+        if ended:
+            self._running, known = running[ended:], (*self._failed, *running[:ended])
+            self._failed = [one for one in known if not one.has_ended_well()]
         try:
             self._callers.threads.add(thread)
             if call.blocking and not self._running:
@@ -314,8 +318,8 @@ class HierarchicalBackend(Backend):
         return self._callers.has_this()
 
     def synchronize(self) -> None:
-        for works in (self._failed, self._running, self._receives):
-            wait_for(works)
+        # Of a copy, as refused calls still run.
+        wait_for([*self._failed, *self._running, *self._receives])
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
@@ -384,7 +388,7 @@ class FutureWork(Work):
                 raise limit_passed("an operation over several hosts", timeout)
         try:
             return self._future.result()
-        except (DistributedError, ValueError):
+        except Exception:
             self.is_heard = True
             raise
 
@@ -395,7 +399,7 @@ class FutureWork(Work):
         """Return whether it has ended without an error that no ``wait`` has raised."""
         if self.is_heard or not self._future.done() or self._future.cancelled():
             return self._future.done()
-        return not isinstance(self._future.exception(), DistributedError | ValueError)
+        return self._future.exception() is None
 
     def end_time(self) -> float | None:
         return self._end_time

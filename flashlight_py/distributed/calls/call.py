@@ -164,7 +164,7 @@ class Call:
     @property
     def steps(self) -> str:
         """The call in words, and of which verb it is a step."""
-        return self.key.strip("\n").replace("\n", ": ")
+        return SHUTDOWN if self.part_of == SHUTDOWN else self.key.strip("\n").replace("\n", ": ")
 
     def _in_words(self, like: Array | None, is_ragged: bool) -> str:
         rows = "" if self.rows is None else str(list(self.rows)) if self.verb.reduces else "..."

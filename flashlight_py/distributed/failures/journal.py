@@ -422,8 +422,9 @@ def _living() -> list[Journal]:
 
 def _forget_in_child() -> None:
     """After a fork: the parent's calls are not the child's."""
-    global _forks, _leaving
+    global _forks, _leaving, _listeners, listener
     _forks, _leaving = _forks + 1, threading.RLock()  # another thread may have held the other lock
+    _listeners, listener = _listeners - (listener is not None), None  # the parent takes its profile
     _latest.clear()
     for journal in _living():  # a group of one process goes on here
         journal.memory[:] = 0
