@@ -119,12 +119,7 @@ class SmallCalls:
 
 
 def cut_evenly(flat: Any, count: int) -> list[Any]:
-    """Return the elements in ``count`` parts.
-
-    Example:
-        >>> cut_evenly(range(10), 3)
-        [range(0, 3), range(3, 6), range(6, 10)]
-    """
+    """Return the elements in ``count`` consecutive parts, whose sizes differ by one at most."""
     size = len(flat)
     return [flat[size * i // count : size * (i + 1) // count] for i in range(count)]
 

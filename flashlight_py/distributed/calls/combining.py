@@ -57,12 +57,7 @@ def factors(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> tuple[float, fl
 
 
 def cut(rows: Any, counts: Sequence[int]) -> list[Any]:
-    """Return ``rows`` in parts, of so many of them each.
-
-    Example:
-        >>> [part.tolist() for part in cut(np.arange(5), [2, 0, 3])]
-        [[0, 1], [], [2, 3, 4]]
-    """
+    """Return ``rows`` in consecutive parts; ``counts`` has the number of rows of each."""
     return [rows[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
 
 
