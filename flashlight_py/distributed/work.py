@@ -21,6 +21,9 @@ else:
 
     Result_co = TypeVar("Result_co", covariant=True)
 
+# The failures of operations. Any other exception in a wait is that of a signal handler.
+FAILURES = DistributedError, ValueError, MemoryError
+
 
 class Work(abc.ABC, Generic[Result_co]):
     """An operation that was started with ``async_op=True``; type checkers know its result's type.
@@ -140,7 +143,7 @@ class Then(Work):
         end = time.monotonic() + limit
         try:
             value = self._work.wait(timeout)
-        except Exception as failure:
+        except FAILURES as failure:
             self.is_heard = not getattr(failure, "goes_on", False)  # which is not final
             raise
         left = max(0, end - time.monotonic())

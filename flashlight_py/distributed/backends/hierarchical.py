@@ -43,7 +43,7 @@ from flashlight_py.distributed.verbs import (
     SCATTER,
     Verb,
 )
-from flashlight_py.distributed.work import Done, Then, Work, limit_passed, wait_for
+from flashlight_py.distributed.work import FAILURES, Done, Then, Work, limit_passed, wait_for
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -388,7 +388,7 @@ class FutureWork(Work):
                 raise limit_passed("an operation over several hosts", timeout)
         try:
             return self._future.result()
-        except Exception:
+        except FAILURES:
             self.is_heard = True
             raise
 
@@ -399,7 +399,7 @@ class FutureWork(Work):
         """Return whether it has ended without an error that no ``wait`` has raised."""
         if self.is_heard or not self._future.done() or self._future.cancelled():
             return self._future.done()
-        return self._future.exception() is None
+        return not isinstance(self._future.exception(), FAILURES)
 
     def end_time(self) -> float | None:
         return self._end_time

@@ -72,12 +72,7 @@ def caller(depth: int = 1) -> Place:
 
 
 def site_of(place: Place) -> str:
-    """Return ``place`` as "folder/file.py:line", with escapes for bytes that are no text.
-
-    Example:
-        >>> site_of(("/home/me/run/train.py", 12))
-        'run/train.py:12'
-    """
+    """Return ``place`` as "folder/file.py:line", with escapes for bytes that are no text."""
     path, line = place
     name = "/".join(path.split("/")[-2:])
     return f"{name.encode(errors='backslashreplace').decode()}:{line}"
