@@ -188,7 +188,7 @@ class Then(Work):
 def wait_for(works: list[Any]) -> None:
     """Block until all ``works`` have ended, and empty the list; raises each failure once.
 
-    A GroupClosedError is raised at last: the failure of a later work may be its cause.
+    A GroupClosedError is raised after all others: the failure of a later work may be its cause.
     """
     closed: GroupClosedError | None = None
     for work in list(works):

@@ -31,11 +31,11 @@ def fully_shard(
     """Keep one copy of the module, its gradients and its optimizer's state on each host.
 
     Collective, blocking; in place. The parameters become those of the group's rank 0. Afterwards
-    each parameter lies in memory that all ranks of the host map, and so does its gradient, the mean
-    over all ranks, when ``backward()`` returns. ``optimizer.step()`` changes on each rank its share
-    of the elements; nothing is gathered. ``module(x)``, ``params()``, ``state_dict()`` and
-    checkpoints stay as they are: all shapes are those of the whole. Make the optimizer afterwards.
-    Calling it again lays the module out anew.
+    all ranks of a host map one memory for the parameters and their gradients. After ``backward()``
+    a gradient is the mean over all ranks. ``optimizer.step()`` changes the elements that belong to
+    this rank; nothing is gathered. ``module(x)``, ``params()``, ``state_dict()`` and checkpoints
+    keep the shapes of the whole module. Make the optimizer after this call. A second call
+    distributes the module again.
 
     Making an optimizer, ``step()``, ``clip_grad_norm`` and saving or loading the
     optimizer's state are collective then, as is every synchronised backward pass. Between steps a
