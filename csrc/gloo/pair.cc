@@ -168,7 +168,7 @@ void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, 
   Lines& lines = talks_[group].lines;
   Line& line = lines[slot];
   const Part part{buffer.getWeakNonOwningPtr(), offset, bytes};
-  ++buffer.unsent_;
+  buffer.begin(*this);
   if (!line.is_open && line.ready == 0) return line.sends.push_back(part);
   if (!line.is_open) --line.ready;
   tidy(lines, slot);
@@ -187,6 +187,7 @@ void Pair::hurry() {
 void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
+  buffer.begin(*this);
   talks_[group].lines[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
   put(kReady, group, slot, {});
 }
@@ -194,6 +195,7 @@ void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offse
 void Pair::expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool tells) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
+  buffer.begin(*this);
   talks_[group].lines[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
   if (tells) put(kReady, group, slot, {{}, kForEver, 0});
 }
@@ -245,11 +247,6 @@ void Pair::tidy(Lines& lines, uint64_t slot) {
 
 // Of what has begun to go out the other end gets all, as it cannot be told from its first bytes that the
 // rest is none; what has not begun is not sent.
-void Pair::release(const Receiver& buffer, uint64_t group) {
-  const std::lock_guard<std::mutex> lock(m_);
-  let_go(buffer, group);
-}
-
 void Pair::forget(const Receiver& buffer, uint64_t group) {
   const std::lock_guard<std::mutex> lock(m_);
   let_go(buffer, group);
@@ -328,7 +325,7 @@ bool Pair::write(tcp::Op& op) {
     auto& receiver = static_cast<Receiver&>(*sent);
     if (receiver.mover_ != nullptr) receiver.mover_->moved(rank_, op.nbytes);
     receiver.handleSendCompletion(rank_);
-    --receiver.unsent_;
+    --receiver.unfinished_;
   }
   return true;
 }
@@ -435,9 +432,10 @@ void Pair::take_message(const Alive& buffer) {
   rx_ = {};
   is_placed_ = false;
   if (code == kSend && buffer) {
-    auto* const mover = static_cast<Receiver*>(buffer.operator->())->mover_;
-    if (mover != nullptr) mover->moved(rank_, length);
-    buffer->handleRecvCompletion(rank_);
+    auto& receiver = static_cast<Receiver&>(*buffer.operator->());
+    if (receiver.mover_ != nullptr) receiver.mover_->moved(rank_, length);
+    receiver.handleRecvCompletion(rank_);
+    --receiver.unfinished_;
   }
   if (code == kSend) return;
   if (code == kParcel) {
@@ -501,9 +499,15 @@ Receiver::Receiver(std::shared_ptr<tcp::Context> context, Route& route, void* da
                    Mover* mover)
     : UnboundBuffer(std::move(context), data, bytes), route_(route), mover_(mover) {}
 
+// Gloo's destructor waits for who uses the buffer, but then it is no Receiver any more.
 Receiver::~Receiver() {
-  if (unsent_ == 0) return;
-  for (Pair* pair : receivers_) pair->release(*this, group_);
+  if (unfinished_ == 0) return;
+  for (Pair* pair : pairs_) pair->forget(*this, group_);
+}
+
+void Receiver::begin(Pair& pair) {
+  if (std::find(pairs_.begin(), pairs_.end(), &pair) == pairs_.end()) pairs_.push_back(&pair);
+  ++unfinished_;
 }
 
 void Receiver::send(int peer, uint64_t slot, size_t offset, size_t bytes) {
@@ -511,11 +515,7 @@ void Receiver::send(int peer, uint64_t slot, size_t offset, size_t bytes) {
 }
 
 void Receiver::send(int peer, uint64_t slot, size_t offset, size_t bytes, bool at_leisure) {
-  Pair& pair = route_.pair_with(peer);
-  if (std::find(receivers_.begin(), receivers_.end(), &pair) == receivers_.end()) {
-    receivers_.push_back(&pair);
-  }
-  pair.send(*this, group_, slot, offset, std::min(bytes, size - offset), at_leisure);
+  route_.pair_with(peer).send(*this, group_, slot, offset, std::min(bytes, size - offset), at_leisure);
 }
 
 void Receiver::recv(int peer, uint64_t slot, size_t offset, size_t bytes) {

@@ -3,7 +3,7 @@
 // Gloo has the socket, its thread and the queue of what is to be sent. The protocol is our own: a receiver
 // says that it is ready, and the sender sends; Gloo's sender says before that it will, which is of use only
 // to who receives from any rank, and it searches all slots with every message. And what was begun in a group
-// that has ended must not stand in the way of others: see release.
+// that has ended must not stand in the way of others: see forget.
 #pragma once
 
 #include <gloo/transport/tcp/context.h>
@@ -90,9 +90,7 @@ class Pair : public gloo::transport::tcp::Pair {
   void post(uint64_t group, Parcel parcel);
   using gloo::transport::tcp::Pair::send;
 
-  // Before `buffer` is destroyed: what of it is on its way gets there.
-  void release(const Receiver& buffer, uint64_t group);
-  // The same, and let what comes for it go to waste: nobody hears of it any more.
+  // Before `buffer` is destroyed: what of it is on its way gets there, and what comes for it goes to waste.
   void forget(const Receiver& buffer, uint64_t group);
 
   // When the connection ended; kNever: it has not. And why, as Gloo says it.
@@ -198,6 +196,8 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
 
  private:
   friend class Pair;
+  // One part is to be sent or received.
+  void begin(Pair& pair);
   uint32_t now(int& count) {
     const std::lock_guard<std::mutex> lock(m_);
     return count;
@@ -206,8 +206,8 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   Route& route_;
   Mover* const mover_;
   const uint64_t group_ = route_.group;
-  std::vector<Pair*> receivers_;
-  std::atomic<int> unsent_{0};
+  std::vector<Pair*> pairs_;        // that have sent or received parts of it
+  std::atomic<int> unfinished_{0};  // parts that they may still use
 };
 
 }  // namespace fl

@@ -236,6 +236,16 @@ def test_a_process_that_has_no_descriptors_left_leaves_in_order() -> None:
     run_ranks(leave_without_descriptors, 2, env=each_a_host)
 
 
+def built(folder: Path, name: str, *options: str) -> Path:
+    """Return the program tests/native/gloo/``name``.cc, built with what connects ranks."""
+    sources = [ROOT / "csrc/gloo" / f"{each}.cc" for each in LINKS]
+    sources += [ROOT / "tests/native/gloo" / f"{name}.cc", ROOT / "csrc/common/operation.cc"]
+    compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
+    missing = ["-idirafter", ROOT / "csrc/gloo/missing"]
+    subprocess.run([*compiler, *missing, *sources, "-lgloo", "-o", folder / name], check=True)
+    return folder / name
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_nobody_has_a_connection_before_it_is_ready(tmp_path: Path) -> None:
@@ -243,11 +253,16 @@ def test_nobody_has_a_connection_before_it_is_ready(tmp_path: Path) -> None:
 
     And who closed it in between had Gloo end the process: Gloo's loop did not serve it any more.
     """
-    program = tmp_path / "ready"
-    sources = [ROOT / "csrc/gloo" / f"{name}.cc" for name in LINKS]
-    sources += [ROOT / "tests/native/gloo/ready.cc", ROOT / "csrc/common/operation.cc"]
-    compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    missing = ["-idirafter", ROOT / "csrc/gloo/missing"]
-    subprocess.run([*compiler, *missing, *sources, "-lgloo", "-o", program], check=True)
+    program = built(tmp_path, "ready")
     done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "0 1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_a_message_does_not_use_a_buffer_that_is_destroyed(tmp_path: Path) -> None:
+    """The thread that read the message took the part of the buffer that was left for all of it."""
+    program = built(tmp_path, "destroyed", "-fsanitize=undefined", "-fno-sanitize-recover=all")
+    command = [program, "20000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
