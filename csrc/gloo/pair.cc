@@ -499,7 +499,7 @@ Receiver::Receiver(std::shared_ptr<tcp::Context> context, Route& route, void* da
                    Mover* mover)
     : UnboundBuffer(std::move(context), data, bytes), route_(route), mover_(mover) {}
 
-// Gloo's destructor waits for who uses the buffer, but then it is no Receiver any more.
+// Gloo's destructor waits until no thread uses the buffer, but this part of it is destroyed by then.
 Receiver::~Receiver() {
   if (unfinished_ == 0) return;
   for (Pair* pair : pairs_) pair->forget(*this, group_);

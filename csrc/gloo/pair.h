@@ -63,7 +63,7 @@ class Pair : public gloo::transport::tcp::Pair {
   // reads, with the pair locked.
   using Told = std::function<void(int peer, uint64_t group, const std::string& text)>;
 
-  // With a socket that is connected; throws, and leaves it alone, where the other end has gone.
+  // `socket` is connected. Throws if the other end has closed it; then `socket` stays open.
   Pair(gloo::transport::tcp::Context* context, gloo::transport::tcp::Device* device, int peer,
        int socket, Told told, Parcels& parcels);
   ~Pair() override;
@@ -83,14 +83,15 @@ class Pair : public gloo::transport::tcp::Pair {
   // The same, of a slot in which the peer sends without being asked, once it is told that here it may: with
   // `tells`, once all is there that it may fill.
   void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool tells);
-  // What the other end is told at once, in its turn; `is_last`: there is nothing more of this group, and what
-  // comes for it is dropped.
+  // Sends `text` behind all that was sent before. `is_last`: this rank has left the group, and messages that
+  // arrive for the group are dropped.
   void tell(uint64_t group, const std::string& text, bool is_last);
   // Send it, behind all else that was sent. Throws where the connection is broken.
   void post(uint64_t group, Parcel parcel);
   using gloo::transport::tcp::Pair::send;
 
-  // Before `buffer` is destroyed: what of it is on its way gets there, and what comes for it goes to waste.
+  // Before `buffer` is destroyed. Messages of which a part was sent are completed, others are not sent; data that
+  // arrives for it is dropped.
   void forget(const Receiver& buffer, uint64_t group);
 
   // When the connection ended; kNever: it has not. And why, as Gloo says it.
