@@ -271,11 +271,12 @@ def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extens
 FAST = numpy_extension(
     "fast",
     [
-        *(f"csrc/fast/{name}.c" for name in ("fast", "call", "alone", "place", "plain")),
-        *(f"csrc/fast/{name}.c" for name in ("uneven", "batch", "several", "objects", "works")),
+        *(f"csrc/fast/{name}.c" for name in ("plain", "binding", "running", "works")),
+        *(f"csrc/fast/{name}.c" for name in ("uneven", "batch", "several", "objects", "fast")),
     ],
     [
-        *(f"csrc/fast/{name}.h" for name in ("binding", "plain", "ring")),
+        *(f"csrc/fast/{name}.h" for name in ("numpy", "ring", "plain", "binding")),
+        *(f"csrc/fast/{name}.h" for name in ("running", "works", "verbs")),
         *("csrc/common/ticks.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"),
     ],
 )
