@@ -1,7 +1,5 @@
 """The size of the house: lines and files by folder, names. Raising one needs its reason."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
