@@ -9,8 +9,6 @@ is computed by the same operations whoever has it, so any number of processes gi
 the SHA-256 of all temperatures is printed at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 from pathlib import Path

@@ -4,8 +4,6 @@
 line says so with ``type: ignore``, which is an error itself where there is nothing to ignore.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every verb as a call that all ranks make alike, with a group of any size and an array."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import flashlight_py as fl

@@ -4,8 +4,6 @@ The verbs, and what their results are, come from the table of the verbs: NumPy c
 arrays in rank order, so results must be equal to the last bit, not merely close.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Sequence

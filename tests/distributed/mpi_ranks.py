@@ -1,7 +1,5 @@
 """What runs on the ranks in the tests of the MPI backend."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """The calls of random programs made of the MPI library as well, and compared."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

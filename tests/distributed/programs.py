@@ -4,8 +4,6 @@ A call is plain data, so that hypothesis can draw and shrink it and the ranks ca
 What every rank gives is computed from the call and the rank, so any rank knows all inputs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Wrong arguments are refused before anything is sent or created, and the message helps."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from pathlib import Path

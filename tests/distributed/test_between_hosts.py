@@ -1,7 +1,5 @@
 """Worlds of several hosts: arrays of every size have the sums of their hosts, added in order."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

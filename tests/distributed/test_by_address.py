@@ -1,7 +1,5 @@
 """The native entry of memory by its address: (address, dtype code, shape, owner) for an array."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Errors and flight records number the calls of a group alike, however many steps those take."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

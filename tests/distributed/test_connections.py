@@ -1,7 +1,5 @@
 """Connections are made when they are needed, and many ranks pass on what they call."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

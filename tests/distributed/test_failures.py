@@ -1,7 +1,5 @@
 """What ranks get wrong against each other raises on every rank, and names who and what."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

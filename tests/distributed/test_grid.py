@@ -1,7 +1,5 @@
 """Cartesian grids, and messages to and from nobody at their edges."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

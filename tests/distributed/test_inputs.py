@@ -1,7 +1,5 @@
 """What is unusual and allowed: results over their own inputs, inputs that are only read."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Arrays of other libraries go through every verb: in place, without a copy, or a clear refusal."""
 
-from __future__ import annotations
-
 import array
 import ctypes
 import importlib.util

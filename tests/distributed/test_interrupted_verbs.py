@@ -1,7 +1,5 @@
 """Ctrl-C inside each verb, on each backend: the others are notified."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Results are of the kind of what was passed: tensors of PyTorch, new arrays of JAX, CuPy's."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks that leave while others wait for messages of them: who raises, when, and who does not."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

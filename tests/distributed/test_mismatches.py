@@ -3,8 +3,6 @@
 EXAMPLES=1000 in the environment tries as many for each backend, others in every run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """What verbs only move: rows that have no bytes, and arrays of dtypes that nobody computes with."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The native entry: the calls it takes, what it returns and records, who ends what it starts."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import re

@@ -1,7 +1,5 @@
 """Numbers are returned; what is no array is refused with what to call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An argument refused on one rank is a part of the call: every rank raises, the group lives on."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

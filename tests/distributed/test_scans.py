@@ -1,7 +1,5 @@
 """Prefix reductions: what the table's meaning does not show, and large ones among many ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups that are made of a group share its connections and threads, and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Two threads of a rank in one group; and verbs, shutdown and close in signal handlers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Memory that other processes cannot read: it goes through shared memory, and nobody is lost."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The table of the verbs, and a call as one value: what follows from them without a process."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace

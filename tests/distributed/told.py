@@ -1,7 +1,5 @@
 """Mismatches, of which a rank that has run ahead hears in a later call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

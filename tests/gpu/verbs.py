@@ -4,8 +4,6 @@ NCCL chooses the order of a sum by itself and rounds narrow floats at every step
 compared with a tolerance; what only moves, and integers, must be equal.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

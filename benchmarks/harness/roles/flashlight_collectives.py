@@ -1,7 +1,5 @@
 """The verbs of this package, as a user calls them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
