@@ -1,7 +1,5 @@
 """Groups that nobody closes end when nothing needs them, at the latest by a shutdown."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Objects between ranks: what comes is what was given, and what cannot be pickled hurts nobody."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
