@@ -9,8 +9,6 @@ the arrays on one rank and unpacks them on the others. The last column is what o
 without it.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from harness.conductor import Case, Conductor, Contender
