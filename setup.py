@@ -25,7 +25,6 @@ NEEDED = {
     "gloo": "Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and ",
     "shm": "",
     "fast": "",
-    "tree": "",
     "tagi": "",
     "optim": "",
     "nn": "",
@@ -280,11 +279,6 @@ FAST = numpy_extension(
         *("csrc/common/ticks.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"),
     ],
 )
-TREE = numpy_extension(
-    "tree",
-    [f"csrc/tree/{name}.c" for name in ("module", "pack", "walk")],
-    [f"csrc/tree/{name}.h" for name in ("memo", "text", "tree")],
-)
 OPTIM = numpy_extension(
     "optim",
     [f"csrc/optim/{name}.cc" for name in ("module", "prepared", "sets", "tasks")],
@@ -332,7 +326,7 @@ TAPE.include_dirs += ["."]
 TAPE.language = "c++"
 
 setup(
-    ext_modules=[FAST, NN, OPTIM, TAPE, TREE],
+    ext_modules=[FAST, NN, OPTIM, TAPE],
     cffi_modules=[
         *(f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")),
         "csrc/nccl/build_launch.py:ffi",
