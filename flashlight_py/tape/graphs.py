@@ -40,7 +40,7 @@ from flashlight_py.random import generator
 from flashlight_py.structure import count, here
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
-from flashlight_py.tape.recording import CtrlC, line_of_user, note_gradients
+from flashlight_py.tape.recording import BaseRecorder, CtrlC, line_of_user, note_gradients
 from flashlight_py.tape.state import ITEMS, EveryCall, Place, State, plain_arrays, words
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step
@@ -53,7 +53,7 @@ class _CannotSend(CannotCapture, DistributedError):
     """A verb cannot be captured. The vote after the capture notifies the other ranks."""
 
 
-class Recorder:
+class Recorder(BaseRecorder):
     """Notes what a step does on this thread beside computing: verbs, optimizers, gradients.
 
     ``groups``: those whose ranks have agreed on a capture; None: the step runs eagerly, and groups
@@ -61,22 +61,15 @@ class Recorder:
     """
 
     def __init__(self, variables: Iterable[Variable] = (), groups: Any = None) -> None:
+        super().__init__(variables)
         self.is_capturing = groups is not None
         self.groups: dict[Membership, None] = dict.fromkeys(groups or ())
         self.backends: dict[Any, None] = {}
         self.steps: list[CapturedStep] = []
-        self.left = ""  # why the step cannot be captured
-        self.variables = set(variables)
-        self.grads_read: set[Variable] = set()  # before they were set
-        self.grads_set: set[Variable] = set()
         self._kept: list[Any] = []  # what the device uses while it runs the graph
         self._tables: Any = None  # the memory of tables of numbers
         self._calls: dict[Membership, list[str]] = {}
         self._size = 1  # of the group of the current verb
-
-    def leave(self, reason: str, instead: str = "") -> None:
-        """Note why the step cannot be captured, and what to write ``instead``."""
-        self.left = self.left or f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
 
     def keep(self, *values: Any) -> None:
         """Keep ``values`` as long as the graph."""

@@ -1,7 +1,5 @@
 """A batch without samples, such as a rank's share of a small last batch, teaches nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 
 from flashlight_py.tagi import OutputUpdater, nn
+from tests.tagi.helpers import equal, learn
 
 Shape = tuple[int, ...]
 NETWORKS: dict[str, tuple[Callable[[], list[nn.BaseLayer]], Shape]] = {
@@ -52,8 +51,7 @@ def test_nothing_is_learnt_from_nothing(
     make, shape = NETWORKS[name]
     net = nn.Sequential(*make())
     some = np.ones((3, *shape))
-    net(some)  # connects layers that have not been made for a size
-    observe_all_of(net)
+    learn(net, some, np.ones(12))  # leaves sums of another batch behind
     before = net.state_dict()
     mean, variance = net(np.zeros(0) if flat else np.zeros((0, *shape)))
     assert mean.shape == variance.shape == ((0,) if flat else (0, 4))
@@ -63,14 +61,5 @@ def test_nothing_is_learnt_from_nothing(
     net.step()
     after = net.state_dict()
     for key, arrays in before.items():
-        for one, other in zip(arrays, after[key], strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=key)
+        equal(arrays, after[key])
     assert net(some)[0].shape == (3, 4)
-
-
-def observe_all_of(net: nn.Sequential) -> None:
-    """Leave sums of another batch behind."""
-    size = net.output_z_buffer.size
-    OutputUpdater().update(net.output_z_buffer, np.ones(size), 0.1, net.input_delta_z_buffer)
-    net.backward()
-    net.step()

@@ -1,7 +1,5 @@
 """Networks on GPUs compute with the library of their arrays alone; shown with a stand-in for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +30,7 @@ from flashlight_py.tagi import (
     nn,
 )
 from tests.cupy_stand_in import StandInArray
+from tests.tagi.helpers import equal
 
 NETWORKS: dict[str, tuple[Callable[[], Sequential], tuple[int, ...]]] = {
     "images": (
@@ -117,11 +116,9 @@ def test_training_equals_numpy_s(name: str, update: str, strict: Any) -> None:
         found.append(train(net, x, update))
     (mean, variance, state), (same_mean, same_variance, same_state) = found
     assert isinstance(same_mean, np.ndarray)  # what was passed was one
-    np.testing.assert_allclose(same_mean, mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(same_variance, variance, rtol=1e-5, atol=1e-6)
-    for key, arrays in state.items():
-        for one, other in zip(arrays, same_state[key], strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6, err_msg=key)
+    equal(same_mean, mean, rtol=1e-5, atol=1e-6)
+    equal(same_variance, variance, rtol=1e-5, atol=1e-6)
+    equal(same_state, state, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_passed_on_the_gpu_comes_from_there(strict: Any) -> None:

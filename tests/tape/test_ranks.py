@@ -1,7 +1,5 @@
 """Captured steps on several ranks: the bits of eager ones, the same calls, and the same errors."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

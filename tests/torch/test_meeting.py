@@ -1,7 +1,5 @@
 """Ranks that torch joins: how they meet and leave, and their groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

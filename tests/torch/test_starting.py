@@ -1,7 +1,5 @@
 """How programs of torch find the backend, and what starts them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """torch's own suite passes on this backend, wherever it does on gloo; see ``suite``."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

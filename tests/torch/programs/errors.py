@@ -1,7 +1,5 @@
 """What goes wrong between ranks, and what they are told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What torch builds on its collectives, each beside the same on gloo."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile
