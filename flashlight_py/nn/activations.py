@@ -21,14 +21,7 @@ class SiLU(Function):
 
 
 class GELU(Function):
-    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise.
-
-    If ``approximate`` is True or ``"tanh"``, and not False or ``"none"``:
-    ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``.
-
-    Raises:
-        ValueError: ``approximate`` is something else.
-    """
+    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise; ``approximate``: see ``functions.gelu``."""
 
     def __init__(self, approximate: bool | str = False) -> None:
         super().__init__(F.gelu, approximate=is_by_tanh(approximate))
@@ -63,10 +56,7 @@ class HardTanh(Function):
 
 
 class GatedLinearUnit(Function):
-    """The first half of ``x`` along ``axis`` times the sigmoid of the second half.
-
-    The result is half as long; an odd length is a ValueError.
-    """
+    """The first half of ``x`` along ``axis``, of even size, times the sigmoid of the other half."""
 
     def __init__(self, axis: int = -1) -> None:
         super().__init__(F.glu, axis=axis)

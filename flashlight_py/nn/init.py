@@ -31,10 +31,7 @@ def normal(
 
 
 def kaiming_uniform(shape: Sequence[int], fan_in: int, dtype: Any = "float32") -> Array:
-    """Return values within ``sqrt(3 / fan_in)`` of 0, of variance ``1 / fan_in``.
-
-    The bound is flashlight's; He et al. (ICCV 2015) have an extra gain of 2 for ReLU.
-    """
+    """Return values within ``sqrt(3 / fan_in)`` of 0, as in flashlight: He et al. without gain."""
     bound = math.sqrt(3 / fan_in)
     return uniform(shape, -bound, bound, dtype)
 

@@ -20,14 +20,9 @@ from flashlight_py.structure import changed
 class Linear(Module):
     """``y = x @ weight.T + bias``: ``[..., in_features]`` to ``[..., out_features]``.
 
-    The weight ``[out_features, in_features]`` starts uniform within ``sqrt(3 / in_features)`` of
-    0, the bias ``[out_features]`` uniform within ``1 / sqrt(in_features)``, as in flashlight.
-
-    Args:
-        in_features: size of the last dimension of the input, at least 1.
-        out_features: size of the last dimension of the result, at least 1.
-        bias: whether there is a bias.
-        dtype: of the parameters.
+    The weight ``[out_features, in_features]`` starts uniform within ``sqrt(3 / in_features)`` of 0,
+    the bias ``[out_features]`` uniform within ``1 / sqrt(in_features)``, as in flashlight;
+    ``dtype`` is theirs.
 
     Raises:
         ValueError: a size is below 1; when called: the input's last dimension differs.
@@ -127,14 +122,10 @@ class Dropout(Plain):
 
 
 class View(Plain):
-    """Reshapes its input, the batch dimension included.
+    """Reshapes its input to ``shape``, the batch dimension included.
 
-    Args:
-        shape: the new shape; one entry may be -1 and is then computed, so that ``(-1, 784)``
-            takes any batch.
-
-    Raises:
-        ValueError: when called: the number of elements differs.
+    One entry may be -1 and is then computed, so that ``(-1, 784)`` takes any batch. Another number
+    of elements is a ValueError when called.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -152,16 +143,10 @@ class Identity(Plain):
 
 
 class Embedding(Module):
-    """A table of vectors, looked up by integers: ``[...]`` to ``[..., dim]``.
+    """A table of ``n`` vectors of size ``dim``, looked up by integers: ``[...]`` to ``[..., dim]``.
 
-    The weight ``[n, dim]`` starts normal with deviation 1, as in torch.
-
-    Args:
-        n: how many vectors, at least 1.
-        dim: their length, at least 1.
-        padding_idx: an index whose vector starts as 0 and gets no gradient, or None; negative
-            counts from the end.
-        dtype: of the weight.
+    The weight ``[n, dim]`` starts normal with deviation 1, as in torch. Vector ``padding_idx``,
+    which may be negative, starts as 0 and gets no gradient.
 
     Raises:
         ValueError: a size is below 1, or ``padding_idx`` is out of range.
@@ -203,8 +188,7 @@ def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
 class Container(Module):
     """A module that holds others in a list, named by position; a subclass writes ``forward``.
 
-    Args:
-        modules: the first members, in order; a list or tuple of them will do.
+    ``modules`` are the first members, in order, also in lists or tuples.
 
     Raises:
         TypeError: a member is not a module.
@@ -271,11 +255,7 @@ class Sequential(Container):
 
 
 class Residual(Module):
-    """``shortcut(x) + module(x)`` (He et al., CVPR 2016).
-
-    Args:
-        module: takes ``x`` to the result's shape.
-        shortcut: the same; None: ``x`` itself.
+    """``shortcut(x) + module(x)`` (He et al., CVPR 2016); without a shortcut ``x + module(x)``.
 
     Raises:
         TypeError: one is no module.

@@ -30,7 +30,7 @@ def load_torch(
         module: takes the values.
         state: names with tensors or arrays (``model.state_dict()``, ``torch.load(...)``), or the
             path of a ``.safetensors`` file, which needs no other library.
-        strict: whether missing and unexpected names are errors; without it they are passed over.
+        strict: whether missing and unexpected names are errors.
         rename: from a name in ``state`` to the module's, such as
             ``lambda name: name.removeprefix("model.")``.
 

@@ -19,7 +19,7 @@ class MeanSquaredError(Function):
 
 
 class MeanAbsoluteError(Function):
-    """The mean (``reduction``: or ``"sum"``, ``"none"``) of ``abs(prediction - target)``."""
+    """The mean of ``abs(prediction - target)``."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__(F.mean_absolute_error, reduction=losses.check_reduction(reduction))
@@ -29,7 +29,7 @@ class HuberLoss(Function):
     """The mean of ``d * d / 2`` of differences d up to ``delta``, beyond it of the tangent there.
 
     Raises:
-        ValueError: an unknown reduction, or ``delta`` is not above 0.
+        ValueError: also if ``delta`` is not above 0.
     """
 
     def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
@@ -51,10 +51,7 @@ class KLDivergence(Function):
 
 
 class BinaryCrossEntropy(Function):
-    """The mean of ``-target * log(p) - (1 - target) * log(1 - p)`` of probabilities p.
-
-    ``reduction`` may be ``"sum"`` or ``"none"`` instead.
-    """
+    """The mean of ``-target * log(p) - (1 - target) * log(1 - p)`` of probabilities p."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__(F.binary_cross_entropy, reduction=losses.check_reduction(reduction))
@@ -63,10 +60,8 @@ class BinaryCrossEntropy(Function):
 class CategoricalCrossEntropy(Function):
     """The negative log probability of the right classes, given log probabilities.
 
-    Arguments are those of ``functions.categorical_cross_entropy``.
-
-    Raises:
-        ValueError: an unknown reduction, or ``label_smoothing`` outside of 0 to 1.
+    Arguments are those of ``functions.categorical_cross_entropy``. ``label_smoothing`` outside of 0
+    to 1 is a ValueError.
     """
 
     def __init__(
@@ -82,9 +77,6 @@ class ConnectionistTemporalClassification(Function):
     """The negative log probability of all alignments of a longer input with a target.
 
     Arguments are those of ``functions.connectionist_temporal_classification``.
-
-    Raises:
-        ValueError: an unknown reduction.
     """
 
     def __init__(

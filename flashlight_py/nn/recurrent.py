@@ -19,14 +19,14 @@ class RNN(Plain):
 
     The equations are those of ``functions.recurrent``. The parameters have torch's names and
     shapes, for layer k ``weight_ih_l<k>``, ``weight_hh_l<k>``, ``bias_ih_l<k>``, ``bias_hh_l<k>``,
-    with ``_reverse`` behind for the second direction, and start uniform within
-    ``1 / sqrt(hidden_size)`` of 0. A layer above the first takes both directions of the one below.
+    with ``_reverse`` behind for the second direction, and start uniform within ``1 /
+    sqrt(hidden_size)`` of 0.
 
     Args:
         kind: ``"lstm"``, ``"gru"`` or ``"tanh"``.
         input_size: the last dimension of the input, at least 1.
         hidden_size: the length of the state, at least 1.
-        layers: how many, one upon the other, at least 1.
+        layers: how many, each of which takes both directions of the one below.
         bidirectional: whether each layer goes backward too, with weights of its own.
         dropout: the ratio between layers while training, at least 0 and below 1.
         dtype: of the parameters.

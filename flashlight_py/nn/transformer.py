@@ -21,17 +21,11 @@ class MultiheadAttention(Plain):
 
     ``layer(x)`` and ``layer(x, mask)`` attend to ``x`` ``[batch, positions, dim]`` itself;
     ``layer(q, k, v)`` and ``layer(q, k, v, mask)`` to others, ``[batch, keys, dim]``. The result
-    has the shape of the first. Masks are those of ``functions.attention``.
-
-    Args:
-        dim: size of the last dimension of input and result.
-        heads: how many heads it is divided among.
-        dropout: of the attention's weights, in training.
-        causal: whether position i attends to positions 0 .. i alone.
-        bias: whether the linear maps have biases.
+    has the shape of the first. ``mask``, ``causal`` and ``dropout``, in training, are those of
+    ``functions.attention``. ``bias`` is whether the linear maps have biases.
 
     Raises:
-        ValueError: ``dim`` is not divisible by ``heads``; when called: shapes that do not fit.
+        ValueError: ``heads`` does not divide ``dim``; when called: shapes that do not fit.
     """
 
     def __init__(
@@ -170,9 +164,7 @@ class PositionEmbedding(Module):
 
 
 class SinusoidalPositionEmbedding(PositionEmbedding):
-    """Sines and cosines of each position, added to the input (Vaswani et al., 2017).
-
-    Nothing is learned.
+    """Sines and cosines of each position, added to the input (Vaswani et al., 2017); no parameters.
 
     Raises:
         ValueError: a size is below 1, or ``dim`` is odd.
