@@ -5,8 +5,6 @@ and is one instruction of a captured step. Callers compute the same in array ope
 is none: for CuPy's arrays, other dtypes, and a package without extensions.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

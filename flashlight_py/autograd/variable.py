@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 
@@ -32,8 +32,8 @@ from flashlight_py.device import (
 )
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
-Input: TypeAlias = "Variable | Array"
-Operand: TypeAlias = "Variable | Array | float"
+Input: TypeAlias = Union["Variable", Array]
+Operand: TypeAlias = Union["Variable", Array, float]
 _new = object.__new__
 _CUDA = 2  # kDLCUDA in dlpack.h
 
@@ -390,9 +390,7 @@ def shards_of(variables: Iterable[Variable]) -> list[Any]:
     return list(dict.fromkeys(v.placement.shards for v in variables if v.placement is not None))
 
 
-def record(
-    array: Array | np.generic, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
-) -> Variable:
+def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None) -> Variable:
     """Return the result of an operation, which remembers how to reach those inputs that learn.
 
     Args:
@@ -447,7 +445,7 @@ def summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
     return vjp_of_operand
 
 
-def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable:
+def record_in_order(array: Any, *inputs: tuple[Variable, Vjp]) -> Variable:
     """Return what :func:`record` returns, for an operation that does more than compute.
 
     A backward pass visits those below it in the reverse of the order in which they were recorded

@@ -1,7 +1,5 @@
 """Layers of images: convolution and pooling."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

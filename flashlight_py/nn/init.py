@@ -4,8 +4,6 @@ All are NumPy arrays; ``Module.to`` moves them, so a seed gives the same values 
 Dtypes are floating ones or their names, ``"bfloat16"`` too; a TypeError otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,4 @@
-"""Layers, modules around one function each, and containers of modules."""
-
-from __future__ import annotations
+"""Layers, losses and other modules around one function each, and containers of modules."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +8,8 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.functions import losses
+from flashlight_py.autograd.functions.activations import is_by_tanh
 from flashlight_py.autograd.functions.elementwise import check_ratio
 from flashlight_py.device import widened
 from flashlight_py.nn import init
@@ -103,6 +103,75 @@ class Softmax(Function):
 
     def __init__(self, axis: int = -1) -> None:
         super().__init__(F.softmax, axis=axis)
+
+
+class SiLU(Function):
+    """``x * sigmoid(x)``, elementwise."""
+
+    def __init__(self) -> None:
+        super().__init__(F.silu)
+
+
+class GELU(Function):
+    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise; ``approximate``: see ``functions.gelu``."""
+
+    def __init__(self, approximate: bool | str = False) -> None:
+        super().__init__(F.gelu, approximate=is_by_tanh(approximate))
+
+
+class ELU(Function):
+    """``x`` above 0, else ``alpha * (exp(x) - 1)``, elementwise."""
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        super().__init__(F.elu, alpha=alpha)
+
+
+class Softplus(Function):
+    """``log(1 + exp(beta * x)) / beta``, elementwise."""
+
+    def __init__(self, beta: float = 1.0) -> None:
+        super().__init__(F.softplus, beta=beta)
+
+
+class LeakyReLU(Function):
+    """``x`` above 0, else ``slope * x``, elementwise."""
+
+    def __init__(self, slope: float = 0.01) -> None:
+        super().__init__(F.leaky_relu, slope=slope)
+
+
+class HardTanh(Function):
+    """``min(max(x, lower), upper)``, elementwise."""
+
+    def __init__(self, lower: float = -1.0, upper: float = 1.0) -> None:
+        super().__init__(F.hardtanh, lower=lower, upper=upper)
+
+
+class GatedLinearUnit(Function):
+    """The first half of ``x`` along ``axis``, of even size, times the sigmoid of the other half."""
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__(F.glu, axis=axis)
+
+
+class PReLU(Module):
+    """``x`` above 0, else ``weight * x``: ``[batch, channels, ...]`` to the same shape.
+
+    The weight ``[channels]``, of ``dtype``, starts as ``value``; with 1 channel it is for all.
+
+    Raises:
+        ValueError: ``channels`` is below 1; when called: the input has another number of them.
+        TypeError: ``channels`` is no integer.
+    """
+
+    def __init__(self, channels: int = 1, value: float = 0.25, dtype: Any = "float32") -> None:
+        self.weight = param(np.full(check_sizes("PReLU", channels=channels), value, dtype))
+
+    def forward(self, x: Variable) -> Variable:
+        return F.prelu(x, self.weight)
+
+    def __repr__(self) -> str:
+        return f"PReLU({self.weight.size})"
 
 
 class Dropout(Plain):
@@ -312,3 +381,82 @@ class ExponentialMovingAverage(Module):
             if name in state and state[name].shape == variable.shape:
                 state[name] = variable.data + (state[name] - variable.data) * (1 - self.decay)
         self.module.load_state_dict(state)
+
+
+# Losses around the functions of autograd.functions.losses, with their inputs and errors. An unknown
+# ``reduction``, which is ``"mean"``, ``"sum"`` or ``"none"``, is a ValueError.
+
+
+class MeanSquaredError(Function):
+    """The mean of the squared differences over all elements."""
+
+    def __init__(self) -> None:
+        super().__init__(F.mean_squared_error)
+
+
+class MeanAbsoluteError(Function):
+    """The mean of ``abs(prediction - target)``."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(F.mean_absolute_error, reduction=losses.check_reduction(reduction))
+
+
+class HuberLoss(Function):
+    """The mean of ``d * d / 2`` of differences d up to ``delta``, beyond it of the tangent there.
+
+    Raises:
+        ValueError: also if ``delta`` is not above 0.
+    """
+
+    def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
+        if not delta > 0:
+            raise ValueError(f"HuberLoss: delta must be above 0, got {delta}")
+        reduction = losses.check_reduction(reduction)
+        super().__init__(losses.huber_loss, reduction=reduction, delta=delta)
+
+
+class KLDivergence(Function):
+    """``sum(target * (log(target) - log_probabilities))`` over classes, the mean over samples.
+
+    Both have shape ``[..., classes]``, which ``reduction="none"`` makes ``[...]``. A target of 0
+    adds 0. ``"mean"`` is torch's ``"batchmean"``.
+    """
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(losses.kl_divergence, reduction=losses.check_reduction(reduction))
+
+
+class BinaryCrossEntropy(Function):
+    """The mean of ``-target * log(p) - (1 - target) * log(1 - p)`` of probabilities p."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(F.binary_cross_entropy, reduction=losses.check_reduction(reduction))
+
+
+class CategoricalCrossEntropy(Function):
+    """The negative log probability of the right classes, given log probabilities.
+
+    Arguments are those of ``functions.categorical_cross_entropy``. ``label_smoothing`` outside of 0
+    to 1 is a ValueError.
+    """
+
+    def __init__(
+        self, reduction: str = "mean", ignore_index: int = -1, label_smoothing: float = 0.0
+    ) -> None:
+        losses.check_smoothing(label_smoothing)
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        reduction = losses.check_reduction(reduction)
+        super().__init__(F.categorical_cross_entropy, reduction=reduction, **options)
+
+
+class ConnectionistTemporalClassification(Function):
+    """The negative log probability of all alignments of a longer input with a target.
+
+    Arguments are those of ``functions.connectionist_temporal_classification``.
+    """
+
+    def __init__(
+        self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False
+    ) -> None:
+        options = {"reduction": losses.check_reduction(reduction), "zero_infinity": zero_infinity}
+        super().__init__(F.connectionist_temporal_classification, blank=blank, **options)

@@ -1,7 +1,5 @@
 """Weights by name from elsewhere: state dicts of torch, and files of safetensors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any

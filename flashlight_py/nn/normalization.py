@@ -3,8 +3,6 @@
 ``eps`` is added to the variance or mean square.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module

@@ -3,8 +3,6 @@
 Arguments and errors in common: see :class:`FirstOrderOptimizer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

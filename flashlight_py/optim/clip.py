@@ -1,7 +1,5 @@
 """Limits on gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """The rules of optimizers on the CPU, native or in NumPy, and the sum of a gradient's squares."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

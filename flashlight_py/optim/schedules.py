@@ -1,7 +1,5 @@
 """Learning-rate schedules: each is a formula of the step, so that any step can be gone on from."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence

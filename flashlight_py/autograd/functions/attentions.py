@@ -1,7 +1,5 @@
 """Attention: means of values weighted by how keys fit queries (Vaswani et al., 2017)."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 from typing import Any

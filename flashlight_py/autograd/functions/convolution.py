@@ -5,8 +5,6 @@ functions keep that, so that a chain of layers converts nothing but its first in
 no native kernel, the same is computed by a matrix product for each place of the window.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce

@@ -5,8 +5,6 @@ that does not exist, or is named twice, is a ValueError. Reductions are new arra
 ``keepdims`` the reduced dimensions stay, of size 1.
 """
 
-from __future__ import annotations
-
 import builtins
 import math
 import string

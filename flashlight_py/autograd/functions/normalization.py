@@ -6,8 +6,6 @@ precision is rounded once. Weight and bias may be None: 1 and 0. Results are new
 layout of ``x``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias

@@ -4,8 +4,6 @@ The input's side is one matrix product for all steps, the recurrent side one for
 are in torch's order, so that its weights can be used. float16 is computed in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 

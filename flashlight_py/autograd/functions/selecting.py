@@ -3,8 +3,6 @@
 Integers are arrays or variables; they have to be within range and count from 0. Results are new.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
