@@ -144,7 +144,8 @@ class AverageValueMeter(_Sums):
         if on_device:
             kernels.add_moments(self._sums_on_device(value), mean, squares, weight, count)
             return
-        sums = known = self._sums  # type: Any
+        sums: Any = self._sums
+        known = sums
         if type(sums) is np.ndarray:  # Python's numbers take a third of the time of NumPy's
             known, mean = sums.tolist(), float(mean)
             squares = float(squares) if is_array else squares

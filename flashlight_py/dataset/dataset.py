@@ -32,7 +32,7 @@ class Dataset(abc.ABC):
         """Return the sample at ``index``, which is in [0, len): the caller has checked it."""
 
     def take(self, indices: Indices) -> Sample:
-        """Return one batch, the samples at ``indices`` (batch,): each field stacked, a new array."""
+        """Return one batch, the samples at ``indices`` (batch,): each field stacked, copied."""
         return stack([self.get(int(index)) for index in indices])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
