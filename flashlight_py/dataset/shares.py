@@ -23,8 +23,8 @@ def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> r
     """Return every ``shares``-th position of ``n``, beginning with number ``share``.
 
     Sizes differ by one at most; with ``drop_last`` the last n % shares positions are left out, and
-    all are equal. What s shares have consumed when each has taken k is exactly the first s * k
-    positions: if together they take ``batch`` per step, a multiple of s, step t covers [batch * t,
+    all are equal. When each of s shares has taken k positions, they have consumed exactly the first
+    s * k: if together they take ``batch`` per step, a multiple of s, step t covers [batch * t,
     batch * (t + 1)).
 
     Example:

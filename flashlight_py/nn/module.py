@@ -52,7 +52,11 @@ class Module(Structured, ABC):
 
     @abstractmethod
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Compute the result from the inputs, or raise a ValueError if one does not fit."""
+        """Compute the module's result from its inputs.
+
+        Raises:
+            ValueError: an input does not fit, as the class says.
+        """
 
     def __call__(self: _Forward[Result_co], *inputs: Any, **options: Any) -> Result_co:
         """Return what ``forward`` does, or what :func:`recompute` has put in its place."""
