@@ -318,10 +318,10 @@ def of_one_rank(bodies: Sequence[bytes], rank: int, per_host: int = 8) -> Kept:
 
 
 def _connected(store: Store) -> Any:
-    start = initialize.Start(store, Settings())
+    new = initialize.NewWorld(store, Settings())
     for step in initialize.STEPS[:-1]:
-        step(start)
-    return start
+        step(new)
+    return new
 
 
 class _Replayed(Store):

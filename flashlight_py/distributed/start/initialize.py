@@ -129,22 +129,22 @@ def meet(create: StoreFactory, settings: Settings) -> World:
     _check_threads()
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # if it is missing, says so before anything is created
-    start = Start(create(), settings)
-    start.store.host_timeout = settings.host_timeout
+    new = NewWorld(create(), settings)
+    new.store.host_timeout = settings.host_timeout
     abort.install()  # before MPI adds to it
     try:
         for step in STEPS:
-            step(start)
+            step(new)
     except BaseException as error:
-        start.undo.close()
+        new.undo.close()
         abort.uninstall()
         if isinstance(error, UnavailableEverywhereError):
-            start.store.close()
+            new.store.close()
         else:
             reason = f"{type(error).__name__}: {error}"  # with a path, which may be no text
-            start.store.abort(reason.encode(errors="backslashreplace").decode())
+            new.store.abort(reason.encode(errors="backslashreplace").decode())
         raise
-    return start.world
+    return new.world
 
 
 def enter(world: World, settings: Settings) -> None:
@@ -237,7 +237,7 @@ def _close(group: ProcessGroup) -> None:
 
 
 @dataclass
-class Start:
+class NewWorld:
     """A world in the making. Each step of ``STEPS`` uses what the steps before it have set."""
 
     store: Store
@@ -248,53 +248,53 @@ class Start:
     world: World = field(init=False)
 
 
-def exchange_facts(start: Start) -> None:
+def exchange_facts(new: NewWorld) -> None:
     """Pass on host, cores, process and addresses of each rank; agree on a key of the job."""
-    store = start.store
+    store = new.store
     host = host_identity().decode(errors="backslashreplace")
     bits = sum(1 << core for core in os.sched_getaffinity(0))
     job = new_job() if store.rank == 0 else ""
     card = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
     texts = store.exchange(json.dumps(card).encode())
     # Even if others can overhear the exchange, they cannot make this key without the secret.
-    start.settings = replace(start.settings, job_key=derived(texts, _job_key, store.secret))
-    start.facts = derived(texts, Facts.read)
-    start.near = start.facts.near[host]
+    new.settings = replace(new.settings, job_key=derived(texts, _job_key, store.secret))
+    new.facts = derived(texts, Facts.read)
+    new.near = new.facts.near[host]
 
 
-def check_processes(start: Start) -> None:
+def check_processes(new: NewWorld) -> None:
     """Reject ranks that are threads of one process."""
-    if start.facts.twins:
-        raise RendezvousError(f"rank {start.store.rank} of {start.store.size}: {start.facts.twins}")
+    if new.facts.twins:
+        raise RendezvousError(f"rank {new.store.rank} of {new.store.size}: {new.facts.twins}")
 
 
-def choose_address(start: Start) -> None:
+def choose_address(new: NewWorld) -> None:
     """Agree on this host's address for connections with other hosts, if there are several."""
-    if len(start.near) < start.store.size:
-        where = start.facts.hosts, start.facts.addresses, start.facts.shared
-        address = topology.address_between_hosts(start.store, *where, start.settings.interface)
-        start.settings = replace(start.settings, address=address)
+    if len(new.near) < new.store.size:
+        where = new.facts.hosts, new.facts.addresses, new.facts.shared
+        address = topology.address_between_hosts(new.store, *where, new.settings.interface)
+        new.settings = replace(new.settings, address=address)
 
 
-def join_ranks(start: Start) -> None:
+def join_ranks(new: NewWorld) -> None:
     """Connect through the backend that fits best, and divide the cores of this host."""
-    store, settings, near = start.store, start.settings, start.near
+    store, settings, near = new.store, new.settings, new.near
     choice = connect(store, settings)
     if choice.problem and store.rank == 0:
         _log.warning("using Gloo instead of shared memory, slower: %s", choice.problem)
     local_rank = near.index(store.rank)
     rule = topology.DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(choice.backend, None, joiner(rule, settings))
-    start.undo.callback(group.close)
-    cores = [_numbers(start.facts.cores[rank]) for rank in near]
+    new.undo.callback(group.close)
+    cores = [_numbers(new.facts.cores[rank]) for rank in near]
     threads = fair_share(local_rank, cores) if len(near) > 1 else 0
-    how = choice.why, rule, start.facts.job
-    start.world = World(group, local_rank, len(near), *how, threads=threads)
+    how = choice.why, rule, new.facts.job
+    new.world = World(group, local_rank, len(near), *how, threads=threads)
 
 
-def join_gpus(start: Start) -> None:
+def join_gpus(new: NewWorld) -> None:
     """Join the GPUs now if ``params`` ask for them; else the first CuPy array does so."""
-    group, settings = start.world.group, start.settings
+    group, settings = new.world.group, new.settings
     is_required = settings.backend == "nccl"
     if group.size == 1 or not (is_required or settings.max_device_per_node is not None):
         return
@@ -307,9 +307,9 @@ def join_gpus(start: Start) -> None:
         _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
 
 
-def close_store(start: Start) -> None:
+def close_store(new: NewWorld) -> None:
     """Leave the store when all ranks do; nothing of it is left behind."""
-    start.store.close()
+    new.store.close()
 
 
 STEPS = (exchange_facts, check_processes, choose_address, join_ranks, join_gpus, close_store)

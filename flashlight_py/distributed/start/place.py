@@ -1,4 +1,4 @@
-"""Where the ranks meet: at a file, at a port of rank 0's host, or through MPI."""
+"""The place where ranks meet: a file, a port of rank 0's host, or MPI."""
 
 from __future__ import annotations
 
