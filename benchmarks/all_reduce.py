@@ -21,8 +21,6 @@ done, and the host's time to launch. Each case is printed, and written to the JS
 measured. Ranks that must share a GPU communicate over the loopback, with every library.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

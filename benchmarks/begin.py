@@ -8,8 +8,6 @@ once, from when all of them may begin to when the last one has returned from
 file or at an address and are joined by Gloo, and on one host, where they share memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -22,8 +22,6 @@ each is an element of the argument, between ranks 0 and 1, 2 and 3: so many rece
 as many sends, and then all are waited for.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

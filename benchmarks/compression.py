@@ -13,8 +13,6 @@ long as its arithmetic in shared memory: (bytes saved) / (seconds added). On a f
 makes steps longer.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from dataclasses import dataclass, replace

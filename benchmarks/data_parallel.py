@@ -9,8 +9,6 @@ batch; the ranks of fl.spawn have a share each and distribute_module_grads. They
 starting is not counted. torch.nn.DataParallel has no place here: it is for GPUs only.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -9,8 +9,6 @@ nothing: an actor of Ray is a new process, a worker of Dask or Spark is there al
 the all_reduces is that of all_reduce.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -11,8 +11,6 @@ others go on.
 Ends with the status 77 where there is no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import re

@@ -10,8 +10,6 @@ speed by large arrays are measured at 1 Gbit/s alone, if not asked for. The wire
 the bytes which the busiest cable must carry one way, in full frames.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

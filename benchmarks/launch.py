@@ -9,8 +9,6 @@ are those of one process. ``flashlight_py`` imports its parts when they are used
 all public names is shown as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -8,8 +8,6 @@ processor's: what the process computes, whatever else the machine does. torch ha
 images, of which the faster one counts.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

@@ -9,8 +9,6 @@ over shared memory, Gloo and on two hosts' worth of ranks, with SGD and Adam; th
 parameters is to be one value.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from harness.conductor import Case, Conductor, Contender

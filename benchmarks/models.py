@@ -8,8 +8,6 @@ one thread per process; the first losses are compared, so that nobody wins by co
 else. torch has images in both of its layouts, and is judged by the faster one.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

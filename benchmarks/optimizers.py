@@ -8,8 +8,6 @@ process computes, whatever else the machine does. "NumPy" is this package withou
 has two ways on a CPU: "fused", one pass over memory, and "foreach", lists of tensors.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

@@ -14,8 +14,6 @@ does the same with CuPy arrays (width 2048, batch 16384), and writes what rank 0
 overlapped steps, as torch's profiler sees it.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from dataclasses import replace

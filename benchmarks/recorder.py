@@ -4,8 +4,6 @@ The native part compiles native/recorder.c; the other times a verb that does not
 without its record. Both are what a processor takes that has nothing else to wait for.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -11,8 +11,6 @@ thread per process. Where torch is installed (python -m harness.install torch), 
 beside on gloo, each layer a unit, with its fused Adam.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -13,8 +13,6 @@ is there. The order of an epoch of 8 million rows by set_epoch, and as many rows
 Generator.permutation in the same process.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

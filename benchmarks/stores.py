@@ -5,8 +5,6 @@ and a hypervisor, has put the two cores; prints a Markdown table with the range 
 This is what csrc/shm/choice.h finds out while it runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

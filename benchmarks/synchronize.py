@@ -9,8 +9,6 @@ the arrays on one rank and unpacks them on the others. "in Python" is the same w
 which stays as long as it is worth 1.5 times. The last column is what one would write without any.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from harness.conductor import Case, Conductor, Contender

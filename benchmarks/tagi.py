@@ -9,8 +9,6 @@ way to run on several CPUs, so that ranks are compared with one rank of this pac
 they share a batch, and add up what it teaches (``DDPSequential(average=False)``).
 """
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

@@ -10,8 +10,6 @@ trains on a batch of its own; the gradients of all ranks, and of both backends, 
 The hosts are namespaces of this machine, as in hosts.py, joined at 1 Gbit/s.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -14,8 +14,6 @@ grid: layers of each width (--layers, three), with each batch, beside NumPy alon
 training: the example from start to end, by its own script on 2 ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Mapping

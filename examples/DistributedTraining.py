@@ -10,8 +10,6 @@ one process; or two that find each other through a shared file:
     python examples/DistributedTraining.py --init file --file /shared/run --world-size 2 --rank 1
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys

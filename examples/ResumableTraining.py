@@ -13,8 +13,6 @@ every batch is cut into so many parts, which any rank may compute, and whose gra
 in an order of their own. The SHA-256 of the parameters is printed at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 from pathlib import Path

@@ -4,7 +4,7 @@ import numpy as np
 
 import flashlight_py as fl
 
-fl.distributed_init()  # mpirun, torchrun and Slurm say in the environment who we are
+fl.distributed_init()  # reads rank and size from the launcher's environment variables
 rank = fl.get_world_rank()
 
 array = np.full((3, 3), rank, dtype=np.float32)

@@ -7,8 +7,6 @@
 from the last one. With --leaves the parameters have the same bits on any number of ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 from pathlib import Path

@@ -8,8 +8,6 @@ data_batch_1.bin to data_batch_5.bin and test_batch.bin. Without, it learns scik
 enlarged to 32 x 32 pixels: a ResNet-18 takes a CPU hours for each epoch of CIFAR-10.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import time

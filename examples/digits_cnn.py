@@ -8,8 +8,6 @@ With --folder it saves checkpoints, and goes on from the last one when it is sta
 --leaves the parameters are the same on any number of ranks, bit for bit, and so is their SHA-256.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 from pathlib import Path

@@ -9,8 +9,6 @@ costs what was computed since the last checkpoint: all are started again, at mos
 end with the same parameters, bit for bit. The folder must be one that all ranks see.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

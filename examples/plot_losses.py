@@ -3,8 +3,6 @@
 python examples/plot_losses.py losses.png run-of-tiny-gpt run-of-digits-cnn
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

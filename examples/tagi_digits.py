@@ -8,8 +8,6 @@ that any number of them learns the same, but for rounding. With --average, as py
 processes learn is averaged instead of added up: the more processes, the slower it learns.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import time

@@ -7,8 +7,6 @@ The first learns y = x^3 with errors of a known size; the second a sine whose er
 and their size as well. Options and network are those of pytagi's examples.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from collections.abc import Iterator

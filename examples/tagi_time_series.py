@@ -8,8 +8,6 @@ the next value, and how far to trust it. To look further ahead the network reads
 and their variances with them.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from pathlib import Path

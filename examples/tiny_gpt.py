@@ -9,8 +9,6 @@ goes on from the last one when it is started again. With --leaves the parameters
 number of ranks, bit for bit, and so is their SHA-256.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every test may use: pools of real ranks, and the check that a test leaves nothing behind."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Which cores a process may use, and how ranks share them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is public is documented, and what the documents show works."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import functools

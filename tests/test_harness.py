@@ -1,7 +1,5 @@
 """The harness keeps its promises: results in order, tracebacks, deadlines, nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Loaded libraries are listed whatever other threads do and whatever becomes of the files."""
 
-from __future__ import annotations
-
 import _ctypes
 import shutil
 import subprocess

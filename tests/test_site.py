@@ -1,7 +1,5 @@
 """The documentation site: every page is reached, every public name described, no link is dead."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

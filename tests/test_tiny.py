@@ -1,7 +1,5 @@
 """The whole house in ten seconds: one world of shared memory, one of Gloo, of two ranks each."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

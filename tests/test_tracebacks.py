@@ -1,7 +1,5 @@
 """Tracebacks show the user's lines; what they hide is said, and can be had."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """A type checker finds the package where it is installed, and the types of what users call."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

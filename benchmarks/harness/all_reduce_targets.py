@@ -1,7 +1,5 @@
 """The numbers that all_reduce is to reach, and whether measurements reach them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from harness.report import size_name

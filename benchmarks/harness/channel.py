@@ -5,8 +5,6 @@ measured; a rank that waits in the read of a socket takes nothing. Standard libr
 every environment imports this.
 """
 
-from __future__ import annotations
-
 import socket
 from multiprocessing.connection import Connection
 from pathlib import Path

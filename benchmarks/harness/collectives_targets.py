@@ -1,7 +1,5 @@
 """The numbers that every verb is to reach beside its peers, and whether measurements do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from harness.all_reduce_targets import MPI, OURS, TORCH

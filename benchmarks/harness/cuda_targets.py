@@ -1,7 +1,5 @@
 """all_reduce on GPUs: the contenders, the tables, and the numbers that the package must reach."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Where the peers live: each in an environment of its own, since two MPIs cannot share one."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a reader must know of the machine to compare its numbers with others."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """What every benchmark on a GPU needs: to know that there is one, and to share it between ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ torch's profiler records it, which is CUPTI: it sees every kernel of the process
 it. The trace can be opened in a browser at ui.perfetto.dev, or chrome://tracing.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

@@ -4,8 +4,6 @@ One that is complete is left as it is. One that cannot be made leaves the reason
 benchmark then prints in its place; the others go on.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

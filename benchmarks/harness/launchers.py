@@ -5,8 +5,6 @@ printed with the numbers. Variables such as OMPI_MCA_* and MPIR_CVAR_* that the 
 reach the ranks too and win over what is chosen here.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 python -m harness.on_ray -n RANKS -m harness.worker ROLE SOCKET PLACE
 """
 
-from __future__ import annotations
-
 import sys
 
 import flashlight_py as fl

@@ -1,7 +1,5 @@
 """The command line that the benchmarks share, and what it chooses."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

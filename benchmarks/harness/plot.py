@@ -1,7 +1,5 @@
 """Measurements as pictures: time against size, one line per library; ratios as a grid."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

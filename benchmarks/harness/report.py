@@ -1,7 +1,5 @@
 """Measurements as Markdown, and as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict

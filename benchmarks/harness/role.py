@@ -1,7 +1,5 @@
 """What every rank can do when it is asked, whatever library it has."""
 
-from __future__ import annotations
-
 import abc
 import time
 from collections.abc import Callable, Mapping

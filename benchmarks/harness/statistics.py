@@ -5,8 +5,6 @@ all of them alike. The ratio of a round is therefore steadier than either of its
 median of the rounds' ratios steadier than the ratio of two medians.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

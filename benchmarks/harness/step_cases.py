@@ -1,7 +1,5 @@
 """Which training steps are timed, and who takes part in each."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The numbers that a training step is to reach, and whether measurements reach them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from harness.report import duration

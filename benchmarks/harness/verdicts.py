@@ -1,7 +1,5 @@
 """Was a number reached? A verdict has the target, what was measured where, and yes or no."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The example from start to end, as a user starts it, and how long its epochs take."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

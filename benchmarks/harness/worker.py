@@ -6,8 +6,6 @@ ROLE is a module of ``harness.roles``, SOCKET where the conductor listens, PLACE
 Runs in any environment; ends when the conductor does.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

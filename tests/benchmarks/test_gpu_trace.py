@@ -1,7 +1,5 @@
 """From a trace of kernels to how long the GPU reduced, computed, and did both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A peer that cannot be installed leaves the reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

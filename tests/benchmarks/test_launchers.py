@@ -1,7 +1,5 @@
 """Every launcher starts all ranks, with what root and fewer cores than ranks need."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables: a row per case, a column per contender, and who was left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

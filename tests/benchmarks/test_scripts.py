@@ -1,7 +1,5 @@
 """The benchmarks with tiny arguments and no peer: they say who is absent, and succeed."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

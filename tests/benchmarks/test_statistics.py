@@ -1,7 +1,5 @@
 """Ratios are taken round by round, so that what slows a whole round slows nobody's ratio."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.statistics import Measurement, median, ratios

@@ -1,7 +1,5 @@
 """Ranks of a team: they answer in rank order, sleep between turns, and their end is reported."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A verdict shows the worst place, says how often the number was missed, and never guesses."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness import all_reduce_targets as targets

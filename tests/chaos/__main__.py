@@ -4,8 +4,6 @@ Without options the whole, which takes about a quarter of an hour on two cores. 
 ``--verb``, ``--fate`` and ``--seed`` choose rounds; what fails prints the options that repeat it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

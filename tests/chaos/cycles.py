@@ -1,7 +1,5 @@
 """Worlds that are made and left many times in the same processes, which must not grow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

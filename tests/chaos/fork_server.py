@@ -5,8 +5,6 @@ and yet a rank ends as a script does: through its own ``sys.excepthook`` and exi
 has ended, this process reports as one more event.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads must not be forked

@@ -1,7 +1,5 @@
 """The program of a rank in a round of chaos under ``mpirun``; its plan is in the environment."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -4,8 +4,6 @@ So MPI allows less than the other backends: a survivor raises the right error, o
 soon and with a code that is not 0. Nobody may hang, and nobody may end well.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

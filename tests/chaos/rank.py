@@ -1,7 +1,5 @@
 """What one rank does in a round of chaos: calls a verb until something happens, and reports it."""
 
-from __future__ import annotations
-
 import encodings.idna  # noqa: F401 - another user may not read the files of this Python
 import gc
 import itertools

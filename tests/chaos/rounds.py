@@ -1,7 +1,5 @@
 """One round of chaos: a world calls a verb, one rank meets its fate, and the others are judged."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random

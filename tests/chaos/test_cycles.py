@@ -1,7 +1,5 @@
 """Making and leaving a world again and again costs no memory, no descriptor and no thread."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

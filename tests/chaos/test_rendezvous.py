@@ -1,7 +1,5 @@
 """Files that are spoilt while ranks meet, disks without room, clocks that differ."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

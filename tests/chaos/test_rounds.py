@@ -4,8 +4,6 @@ A sample of what ``python -m tests.chaos`` plays at length. Every fate and every
 ordinary run, every pair of them in the slow one.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos import mpi_rounds

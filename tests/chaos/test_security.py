@@ -1,7 +1,5 @@
 """Who else is on the machine gets nothing of a run: no file, no memory, no port."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

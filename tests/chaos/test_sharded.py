@@ -3,8 +3,6 @@
 And what does not fit once per rank trains where it fits once per host.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

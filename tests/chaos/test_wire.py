@@ -1,7 +1,5 @@
 """Strangers who connect to the sockets of a run neither kill it nor receive anything."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Strangers: bytes thrown at whatever the ranks of a run listen on, and what comes back."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

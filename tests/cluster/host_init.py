@@ -5,8 +5,6 @@ the socket that it was given, and waits until nobody has the other end any more.
 ``python -I -S``, so it imports nothing but the standard library.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """One rank of ``Members``: runs one of these programs, and reports how it ended as JSON."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

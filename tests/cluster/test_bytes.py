@@ -1,7 +1,5 @@
 """Bytes on the busiest cable, in its busier direction, over the fewest that can do."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

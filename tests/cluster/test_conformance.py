@@ -1,7 +1,5 @@
 """All that backends must do, between hosts: each world is started in another way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

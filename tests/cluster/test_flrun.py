@@ -1,7 +1,5 @@
 """``flrun`` over real networks: cables that are pulled, hosts that are not there, one port."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """The hosts keep their promises: apart from each other, joined by cables, gone afterwards."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

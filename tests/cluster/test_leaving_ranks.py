@@ -1,7 +1,5 @@
 """What looks like a lost host and is none: ranks that leave, wait, or differ in their limit."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

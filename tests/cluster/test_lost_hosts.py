@@ -1,7 +1,5 @@
 """Hosts that cannot be reached are noticed within seconds; slow ones are not taken for them."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

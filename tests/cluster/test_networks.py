@@ -1,7 +1,5 @@
 """Ranks start on networks as they are: odd names, one version of IP, NATs, routes to nowhere."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The ways to start ranks on two hosts, over a real network and a real ssh."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Two hosts of two ranks: the short form of the conformance suite, and one fault of each kind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

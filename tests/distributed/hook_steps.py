@@ -1,7 +1,5 @@
 """What tests of communication hooks do on every rank: steps of the same arrays, through a hook."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

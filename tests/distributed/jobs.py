@@ -1,7 +1,5 @@
 """A program, or an mpirun of one, that is watched from its start to its end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Find what a test left behind: processes of this session, and shared memory without a user."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Thousands of messages that are open at once: what runs on the ranks."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -7,8 +7,6 @@ the first step has had all partners' part of the steps before. Only what is sent
 receives are for any rank may be overtaken by others, so it is waited for in the end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

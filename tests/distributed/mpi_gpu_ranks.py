@@ -1,7 +1,5 @@
 """What runs on the ranks in the tests of CuPy arrays through MPI, with a stand-in for CuPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A random mix of everything at once: what all ranks do is drawn alike, when each waits is not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

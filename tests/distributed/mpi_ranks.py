@@ -1,7 +1,5 @@
 """What runs on the ranks in the tests of the MPI backend."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -74,7 +72,7 @@ def all_to_all_both_ways(rank: int, size: int, name: str, rows: int) -> None:
     # Rank r gives (r + p) % 3 * rows rows to rank p.
     counts = [[(r + p) % 3 * rows for p in range(size)] for r in range(size)]
     uneven = [values(r, (sum(counts[r]), 2), name) for r in range(size)]
-    got = fl.all_to_all(uneven[rank], counts[rank])
+    got = fl.all_to_all(uneven[rank], rows=counts[rank])
     expected = [np.split(uneven[r], np.cumsum(counts[r]))[rank] for r in range(size)]
     assert_equal(got, np.concatenate(expected), f"uneven, {rows} rows of {name}")
 

@@ -5,8 +5,6 @@ of NCCL are called, with which addresses, counts, types and operations, in which
 and waits. It shows nothing of CUDA or NCCL themselves: tests/gpu does, where there is a GPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Receives that do not know who sends, or how much: what runs on the ranks."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

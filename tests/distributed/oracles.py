@@ -1,7 +1,5 @@
 """The calls of random programs made of the MPI library as well, and compared."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,7 +68,7 @@ def _mpi_all_reduce(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any,
     x = call.array(group.rank)
     theirs = np.empty_like(x)
     comm.Allreduce(x, theirs, _mpi_op(call))
-    ours = fl.all_reduce(x.copy(), call.scale, call.op, group=group)
+    ours = fl.all_reduce(x.copy(), call.scale, op=call.op, group=group)
     return _scaled(call, theirs, group.size), ours
 
 
@@ -136,7 +134,7 @@ def _mpi_reduce_scatter(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[
     x = call.array(group.rank, call.rows * group.size)
     theirs = np.empty((call.rows, call.width), x.dtype)
     comm.Reduce_scatter_block(x, theirs, _mpi_op(call))
-    ours = fl.reduce_scatter(x, call.scale, call.op, group=group)
+    ours = fl.reduce_scatter(x, scale=call.scale, op=call.op, group=group)
     return _scaled(call, theirs, group.size), ours
 
 

@@ -1,7 +1,5 @@
 """Look at and end processes that need not be our children."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -6,8 +6,6 @@ launcher set. Every message is a pickle on one Unix
 socket, so a rank needs no inherited pipe and may be started by any launcher.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

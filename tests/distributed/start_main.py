@@ -3,8 +3,6 @@
 ``python start_main.py METHOD [FILE RANK SIZE]`` with METHOD one of auto, mpi, env, file.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

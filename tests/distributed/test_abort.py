@@ -1,7 +1,5 @@
 """An exception that a host program catches is reported to the other ranks all the same."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arrays that are written together must lie apart."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks of one host divide its cores between their BLAS, where nobody has chosen."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The bucket plan: a pure function."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

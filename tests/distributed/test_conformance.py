@@ -1,7 +1,5 @@
 """Every backend against NumPy: dtypes, layouts, sizes, ops, sync and async."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

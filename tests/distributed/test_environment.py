@@ -1,7 +1,5 @@
 """Who started us: one launcher's variables, several at once, half of them, or leftovers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, ClassVar

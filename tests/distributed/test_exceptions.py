@@ -1,7 +1,5 @@
 """A rank whose program raises: the others raise as well, soon, with its traceback."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

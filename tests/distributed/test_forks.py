@@ -1,7 +1,5 @@
 """A forked child has no group: it can do no harm, and holds nothing of its parent's open."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import multiprocessing

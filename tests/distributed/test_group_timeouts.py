@@ -1,7 +1,5 @@
 """A timeout of a group's own bounds its collectives and messages, and no others."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups of some ranks: who is in them, what they may do at once, how they end."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The heartbeats of many ranks, without the ranks; those of real hosts are in tests/cluster."""
 
-from __future__ import annotations
-
 import hmac
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The arithmetic of the hooks by itself: rounding, orthonormal columns, products."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

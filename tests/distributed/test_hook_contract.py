@@ -1,7 +1,5 @@
 """What a hook is given, when it is called, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

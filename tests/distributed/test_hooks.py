@@ -1,7 +1,5 @@
 """Communication hooks: the same bits on every rank, close to the sum, nothing lost on the way."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from typing import Any

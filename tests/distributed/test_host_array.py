@@ -1,7 +1,5 @@
 """One array per host: who loads it, who can write to it, and when its memory is gone."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

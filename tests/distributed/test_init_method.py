@@ -1,7 +1,5 @@
 """torch's words for how ranks meet are translated, or refused with the translation."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any

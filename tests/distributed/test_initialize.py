@@ -1,7 +1,5 @@
 """Every way to start, with real launchers and by hand."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

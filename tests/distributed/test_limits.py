@@ -3,8 +3,6 @@
 Works that stand in for real ones, which meet that moment too rarely for a test.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ten thousand messages that are open at once cost little, and all end when they cannot go on."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

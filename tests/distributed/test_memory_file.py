@@ -1,7 +1,5 @@
 """Files in memory that ranks map together: private, and gone whatever happens."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

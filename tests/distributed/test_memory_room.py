@@ -1,7 +1,5 @@
 """What is asked of the machine before memory is taken, and that all ranks raise where it lacks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Random programs of messages receive the same in this package and in MPI."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The MPI backend beyond what every backend must do; started by mpirun."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The MPI backend beside its CPU backend, on one host and several, and amid what MPI moves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An MPI job in which something goes wrong ends, on every rank, soon, and says why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

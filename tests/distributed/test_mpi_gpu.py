@@ -4,8 +4,6 @@ Shown here: which way each verb takes, what it gives, and that the stream is wai
 shown: anything of CUDA, or of an MPI library that reaches a GPU's memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

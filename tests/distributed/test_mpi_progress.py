@@ -1,7 +1,5 @@
 """What MPI still works on is kept; no MPI is needed here."""
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The stand-in's device never ends what it is given, as a real one that waits for the others.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ A communicator that never settles, one that loses a peer, and the order of event
 between streams cannot be had from the real library here; tests/gpu has them for real.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -4,8 +4,6 @@ Shown here: counts, types, offsets, operations and grouping, on all ranks togeth
 anything of CUDA or NCCL; the same functions run on them in tests/gpu.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """How ranks prepare to join their GPUs, on real processes: as far as no GPU is needed."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """NCCL's real library, without a GPU: found, opened, asked what it answers everywhere."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

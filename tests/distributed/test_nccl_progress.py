@@ -4,8 +4,6 @@ Until ncclCommGetAsyncError says that what was called has begun, nothing else ma
 NCCL refuses, and nothing may be given to the stream, which goes wrong silently.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

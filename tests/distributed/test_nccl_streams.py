@@ -1,7 +1,5 @@
 """What is on its way, asked about by several threads at once."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Receiving from any rank, and into more room than is needed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Ranks that may not use any more memory: an exception on the ranks that lack it, and no signal."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from pathlib import Path

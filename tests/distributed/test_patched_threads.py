@@ -1,7 +1,5 @@
 """Processes whose threads and sockets gevent or eventlet has replaced by cooperative ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

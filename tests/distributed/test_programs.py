@@ -1,7 +1,5 @@
 """Every verb on every backend by random programs, against NumPy and against the MPI library."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """RankFilter and is_main_process: one rank talks, and every record says whose it is."""
 
-from __future__ import annotations
-
 import io
 import logging
 from typing import Any

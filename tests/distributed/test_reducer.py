@@ -1,7 +1,5 @@
 """Both reducers give the scaled sum of every array that was added, whatever the buckets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which addresses ranks of several hosts use, and how they connect to rank 0 at several."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import platform

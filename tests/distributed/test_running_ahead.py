@@ -1,7 +1,5 @@
 """Ranks that return from a small collective before the others have called it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

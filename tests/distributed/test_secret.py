@@ -1,7 +1,5 @@
 """Only who knows a job's secret takes part in it: at a port, on Gloo's connections, in files."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """What only shared memory has: arrays in it, its size, its names, several hosts beside it."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """A process that was started as one of several does not work alone without saying so."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rank 0 says who is missing while a start lasts."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

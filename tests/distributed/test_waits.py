@@ -1,7 +1,5 @@
 """Several threads, or tasks of asyncio, that wait: each gets its result, when it is there."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """A network namespace in which no loopback is up: the start ends at once, with an error."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

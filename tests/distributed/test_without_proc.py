@@ -1,7 +1,5 @@
 """A mount namespace without /proc: start, shared memory, lost ranks, spawn, workers, flrun."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Several operations as one: all are waited for, and the failure that shows the ca
 A result that is made from another's: once, whoever waits, and nobody gets it half-made.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A group of Gloo whose ranks are threads of one process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Mismatches, of which a rank that has run ahead hears in a later call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +31,7 @@ def told_of_messages(peer: int) -> str:
     """Let this rank and ``peer`` hear of messages between them that were refused late."""
     said, x = "", np.zeros(1)
     for _ in range(2):  # what was refused before the first is here after it
-        while now := told(lambda: fl.sendrecv(x, peer, x.copy(), peer, tag=99)):
+        while now := told(lambda: fl.sendrecv(x, peer, out=x.copy(), src=peer, tag=99)):
             said += now
     return said
 

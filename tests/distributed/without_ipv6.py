@@ -3,8 +3,6 @@
 A filter of seccomp(2) refuses them as such a kernel does; nothing else changes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """Options that no example can use end it with one line, and not with a traceback."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

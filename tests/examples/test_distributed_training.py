@@ -1,7 +1,5 @@
 """examples/DistributedTraining.py as a user starts it: alone, by MPI, through a shared file."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """examples/ResumableTraining.py --leaves 8: killed at random, on any ranks, the same bits."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """examples/heat.py and task_queue.py: the same on any number of ranks, also after one has died."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The models of examples/: alone, under flrun and mpirun, the same bits on any number of ranks."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The notebook runs from its first cell to the last, and interrupting a cell ends the ranks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 KILLS=50 in the environment kills more often than the few times of an ordinary test run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The examples of fl.tagi, as a user starts them: alone, and by MPI."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """examples/tagi_time_series.py as a user starts it: alone, and by MPI."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

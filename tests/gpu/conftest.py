@@ -1,7 +1,5 @@
 """Ranks with a GPU each, or several on one: then they look to NCCL like hosts of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 

@@ -6,8 +6,6 @@ Two ranks add up on the CPU first, in shared memory and over Gloo: that needs no
 the wheel works with this Python and this NumPy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -12,8 +12,6 @@ Several rounds run at the same time, since the start of ranks takes most of a ro
 prints one line when it ends. The exit status is 1 if a round failed, and 77 without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Checkpoints of what lives on a GPU: arrays and generators go to the host and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """First contact with the real NCCL: the library, a communicator for each group, the end of it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

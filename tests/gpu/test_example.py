@@ -1,7 +1,5 @@
 """examples/DistributedTraining.py on GPUs has the losses that it has on the CPU."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What docs/nccl.md promises of failures: an error that names the cause, in time, never a hang."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

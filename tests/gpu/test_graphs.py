@@ -1,7 +1,5 @@
 """Captured steps on GPUs: CUDA graphs beside eager steps, with and without other ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Communication hooks on CuPy arrays: all ranks alike, and what NumPy arrays would become."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Arrays of other libraries on a GPU: they are waited for, and come back as what they were."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fused kernels, compiled by CUDA, against NumPy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Every function and layer computes on a GPU what it computes on the CPU, gradients included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ A rank that is held back keeps a collective of the others unfinished for as long
 likes, so what goes on meanwhile is seen without measuring time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

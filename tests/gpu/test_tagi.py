@@ -1,7 +1,5 @@
 """TAGI networks on 1, 2 and 4 GPU ranks learn what one process on the CPU does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

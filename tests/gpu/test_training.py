@@ -1,7 +1,5 @@
 """Training on 1, 2 and 4 GPU ranks gives what one process on the CPU gives."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

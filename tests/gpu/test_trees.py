@@ -1,7 +1,5 @@
 """fl.synchronize of trees with CuPy arrays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every verb on CuPy arrays through NCCL, against NumPy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What runs on the ranks: trees with CuPy arrays among others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

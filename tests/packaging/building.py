@@ -1,7 +1,5 @@
 """Wheels, bare environments and copies of the sources, for the tests of what is installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

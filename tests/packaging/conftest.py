@@ -1,7 +1,5 @@
 """The wheel of ``make wheel`` after ``make setup``, built once: that takes minutes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

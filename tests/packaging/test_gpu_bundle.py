@@ -1,7 +1,5 @@
 """The folder for machines with a GPU and no network is complete, and goes on after failures."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

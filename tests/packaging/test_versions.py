@@ -1,7 +1,5 @@
 """Tests with the lowest and the highest declared version of what this package computes with."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What is installed works by itself: the wheel without a system Gloo, the package without Gloo."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Functions of arrays in NumPy: as one writes them, captured, and by hand into arrays that stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The yardstick: one core copies the same bytes once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every library's all_reduce on a GPU has in common: how it is timed, and the right answer."""
 
-from __future__ import annotations
-
 import abc
 import statistics
 import time

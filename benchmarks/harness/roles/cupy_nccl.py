@@ -1,7 +1,5 @@
 """CuPy's own binding of NCCL, on the stream that is current."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """cupyx.distributed's all_reduce, which calls NCCL through CuPy's binding."""
 
-from __future__ import annotations
-
 import functools
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What every role that uses this package needs: the start, and what to report of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training with a communication hook: what it sends, what a step takes, where the loss ends."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import runpy

@@ -1,7 +1,5 @@
 """This package's all_reduce of CuPy arrays."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ Images lie in memory as a layer before has left them, channels last; data of the
 first layer do not.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

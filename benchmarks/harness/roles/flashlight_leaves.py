@@ -1,7 +1,5 @@
 """A training step leaf by leaf, beside plain data-parallel training, and how training ends."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

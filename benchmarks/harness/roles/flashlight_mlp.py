@@ -1,7 +1,5 @@
 """A step of a large perceptron with this package, with and without communication."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps of the models of examples/ with this package: eager or captured, on any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import runpy
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """NCCL's own all_reduce on the communicator that this package launches its collectives on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cupy

@@ -1,7 +1,5 @@
 """The same steps as ``flashlight_optimizer``, by NumPy alone."""
 
-from __future__ import annotations
-
 import sys
 
 from harness.role import Place

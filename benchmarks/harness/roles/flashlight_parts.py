@@ -1,7 +1,5 @@
 """A data set per host or rank, a deep network recomputed, layers cut, the order of an epoch."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import tracemalloc

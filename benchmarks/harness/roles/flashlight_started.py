@@ -1,7 +1,5 @@
 """The verbs of this package on ranks that a launcher has started, or has even initialised."""
 
-from __future__ import annotations
-
 import flashlight_py as fl
 from harness.role import Place
 from harness.roles.flashlight_collectives import Flashlight

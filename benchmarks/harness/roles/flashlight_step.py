@@ -1,7 +1,5 @@
 """The step with this package, as a user and as the example write it: captured, or as it is."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A step of fl.tagi: of one process, or of ranks that share a batch and add up what it teaches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tree of many small arrays from rank 0 to all, beside one array of as many bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same trees as ``flashlight_tree``, by the walk and the packing in Python alone."""
 
-from __future__ import annotations
-
 import sys
 
 from harness.role import Place

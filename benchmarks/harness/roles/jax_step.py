@@ -1,7 +1,5 @@
 """The step with JAX: one compiled function, whose arrays are given back to it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -3,8 +3,6 @@
 Images are those of ResNet18 on CIFAR-10, 32 of them; sequences those of a small GPT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What libraries train: the models of examples/, with the same parameters and the same batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

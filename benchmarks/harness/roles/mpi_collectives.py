@@ -1,7 +1,5 @@
 """The verbs of MPI through mpi4py, on NumPy buffers, in place where MPI can."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """NVIDIA's Python binding of NCCL, nccl4py, on CuPy arrays."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

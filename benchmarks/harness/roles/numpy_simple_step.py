@@ -1,7 +1,5 @@
 """The step by hand as one writes it first: a new array for every result, layer by layer."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -5,8 +5,6 @@ each, so that the optimizer takes a few calls for all layers, on pieces that sta
 batch 1 the gradient of a bias is what comes back through its layer, written in its place at once.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the steps of optimizers are measured on; every library makes the same arrays."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ loss as a number. All ranks of a library train on the same batches, so that the 
 gradients is each one's own, and the losses are those of one process.
 """
 
-from __future__ import annotations
-
 import abc
 import itertools
 import time

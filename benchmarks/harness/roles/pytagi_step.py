@@ -1,7 +1,5 @@
 """A step of the real pytagi, on one thread."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A step is: forward, observe the outputs on the paths of the labels in a class tr
 The networks are expressions with the names that both libraries have.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The verbs of torch.distributed, on gloo or another backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

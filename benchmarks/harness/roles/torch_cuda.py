@@ -1,7 +1,5 @@
 """torch.distributed's all_reduce on its backend nccl, or on the backend of the option."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

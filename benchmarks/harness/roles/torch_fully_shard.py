@@ -3,8 +3,6 @@
 python -m harness.roles.torch_fully_shard SIZES BATCH WARM STEPS, with torch's RANK and so on set.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -3,8 +3,6 @@
 Images lie in memory as the option ``layout`` says: "contiguous" or "channels_last".
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

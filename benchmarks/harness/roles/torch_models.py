@@ -1,7 +1,5 @@
 """Steps of the same models with torch: eager; on several ranks by DistributedDataParallel."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

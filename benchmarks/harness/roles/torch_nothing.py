@@ -1,7 +1,5 @@
 """A backend of torch.distributed that does nothing: what torch's own functions cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

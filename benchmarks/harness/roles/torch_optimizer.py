@@ -1,7 +1,5 @@
 """A step of an optimizer of torch, fused or over lists of tensors; one thread."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What every role that uses torch needs: the start, and what to report of it."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

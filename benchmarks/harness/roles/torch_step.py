@@ -1,7 +1,5 @@
 """The step with torch: eager, compiled, or wrapped in DistributedDataParallel on gloo."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training steps of torch's tutorials: DistributedDataParallel, and FSDP2."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What every library's collectives have in common: the tasks, and what the right answer is."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

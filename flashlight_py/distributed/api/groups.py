@@ -14,9 +14,8 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
-from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.grid import Grid, extents_of
-from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of
+from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of, world_fast
 from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
@@ -34,7 +33,7 @@ _MOST_WORDS = 200
 
 
 def new_group(
-    ranks: Sequence[int], group: Group = None, timeout: float | None = None
+    ranks: Sequence[int], *, timeout: float | None = None, group: Group = None
 ) -> ProcessGroup:
     """Make a group of some ranks of the world, or of ``group``.
 
@@ -70,7 +69,7 @@ def new_group(
 
 
 def split(
-    color: int | None, key: int = 0, group: Group = None, timeout: float | None = None
+    color: int | None, key: int = 0, *, timeout: float | None = None, group: Group = None
 ) -> ProcessGroup:
     """Make one group of all ranks that pass the same ``color``, for each color.
 
@@ -106,7 +105,10 @@ def split(
 
 
 def grid(
-    shape: int | Sequence[int | None], periodic: bool | Sequence[bool] = False, group: Group = None
+    shape: int | Sequence[int | None],
+    periodic: bool | Sequence[bool] = False,
+    *,
+    group: Group = None,
 ) -> Grid:
     """Give the ranks of the world, or of ``group``, their places in a Cartesian grid.
 
@@ -228,7 +230,7 @@ class MemberStore(Store):
         return data.tobytes()
 
 
-def barrier(timeout: float | None = None, group: Group = None) -> None:
+def barrier(timeout: float | None = None, *, group: Group = None) -> None:
     """Block until every rank of the group has called it, up to ``timeout`` seconds.
 
     Raises:
@@ -238,8 +240,7 @@ def barrier(timeout: float | None = None, group: Group = None) -> None:
     """
     if (
         timeout is None
-        and (membership.world_native_barrier if group is None else of(group).native_barrier)()
-        is None
+        and (world_fast.barrier if group is None else of(group).fast.barrier)() is None
     ):
         return
     members = of(group)
@@ -247,7 +248,7 @@ def barrier(timeout: float | None = None, group: Group = None) -> None:
         members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))
 
 
-def sync_distributed(group: Group = None) -> None:
+def sync_distributed(*, group: Group = None) -> None:
     """Block until every operation that this rank has started has ended, as flashlight names it.
 
     Raises:

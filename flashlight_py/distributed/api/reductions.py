@@ -35,8 +35,7 @@ from flashlight_py.distributed.calls.checks import NUMBERS, Apart, as_number
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.constants import Op, ReduceOp
-from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -56,10 +55,11 @@ X = TypeVar("X")
 def all_reduce(
     x: X,
     scale: float = 1.0,
+    *,
     op: Op = "sum",
-    async_op: bool = False,
-    group: Group = None,
     out: X | None = None,
+    group: Group = None,
+    async_op: bool = False,
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards every rank holds ``scale`` times the result.
 
@@ -113,7 +113,7 @@ def all_reduce(
     if out is not None:
         _copied(x, out, group)
         x = out
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op
     )
     if y is not NotImplemented:
@@ -159,7 +159,7 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         REDUCE.code, x, None, op, scale, root, 0, async_op
     )
     if y is not NotImplemented:
@@ -169,12 +169,13 @@ def reduce(
 
 def reduce_scatter(
     x: Any,
-    scale: float = 1.0,
+    *,
     op: Op = "sum",
+    scale: float = 1.0,
     out: Any = None,
-    async_op: bool = False,
-    group: Group = None,
     rows: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
 ) -> Array | list[Array] | Work[Array]:
     """Combine ``x`` of all ranks and return this rank's part of the result.
 
@@ -201,7 +202,7 @@ def reduce_scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if rows is None:
-        y = (membership.world_native if group is None else of(group).native)(
+        y = (world_fast.collective if group is None else of(group).fast.collective)(
             REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op
         )
         if y is not NotImplemented:
@@ -211,7 +212,7 @@ def reduce_scatter(
 
 
 def scan(
-    x: X, op: Op = "sum", scale: float = 1.0, async_op: bool = False, group: Group = None
+    x: X, *, op: Op = "sum", scale: float = 1.0, group: Group = None, async_op: bool = False
 ) -> X | Work[X]:
     """Combine ``x`` of the ranks up to this one, in rank order: a prefix reduction.
 
@@ -233,7 +234,7 @@ def scan(
         >>> fl.scan(np.array([1.0, 2.0]))  # one process
         array([1., 2.])
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         SCAN.code, x, None, op, scale, 0, 0, async_op
     )
     if y is not NotImplemented:
@@ -242,7 +243,7 @@ def scan(
 
 
 def exscan(
-    x: X, op: Op = "sum", scale: float = 1.0, async_op: bool = False, group: Group = None
+    x: X, *, op: Op = "sum", scale: float = 1.0, group: Group = None, async_op: bool = False
 ) -> X | Work[X]:
     """Combine ``x`` of the ranks before this one, in rank order: an exclusive prefix reduction.
 
@@ -254,7 +255,7 @@ def exscan(
     Arguments, results and errors are those of :func:`scan`; ``"avg"`` multiplies by 1 / r.
     """
     members = of(group)
-    y = members.native(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
+    y = members.fast.collective(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
     if y is NotImplemented:
         y = collective(members, EXSCAN, x, op=op, scale=scale, async_op=async_op)
     if members.rank != 0:
@@ -276,7 +277,7 @@ def _filled_with_identity(op: ReduceOp, x: Any) -> Any:
 
 
 def all_reduce_location(
-    x: Any, op: Literal["min", "max"] = "min", async_op: bool = False, group: Group = None
+    x: Any, *, op: Literal["min", "max"] = "min", group: Group = None, async_op: bool = False
 ) -> Any:
     """Find the least or largest of each element over the ranks, and which rank has it.
 
@@ -332,10 +333,11 @@ def all_reduce_location(
 def all_reduce_multiple(
     xs: Sequence[X],
     scale: float = 1.0,
+    *,
     op: Op = "sum",
-    async_op: bool = False,
     contiguous: bool = False,
     group: Group = None,
+    async_op: bool = False,
 ) -> list[X] | Work[list[X]]:
     """Combine each array of ``xs`` over the ranks, in place, as :func:`all_reduce` does.
 
@@ -357,7 +359,7 @@ def all_reduce_multiple(
             any is sent.
     """
     limit = of(group).packed_bytes[bool(async_op)] if contiguous else -1
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         ALL_REDUCE.code, xs, limit, op, scale, 0, 0, async_op
     )
     if type(y) is list:
@@ -366,7 +368,7 @@ def all_reduce_multiple(
         return _in_python(xs, scale, op, async_op, limit, group)
     results = list(xs)
     if not async_op:  # y: the arrays that native code has not reduced
-        all_reduce_multiple(y, scale, op, False, contiguous, group)
+        all_reduce_multiple(y, scale, op=op, contiguous=contiguous, group=group)
         return results
     work, packs = y
     return of(group).keep(Then(work, partial(_unpack, packs, results))) if packs else work
@@ -394,7 +396,8 @@ def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group:
         packed = list(map(pack, checked)) if packs else checked
         is_copied = any(map(operator.is_not, packed, checked))
         if is_copied:  # native code takes the copies
-            work: Any = all_reduce_multiple(packed, scale, op, async_op, limit >= 0, group)
+            how: dict[str, Any] = {"contiguous": limit >= 0, "group": group, "async_op": async_op}
+            work: Any = all_reduce_multiple(packed, scale, op=op, **how)
         else:
             for array in {array.dtype: array for array in checked}.values():
                 reduction(verb, array.dtype, op, scale, members.size)
@@ -471,7 +474,7 @@ def _together(
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
         root = 1 + (digest >> 34)  # ranks compare it: other shapes may have as many elements
-        y = members.native(ALL_REDUCE.code, flat, None, op, scale, root, 0, async_op)
+        y = members.fast.collective(ALL_REDUCE.code, flat, None, op, scale, root, 0, async_op)
         if y is NotImplemented:
             y = collective(members, ALL_REDUCE, flat, root=root, **how)
         unpack = partial(_unpack, [(flat, *arrays)], [])
