@@ -164,7 +164,8 @@ class BuildOptionalExtensions(build_ext):
             return
         Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # one from an earlier build
         note.parent.mkdir(parents=True, exist_ok=True)
-        remedy = f"Install {NEEDED.get(_short_name(ext), '')}a C++17 compiler, then install again: {AGAIN}"
+        needed = NEEDED.get(_short_name(ext), "")
+        remedy = f"Install {needed}a C++17 compiler, then install again: {AGAIN}"
         note.write_text(f"{reason}. {remedy}\n", encoding="utf-8", errors="backslashreplace")
         self.warn(f"{ext.name} is left out: {reason}")
 
