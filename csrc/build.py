@@ -76,7 +76,6 @@ def binding(
 
 EXTENSIONS = [
     numpy_extension("fast", files("fast/*.c"), C),
-    numpy_extension("tree", files("tree/*.c"), C),
     *(numpy_extension(name, files(f"{name}/*.cc"), KERNELS) for name in ("nn", "optim", "tape")),
 ]
 GROUP = ["common/types.cdef.h", "common/group.cdef.h"]
