@@ -1,10 +1,8 @@
 """The notes of one run of a step: what NumPy computed, from what, and where the results are.
 
-Arrays are known by their memory. An operand that lies in the memory of another one is part of it,
-however it was made; so views need no notes, and all readers see writes in place. Memory that was
-there before is state, or an argument. That which NumPy has allocated since has a number for as long
-as it lives, and notes have arrays that stand for it: so a recording keeps no memory, and uses as
-much as the step.
+Arrays are known by their memory: views need no notes, and all readers see writes in place. Memory
+that existed before is state, or an argument. Memory that NumPy has allocated since has a number,
+and notes have arrays that stand for it: so a recording keeps no memory of the step.
 """
 
 from __future__ import annotations
@@ -92,7 +90,7 @@ class Recording(BaseRecorder):
         self.notes: list[Note] = []
         self.made: list[Array] = []  # of each, what stands for all of its memory
         self._memory = _tape.new_memory()
-        self._numbers: dict[int, int] = {}  # of pieces of memory: which of ``made`` each is
+        self._numbers: set[int] = set()  # of pieces of memory that are in ``made``
         self._constants: dict[Any, tuple[bytes, Array]] = {}
         self.constants: list[Any] = []  # what they hold: the same, if they are none
         self.lines: list[str] = []  # of each, where it is used
@@ -307,7 +305,7 @@ class Recording(BaseRecorder):
             array = array.copy(order="K")  # of what another thread or library has allocated
             found = _tape.find_memory(self._memory, array)
         if found is not None and found[0] not in self._numbers:
-            self._numbers[found[0]] = len(self.made)
+            self._numbers.add(found[0])
             whole = found if array.base is None else _tape.find_memory(self._memory, array.base)
             self.made.append(whole[1])
             made.append(found[1])
@@ -524,8 +522,12 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def meets(spans: Sequence[tuple[int, int]], array: Array) -> bool:
-    """Return whether elements lie in one of ``spans``, which are in order."""
-    low, high = bounds(array)
+    """Return whether elements lie in one of ``spans``, as of :func:`merged`."""
+    return overlap(spans, *bounds(array))
+
+
+def overlap(spans: Sequence[tuple[int, int]], low: int, high: int) -> bool:
+    """Return whether addresses from ``low`` to ``high`` are in one of ``spans``."""
     place = bisect_right(spans, (high,)) - 1
     return place >= 0 and low < spans[place][1]
 

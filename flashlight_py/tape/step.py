@@ -25,14 +25,7 @@ from flashlight_py.tape.arrays import Array, Recorded
 from flashlight_py.tape.operands import CannotCapture, Memory
 from flashlight_py.tape.operations import StepRecording
 from flashlight_py.tape.program import SLOTS, Builder, arrays_of, room_like, stood_for, unwrapped
-from flashlight_py.tape.recording import (
-    CtrlC,
-    Note,
-    are_numbers,
-    arrays_in,
-    meets,
-    user_frame,
-)
+from flashlight_py.tape.recording import CtrlC, Note, are_numbers, arrays_in, meets, user_frame
 from flashlight_py.tape.state import (
     INSTEAD,
     EveryCall,
