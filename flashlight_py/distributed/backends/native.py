@@ -40,13 +40,12 @@ from flashlight_py.distributed.backends.native_work import (
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
+from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, Journal, dropped
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import (
     NATIVE,
     OBJECTS,
     SENDRECV,
-    Journal,
     Ring,
     forked,
 )
@@ -108,7 +107,7 @@ class NativeBackend(NativeGroup):
         result = path.collective(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
         return super().step(verb, array, seconds) if result is NotImplemented else result
 
-    def _bound(self, fast: Any, ring: Ring) -> EntryPoints:
+    def _bound(self, fast: Any, ring: Ring | Journal) -> EntryPoints:
         fast.verbs(FLAGS)
         group = self._open("bind")
         self._callers.of_native = ring.header

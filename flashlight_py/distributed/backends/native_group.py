@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.failures.journal import Journal
+from flashlight_py.distributed.calls.fast_path import Journal
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import DistributedError
