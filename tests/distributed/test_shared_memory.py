@@ -94,7 +94,7 @@ def allocate_and_drop(rank: int, size: int) -> list[int]:
 
 def test_shared_arrays_that_are_dropped_are_unmapped(pool: Any) -> None:
     for counts in pool(2, params=SHM).run(allocate_and_drop):
-        assert counts[-1] == counts[0]
+        assert counts[-1] <= counts[0]  # at first there may be arrays of other tests
 
 
 def shared_empty_arguments(rank: int, size: int) -> None:
