@@ -35,7 +35,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels": FRAMEWORK[:2],
     "autograd": (*FRAMEWORK[:4], "structure", "libraries", "_native"),
     "safetensors": ("errors", "device"),
-    "nn.normalization": (*FRAMEWORK[:6], "structure", "parallel.functional", "distributed"),
     "nn": (*FRAMEWORK[:5], "structure", "safetensors"),
     "optim": (*FRAMEWORK[:6], "structure", "_native"),
     "dataset": ("errors", "device", "random", "cores"),
@@ -86,10 +85,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("backends", "groups", "api", "start", "reducers"),
     ),
     "parallel": (
-        *("agreement", "failing", "data_container", "epochs", "functional", "gradient_pass"),
-        *("shard_memory", "leaf_tree", "gradcheck", "optimizer", "shard_linear", "sharder", "tree"),
-        *("synchronize", "gathered_shards", "join", "leaf_sync", "data_parallel", "fully_sharded"),
-        "workers",
+        *("data_container", "agreement", "leaf_tree", "failing", "epochs", "gradient_pass"),
+        *("functional", "shard_memory", "optimizer", "gradcheck", "shard_linear", "batch_norm"),
+        *("sharder", "tree", "synchronize", "gathered_shards", "leaf_sync", "join"),
+        *("data_parallel", "fully_sharded", "workers"),
     ),
 }
 OPTIONAL = {

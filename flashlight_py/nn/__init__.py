@@ -18,7 +18,7 @@ _HOMES = {
         *("ConnectionistTemporalClassification", "HuberLoss", "KLDivergence"),
     ],
     "images": ["Conv2D", "Conv1D", "ConvTranspose2D", "Pool2D", "Upsample"],
-    "normalization": ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm"],
+    "normalization": ["LayerNorm", "RMSNorm", "GroupNorm"],
     "transformer": [
         *("MultiheadAttention", "Transformer", "TransformerLayer"),
         *("PositionEmbedding", "SinusoidalPositionEmbedding"),
@@ -29,6 +29,16 @@ _HOMES = {
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")
     globals().update({name: getattr(_module, name) for name in _names})
+# Of a package above this one, imported when they are used.
+_ABOVE = {"BatchNorm": "flashlight_py.parallel.batch_norm"}
 
-__all__ = ["init"]
+__all__ = ["init", "BatchNorm"]
 __all__ += [name for names in _HOMES.values() for name in names]
+
+
+def __getattr__(name: str) -> object:
+    """Import a layer that communicates."""
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_ABOVE[name]), name)
+    return value

@@ -1,4 +1,5 @@
 from flashlight_py.nn import init as init
+from flashlight_py.parallel.batch_norm import BatchNorm as BatchNorm
 from flashlight_py.nn.module import Module as Module
 from flashlight_py.nn.layers import Container as Container
 from flashlight_py.nn.layers import Sequential as Sequential
@@ -38,7 +39,6 @@ from flashlight_py.nn.images import Upsample as Upsample
 from flashlight_py.nn.normalization import LayerNorm as LayerNorm
 from flashlight_py.nn.normalization import RMSNorm as RMSNorm
 from flashlight_py.nn.normalization import GroupNorm as GroupNorm
-from flashlight_py.nn.normalization import BatchNorm as BatchNorm
 from flashlight_py.nn.transformer import MultiheadAttention as MultiheadAttention
 from flashlight_py.nn.transformer import Transformer as Transformer
 from flashlight_py.nn.transformer import TransformerLayer as TransformerLayer

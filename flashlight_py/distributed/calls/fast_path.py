@@ -14,7 +14,7 @@ dropped: deque[weakref.ref[Any]] = deque()
 """Groups that were collected and not closed: the next call of any group closes them."""
 
 
-class Journal(Protocol):
+class CallJournal(Protocol):
     """The record of the calls of a group, to which native code writes; see journal.py."""
 
     memory: NDArray[np.uint8]
