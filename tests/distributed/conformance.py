@@ -5,8 +5,10 @@ arrays in rank order, so results must be equal to the last bit, not merely close
 """
 
 import functools
+import importlib
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,6 +42,13 @@ BACKENDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 WORLDS = [(name, size) for name, (sizes, _) in BACKENDS.items() for size in sizes]
 
 
+def _ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    name, size = request.param
+    if name == "mpi":
+        pytest.importorskip("mpi4py")
+    return pool(size, **BACKENDS[name][1])
+
+
 def ranks_in(*worlds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()) -> Any:
     """Return a fixture: the ranks of each of ``worlds`` (backend, size) in turn.
 
@@ -47,17 +56,38 @@ def ranks_in(*worlds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()) -> 
     ``slow`` are marked so.
     """
     marked = [pytest.param(world, marks=pytest.mark.slow) for world in slow]
+    return pytest.fixture(scope="module", params=[*worlds, *marked], ids=_world_id)(_ranks)
 
-    @pytest.fixture(
-        scope="module", params=[*worlds, *marked], ids=lambda world: f"{world[0]}-{world[1]}"
-    )
-    def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-        name, size = request.param
-        if name == "mpi":
-            pytest.importorskip("mpi4py")
-        return pool(size, **BACKENDS[name][1])
 
-    return ranks
+def _world_id(world: tuple[str, int]) -> str:
+    return f"{world[0]}-{world[1]}"
+
+
+def on_ranks(*worlds: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator: the test is what each rank does, ``test(rank, size, *fixtures)``.
+
+    It runs in each of ``worlds``, instead of those of the fixture ``ranks``.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        names = [*inspect.signature(test).parameters][2:]
+
+        def run(ranks: Any, **given: Any) -> None:
+            ranks.run(_on_rank, test.__module__, test.__name__, *(given[name] for name in names))
+
+        functools.update_wrapper(run, test)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in ("ranks", *names)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        if not worlds:
+            return run
+        return pytest.mark.parametrize("ranks", worlds, ids=_world_id, indirect=True)(run)
+
+    return decorate
+
+
+def _on_rank(rank: int, size: int, module: str, name: str, *args: Any) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, size, *args)
 
 
 DTYPES = [

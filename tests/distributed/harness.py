@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ __all__ = [
     "mpirun_command",
     "run_outcomes",
     "run_ranks",
+    "run_survivors",
 ]
 
 # Where all tests together have little time, a rank that hangs must leave some for the others.
@@ -68,6 +70,17 @@ def run_outcomes(
     """Like ``run_ranks`` for ranks that are meant to raise, exit or be killed."""
     with RankPool(size, **world) as pool:
         return pool.outcomes(fn, *args, deadline=deadline)
+
+
+def run_survivors(
+    fn: Callable[..., Any], size: int, lost: int, *args: Any, **how: Any
+) -> list[Any]:
+    """Like ``run_ranks`` where rank ``lost`` is killed; returns the results of the others."""
+    outcomes = run_outcomes(fn, size, *args, **how)
+    killed = outcomes.pop(lost)
+    if killed.signal != signal.SIGKILL or not all(outcome.ok for outcome in outcomes):
+        raise RanksFailedError(fn.__qualname__, [*outcomes, killed])
+    return [outcome.value for outcome in outcomes]
 
 
 def living_processes() -> set[int]:

@@ -18,6 +18,7 @@ from flashlight_py.distributed.memory import memory_room
 from flashlight_py.distributed.reducers.host_memory import hosts_of, map_zeros
 from flashlight_py.distributed.start.world import group_or_world
 from tests.distributed import conformance
+from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 
 MB = 1 << 20
@@ -257,7 +258,8 @@ def test_every_rank_raises_where_its_host_lacks_memory(
     pool(2, params={"BACKEND": "shm"}).run(take_too_much, name, str(tmp_path))
 
 
-def take_more_than_any_machine_has(rank: int, size: int) -> None:
+@on_ranks(("single", 1), ("shm", 2))
+def test_what_no_machine_has_is_refused_before_anything_is_taken(rank: int, size: int) -> None:
     takes: list[Callable[[], object]] = [
         lambda: fl.shared_empty(10**15, np.float64),
         lambda: fl.host_array(zeros, shape=10**15, dtype=np.float64),
@@ -267,11 +269,6 @@ def take_more_than_any_machine_has(rank: int, size: int) -> None:
         with pytest.raises(MemoryError, match="000,000,000,000,000 bytes are needed"):
             take()
     assert fl.all_reduce(np.ones(1)) == size
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_no_machine_has_is_refused_before_anything_is_taken(pool: Any, size: int) -> None:
-    pool(size).run(take_more_than_any_machine_has)
 
 
 def lack_on_one_host(rank: int, size: int, folder: str) -> None:

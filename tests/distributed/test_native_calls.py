@@ -23,6 +23,7 @@ from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import CollectiveTimeoutError, GroupClosedError, MismatchError
 from tests.distributed import conformance
+from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 from tests.distributed.told import told, told_later
 
@@ -46,7 +47,9 @@ def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
     return got.wait() if isinstance(got, Work) else got
 
 
-def every_verb(rank: int, size: int, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_every_verb_of_plain_arrays_is_native(rank: int, size: int, async_op: bool) -> None:
     settle()
     group = current_world().group
     how: dict[str, Any] = {"async_op": async_op}
@@ -103,13 +106,8 @@ def every_verb(rank: int, size: int, async_op: bool) -> None:
             assert np.all(out == 0)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_verb_of_plain_arrays_is_native(pool: Any, backend: str, async_op: bool) -> None:
-    pool(2, params={"BACKEND": backend}).run(every_verb, async_op)
-
-
-def what_is_not_plain(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_what_is_not_plain_is_left_to_python(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     x, ints = np.zeros(4), np.zeros(4, int)
@@ -152,22 +150,13 @@ def what_is_not_plain(rank: int, size: int) -> None:
         assert native(group, "broadcast", np.zeros(3, dtype)) is not NotImplemented
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_not_plain_is_left_to_python(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(what_is_not_plain)
-
-
-def described_by_both(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_both_describe_arrays_alike(rank: int, size: int) -> None:
     """Native code describes a plain array, Python one of the other byte order, in the same way."""
     for shape in [(), (0,), (3, 0, 2), (2, 3, 4), (1,) * 7 + (2, 3, 4), (2,) * 12]:
         x = np.full(shape, rank, np.dtype("f8" if rank else ">f8"))
         assert np.all(fl.all_reduce(x, 0.5, op="max") == 0.5)
         assert np.all(fl.broadcast(np.full(shape, rank, x.dtype)) == 0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_both_describe_arrays_alike(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(described_by_both)
 
 
 def record_of(group: ProcessGroup) -> Record:
@@ -194,7 +183,8 @@ def test_an_end_is_recorded_where_nobody_waits(pool: Any, backend: str, count: i
     assert pool(2, params={"BACKEND": backend}).run(ended_by_nobody, count) == [True, True]
 
 
-def many_at_once(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_started_and_blocking_calls_keep_their_order(rank: int, size: int) -> None:
     """Small ones that were started, large ones and blocking ones keep their order."""
     settle()
     group = current_world().group
@@ -213,11 +203,6 @@ def many_at_once(rank: int, size: int) -> None:
         for i, x in enumerate(arrays):
             assert np.all(x == size * i + size * (size - 1) / 2)
         assert works[0].wait() is arrays[0]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_started_and_blocking_calls_keep_their_order(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(many_at_once)
 
 
 def closed_meanwhile(rank: int, size: int) -> list[str]:
@@ -346,7 +331,8 @@ def test_several_messages_are_native(pool: Any, backend: str) -> None:
     assert pool(2, params={"BACKEND": backend}).run(several_at_once)[0] >= 13
 
 
-def receives_of_any(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_receives_of_any_rank_are_native(rank: int, size: int) -> None:
     """Each is given in turn what the other rank has sent, however it asks for that."""
     settle()
     group, peer = current_world().group, 1 - rank
@@ -403,12 +389,8 @@ def receives_of_any(rank: int, size: int) -> None:
         assert all(record.as_dict()["ended"] for record in records)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_receives_of_any_rank_are_native(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(receives_of_any)
-
-
-def batches_with_nobody(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_batches_with_nobody_are_native(rank: int, size: int) -> None:
     """Of messages to or from nobody the array keeps its place, whole or in part."""
     settle()
     group, peer = current_world().group, 1 - rank
@@ -446,11 +428,8 @@ def batches_with_nobody(rank: int, size: int) -> None:
     assert len(group.journal.records()) == count
 
 
-def test_batches_with_nobody_are_native(pool: Any) -> None:
-    pool(2, params={"BACKEND": "shm"}).run(batches_with_nobody)
-
-
-def halves(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_half_a_sendrecv_is_native(rank: int, size: int) -> None:
     """One half of a sendrecv, or none."""
     settle()
     group, x, out = current_world().group, np.full(3, rank + 1.0), np.zeros(3)
@@ -466,12 +445,8 @@ def halves(rank: int, size: int) -> None:
     fl.barrier()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_half_a_sendrecv_is_native(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(halves)
-
-
-def rows_of_one_rank(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_a_rank_without_rows_receives_those_of_others(rank: int, size: int) -> None:
     """One that has nothing to give, and is given something."""
     settle()
     for width in (3, 5000):
@@ -480,11 +455,6 @@ def rows_of_one_rank(rank: int, size: int) -> None:
         for out in (None, None, np.full((3, width) if rank == 0 else (1, width), -1.0)):
             got = fl.all_to_all(mine, rows, out=out)
             assert np.array_equal(got, x[:3] if rank == 0 else x[3:])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_without_rows_receives_those_of_others(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(rows_of_one_rank)
 
 
 class Alarm(Exception):
@@ -519,7 +489,8 @@ def test_an_interrupted_batch_raises_what_the_handler_has_raised() -> None:
     assert all(outcome.ok for outcome in outcomes), outcomes[0].report()
 
 
-def plain_numbers(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_numbers_are_native(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     for number in (1.5, 3, -7, np.float32(0.5), np.int16(-2), np.float64(4.0)):
@@ -547,8 +518,3 @@ def plain_numbers(rank: int, size: int) -> None:
         given = CODES[verb], number, None, op, 1.0, 1 - rank, 0, asynchronous
         assert group.native(*given) is NotImplemented, (number, verb, op)
     assert [*group.journal.header] == before  # nothing has happened
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_are_native(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(plain_numbers)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed.conformance import on_ranks
 from tests.gpu import test_contact, test_hooks, test_training, verbs
 
 
@@ -69,17 +70,14 @@ def test_gathers_of_different_shapes_are_refused_everywhere(ranks: Any) -> None:
         assert "rank 1 called all_gather(cupy float64 (2, 4)) at " in text
 
 
-def let_go(rank: int, size: int) -> None:
+@on_ranks()
+def test_an_array_is_let_go_when_the_device_is_done(rank: int, size: int) -> None:
     x = verbs.on_gpu(np.ones(3))
     held = weakref.ref(x)
     fl.all_reduce(x)
     fl.sync_distributed()
     del x
     assert held() is None
-
-
-def test_an_array_is_let_go_when_the_device_is_done(ranks: Any) -> None:
-    ranks.run(let_go)
 
 
 def closed_at_once(rank: int, size: int) -> tuple[bool, bool]:
@@ -102,7 +100,8 @@ def test_a_closed_group_keeps_nothing_on_the_gpu(ranks: Any) -> None:
     assert ranks.run(closed_at_once) == [(True, True)] * ranks.size
 
 
-def out_of_another_length(rank: int, size: int) -> None:
+@on_ranks()
+def test_an_out_of_another_length_is_an_error_on_its_rank(rank: int, size: int) -> None:
     """The others have begun by then: they have their result, and the group goes on."""
     x = verbs.on_gpu(np.full((1, 2), rank))
     for verb, how in ((fl.all_gather, {}), (fl.all_to_all, {"rows": [1] + [0] * (size - 1)})):
@@ -115,10 +114,6 @@ def out_of_another_length(rank: int, size: int) -> None:
         else:
             assert verb(x, out=out, **how) is out
             assert out.get()[:, 0].tolist() == list(range(rows))
-
-
-def test_an_out_of_another_length_is_an_error_on_its_rank(ranks: Any) -> None:
-    ranks.run(out_of_another_length)
 
 
 def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.start.world import current_world
-from tests.distributed.conformance import BACKENDS, ranks_in
+from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import told, told_later, told_now_or_later
 
@@ -326,7 +326,8 @@ def test_cases_cover_every_public_collective_function() -> None:
     assert functions_of_groups() == tried | set(" ".join(WITHOUT_CASE.values()).split())
 
 
-def refuse(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_refused_collective_raises_on_every_rank(rank: int, size: int) -> None:
     journal = fl.distributed.start.world.current_world().group.journal
     before = journal.count[0]
     for name, (wrong, right) in COLLECTIVES.items():
@@ -355,11 +356,8 @@ def check(
     assert "test_refusals.py:" in message, (name, message)
 
 
-def test_a_refused_collective_raises_on_every_rank(ranks: Any) -> None:
-    ranks.run(refuse)
-
-
-def the_reason(rank: int, size: int) -> None:
+@on_ranks()
+def test_the_others_have_its_reason(rank: int, size: int) -> None:
     if rank == ODD:
         with pytest.raises(ValueError, match="first dimension must be a multiple") as caught:
             fl.reduce_scatter(ones(7))
@@ -372,10 +370,6 @@ def the_reason(rank: int, size: int) -> None:
             r"\(7,\); unequal parts need rows=\) at distributed/test_refusals.py:\d+",
         ):
             fl.reduce_scatter(ones())
-
-
-def test_the_others_have_its_reason(ranks: Any) -> None:
-    ranks.run(the_reason)
 
 
 def refuse_alike(rank: int, size: int) -> None:
@@ -393,12 +387,8 @@ def refuse_alike(rank: int, size: int) -> None:
     assert fl.all_reduce(np.ones(3))[0] == size
 
 
-def test_ranks_that_refuse_alike_raise_their_own_and_go_on(ranks: Any) -> None:
-    # In a scatter the others are right.
-    ranks.run(refuse_alike_but_scatter)
-
-
-def refuse_alike_but_scatter(rank: int, size: int) -> None:
+@on_ranks()
+def test_ranks_that_refuse_alike_raise_their_own_and_go_on(rank: int, size: int) -> None:
     scatter = COLLECTIVES.pop("scatter: parts that differ")
     try:
         refuse_alike(rank, size)
@@ -436,7 +426,9 @@ def messages(peer: int) -> dict[str, Calls]:
     }
 
 
-def refuse_messages(rank: int, size: int, peer: int) -> None:
+@pytest.mark.parametrize("peer", [0, 2])
+@on_ranks()
+def test_a_refused_message_raises_at_both_ends(rank: int, size: int, peer: int) -> None:
     for name, (wrong, right) in messages(peer).items():
         if rank == ODD:
             with pytest.raises((TypeError, ValueError)):
@@ -449,11 +441,6 @@ def refuse_messages(rank: int, size: int, peer: int) -> None:
             assert got[0] == other, name
         assert fl.all_reduce(np.ones(3))[0] == size, name
     fl.sync_distributed()
-
-
-@pytest.mark.parametrize("peer", [0, 2])  # of its host, and of the other
-def test_a_refused_message_raises_at_both_ends(ranks: Any, peer: int) -> None:
-    ranks.run(refuse_messages, peer)
 
 
 def refuse_in_a_group(rank: int, size: int) -> str:
@@ -488,7 +475,8 @@ def test_without_checks_between_hosts_the_group_ends_with_the_reason() -> None:
         assert "rank 1 called all_reduce, and refused its arguments (TypeError" in text
 
 
-def refuse_after_the_end(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_group_that_has_ended_waits_for_nobody(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     group.backend().close()  # as what breaks it does
     with pytest.raises((TypeError, fl.errors.GroupClosedError)):
@@ -500,11 +488,8 @@ def refuse_after_the_end(rank: int, size: int) -> None:
         group.all_reduce(None)
 
 
-def test_a_group_that_has_ended_waits_for_nobody(ranks: Any) -> None:
-    ranks.run(refuse_after_the_end)
-
-
-def interrupted(rank: int, size: int) -> None:
+@on_ranks()
+def test_what_ends_a_program_is_no_refusal_and_ends_the_group(rank: int, size: int) -> None:
     class Stop(BaseException):
         pass
 
@@ -524,11 +509,8 @@ def interrupted(rank: int, size: int) -> None:
     assert fl.all_reduce(np.ones(3))[0] == size
 
 
-def test_what_ends_a_program_is_no_refusal_and_ends_the_group(ranks: Any) -> None:
-    ranks.run(interrupted)
-
-
-def begin_what_a_generator_yields(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_generator_of_messages_is_as_good_as_a_list(rank: int, size: int) -> None:
     if rank < 2:
         got = np.zeros(3)
         ops = (fl.P2POp(kind, x, 1 - rank) for kind, x in (("send", np.ones(3)), ("recv", got)))
@@ -536,11 +518,8 @@ def begin_what_a_generator_yields(rank: int, size: int) -> None:
         assert got.tolist() == [1.0] * 3
 
 
-def test_a_generator_of_messages_is_as_good_as_a_list(ranks: Any) -> None:
-    ranks.run(begin_what_a_generator_yields)
-
-
-def refuse_beside_nobody(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_refused_message_beside_nobody_raises_where_it_is_awaited(rank: int, size: int) -> None:
     if rank == ODD:
         ops = [fl.P2POp("send", None, 0, tag=4), fl.P2POp("recv", ones(), None, tag=9)]
         with pytest.raises(TypeError):
@@ -553,17 +532,10 @@ def refuse_beside_nobody(rank: int, size: int) -> None:
     assert fl.all_reduce(np.ones(3))[0] == size
 
 
-def test_a_refused_message_beside_nobody_raises_where_it_is_awaited(ranks: Any) -> None:
-    ranks.run(refuse_beside_nobody)
-
-
-def without_an_argument(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_call_without_an_argument_says_which(rank: int, size: int) -> None:
     group = fl.distributed.start.world.current_world().group
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'dst'") as caught:
         group.send(ones())  # type: ignore[call-arg]
     assert caught.value.__context__ is None
     fl.barrier()
-
-
-def test_a_call_without_an_argument_says_which(ranks: Any) -> None:
-    ranks.run(without_an_argument)

@@ -15,7 +15,7 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import of
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.errors import DistributedError, MismatchError
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import BACKENDS, on_ranks
 from tests.distributed.harness import run_outcomes, run_ranks
 from tests.distributed.told import told, told_later
 
@@ -32,7 +32,9 @@ VERBS: dict[str, Any] = {
 }
 
 
-def go_ahead(rank: int, size: int, verb: str) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+@on_ranks(("shm", 3), ("gloo", 3))
+def test_who_needs_nobody_does_not_wait(rank: int, size: int, verb: str) -> None:
     """Call before those who can call only after a message of this rank."""
     call, is_free = VERBS[verb]
     token = np.zeros(1)
@@ -93,13 +95,8 @@ def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back() -> 
         assert "op=sum" in error
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@BACKEND
-def test_who_needs_nobody_does_not_wait(pool: Any, verb: str, backend: str) -> None:
-    pool(3, **BACKENDS[backend][1]).run(go_ahead, verb)
-
-
-def many(rank: int, size: int) -> None:
+@on_ranks(("shm", 3), ("gloo", 3))
+def test_many_calls_ahead_bring_what_was_given(rank: int, size: int) -> None:
     """More calls than a rank may be ahead, of all sizes; each brings what was given to it."""
     for n in range(300):
         x = np.full(1 + 37 * n % 700, n + 1000.0 * (rank == n % size))
@@ -108,11 +105,6 @@ def many(rank: int, size: int) -> None:
         if rank == 0:
             rows = [n % 5 * (1000 if n % 50 == 0 and r == 1 else 1) for r in range(size)]
             assert np.array_equal(parts, np.repeat(np.arange(float(size)), rows))
-
-
-@BACKEND
-def test_many_calls_ahead_bring_what_was_given(pool: Any, backend: str) -> None:
-    pool(3, **BACKENDS[backend][1]).run(many)
 
 
 def give_unevenly(rank: int, size: int) -> float:
@@ -195,7 +187,9 @@ def test_what_was_given_arrives_when_its_giver_has_left(pool: Any, backend: str)
     assert all(pool(3, **BACKENDS[backend][1]).run(leave_ahead))
 
 
-def refuse_often(rank: int, size: int, verb: str) -> None:
+@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
+@on_ranks(("shm", 3), ("gloo", 3))
+def test_all_ranks_go_on_after_refusals_of_a_root(rank: int, size: int, verb: str) -> None:
     """Refuse calls on the root, which every rank catches, and go on."""
     call = {"broadcast": fl.broadcast, "scatter": lambda x: fl.scatter(x if rank == 0 else None)}
     for times in (1, 2, 3, 20):
@@ -206,12 +200,6 @@ def refuse_often(rank: int, size: int, verb: str) -> None:
             x = call[verb](np.full((size, 2), 5.0 + n) if rank == 0 else np.zeros((size, 2)))
             assert np.all(x == 5 + n)
         assert fl.all_reduce(1) == size
-
-
-@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
-@BACKEND
-def test_all_ranks_go_on_after_refusals_of_a_root(pool: Any, backend: str, verb: str) -> None:
-    pool(3, **BACKENDS[backend][1]).run(refuse_often, verb)
 
 
 def raise_in_a_later_call(rank: int, size: int, verb: str) -> tuple[list[int], str]:

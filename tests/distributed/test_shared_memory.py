@@ -16,7 +16,7 @@ import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.hierarchical_calls import cut_evenly
 from tests.distributed import conformance
-from tests.distributed.conformance import assert_equal, combined, values
+from tests.distributed.conformance import assert_equal, combined, on_ranks, values
 from tests.distributed.harness import run_outcomes, run_ranks
 
 SHM = {"BACKEND": "shm"}
@@ -42,7 +42,8 @@ def test_an_array_in_shared_memory_has_the_same_bits(pool: Any, size: int) -> No
     pool(size, params=SHM).run_each(shared_equals_ordinary, itertools.product(names, counts))
 
 
-def views_and_strangers(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("shm", 3))
+def test_views_and_arrays_in_different_places(rank: int, size: int) -> None:
     whole = fl.distributed.shared_empty((2, 100_000), np.float64)
     whole[...] = rank
     assert fl.all_reduce(whole[1]).base is not None  # a view, in place
@@ -54,11 +55,6 @@ def views_and_strangers(rank: int, size: int) -> None:
     x[...] = rank
     fl.all_reduce(x)
     assert np.all(x == sum(range(size)))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_views_and_arrays_in_different_places(pool: Any, size: int) -> None:
-    pool(size, params=SHM).run(views_and_strangers)
 
 
 def survive_the_group(rank: int, size: int) -> float:
