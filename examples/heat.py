@@ -61,8 +61,8 @@ def exchange(grid: fl.Grid, plate: np.ndarray) -> None:
     """Fill the margins with the outermost cells of the neighbours. None is nobody's neighbour."""
     for dim, lines in enumerate((plate, plate.T)):
         before, after = grid.shift(dim, +1)
-        fl.sendrecv(lines[-2], after, lines[0], before)
-        fl.sendrecv(lines[1], before, lines[-1], after)
+        fl.sendrecv(lines[-2], after, out=lines[0], src=before)
+        fl.sendrecv(lines[1], before, out=lines[-1], src=after)
 
 
 def gathered(grid: fl.Grid, plate: np.ndarray) -> Any:

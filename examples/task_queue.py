@@ -54,7 +54,7 @@ def main(tasks: list[tuple[int, float]], file: Path) -> None:
     fl.distributed_init()
     if rank := fl.get_world_rank():
         answer, given = np.array([rank, STOP, 0.0]), np.empty(2)
-        while fl.sendrecv(answer, 0, given, 0)[0] != STOP:
+        while fl.sendrecv(answer, 0, out=given, src=0)[0] != STOP:
             answer[1:] = given[0], percolation(int(given[0]), given[1])
     else:
         done = dict(map(json.loads, file.read_text().splitlines() if file.exists() else ()))

@@ -45,9 +45,9 @@ async def tasks(x: Floats) -> None:
 def messages(x: Floats) -> None:
     assert_type(fl.irecv(x, src=0), fl.Work[Floats])
     fl.isend(x, dst=0).wait()
-    assert_type(fl.sendrecv(x, 0, x.copy(), 0), Floats)
+    assert_type(fl.sendrecv(x, 0, out=x.copy(), src=0), Floats)
     receive = fl.P2POp(fl.irecv, x, 0)
-    assert_type(fl.sendrecv(x, None, x.copy(), None), Floats)
+    assert_type(fl.sendrecv(x, None, out=x.copy(), src=None), Floats)
     assert_type(fl.grid((1, None)).shift(0, +1), tuple[int | None, int | None])
     fl.P2POp("receive", x, 0)  # type: ignore[arg-type]
     assert_type(fl.batch_isend_irecv([fl.P2POp("send", x, 0), receive]).wait(), list[Any])

@@ -17,7 +17,7 @@ from flashlight_py.structure import as_one
 
 
 def clip_grad_norm(
-    params: Iterable[Variable], max_norm: float, group: Summing | None = None
+    params: Iterable[Variable], max_norm: float, *, group: Summing | None = None
 ) -> float:
     """Scale all gradients together so that their joint L2 norm is at most ``max_norm``.
 

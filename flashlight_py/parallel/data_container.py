@@ -92,6 +92,7 @@ class DistributedDataContainer(Dataset):
         data: Any,
         rank: int | None = None,
         size: int | None = None,
+        *,
         group: ProcessGroup | None = None,
     ) -> None:
         self._share = Share("DistributedDataContainer", rank, size, group)

@@ -55,8 +55,8 @@ def distribute_module_grads(
     module: Module,
     scale: float | None = None,
     reducer: Reducer | None = None,
-    hook: CommunicationHook | None = None,
     *,
+    hook: CommunicationHook | None = None,
     leaves: int | None = None,
     group: ProcessGroup | None = None,
     bucket_bytes: int | None = None,
@@ -314,9 +314,11 @@ def _bucketed(
         units.append(GradientUnit(bucket, flat))
     factor = 1.0 / group_or_world(group).size if scale is None else scale
     if hook is None:
-        return GradientSync(units, EagerReducer(factor, group), flat[size:], scale is None)
+        return GradientSync(units, EagerReducer(factor, group=group), flat[size:], scale is None)
     parts = [[p.grad_buffer for p in unit.params if p.grad_buffer is not None] for unit in units]
-    return GradientSync(units, EagerReducer(factor, group, hook, parts), None, scale is None)
+    return GradientSync(
+        units, EagerReducer(factor, group=group, hook=hook, parts=parts), None, scale is None
+    )
 
 
 def _check_arrays(
@@ -387,7 +389,7 @@ def no_sync(module: Module) -> Iterator[None]:
 
 @in_step()
 def all_reduce_gradients(
-    module: Module, scale: float = 1.0, group: ProcessGroup | None = None
+    module: Module, scale: float = 1.0, *, group: ProcessGroup | None = None
 ) -> None:
     """Sum every gradient over the ranks and multiply by ``scale``, in place, after ``backward()``.
 

@@ -226,6 +226,7 @@ class DistributedSampler(InEpochs):
     def __init__(
         self,
         n: int,
+        *,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -318,6 +319,7 @@ class ShardedDataset(InEpochs, Dataset):
         self,
         dataset: Dataset,
         global_batch_size: int,
+        *,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,

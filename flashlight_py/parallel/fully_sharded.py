@@ -26,7 +26,7 @@ SMALL_BYTES = 12 << 20
 
 @in_step()
 def fully_shard(
-    module: Module, group: ProcessGroup | None = None, across_hosts: bool = False
+    module: Module, *, across_hosts: bool = False, group: ProcessGroup | None = None
 ) -> None:
     """Keep one copy of the module, its gradients and its optimizer's state on each host.
 

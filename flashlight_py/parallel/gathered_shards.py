@@ -177,7 +177,9 @@ class Reduction:
         group, part = self.flat.group, self.flat.part
         self._part = array_module(part).empty_like(part)
         out = self._part.reshape(1, -1)
-        self._work = group.reduce_scatter(self._whole, 1.0 / group.size, out=out, async_op=True)
+        self._work = group.reduce_scatter(
+            self._whole, scale=1.0 / group.size, out=out, async_op=True
+        )
         self._whole, self.homes = None, []  # the work keeps them
 
     def wait(self) -> None:

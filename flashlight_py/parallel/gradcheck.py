@@ -19,6 +19,7 @@ from flashlight_py.parallel.agreement import of_all_ranks
 def gradcheck_over_ranks(
     function: Callable[..., Variable],
     arrays: Sequence[Array],
+    *,
     step: float = 1e-6,
     tolerance: float = 1e-6,
     group: ProcessGroup | None = None,

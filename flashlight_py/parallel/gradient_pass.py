@@ -323,7 +323,7 @@ def reduce_used(params: Sequence[Variable], scale: float, group: ProcessGroup | 
 def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Array:
     """Return zeros in memory that collectives reduce where it is. Collective, blocking."""
     try:
-        flat = shared_empty(size, dtype, group)
+        flat = shared_empty(size, dtype, group=group)
     except MemoryError as error:
         raise OutOfMemoryError(f"buckets of gradients cannot be made: {error}") from error
     flat[...] = 0

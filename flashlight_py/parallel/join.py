@@ -175,4 +175,4 @@ def join(
     else:
         module.synchronize(root)
     if optimizer is not None and not sync.is_shared:
-        synchronize(optimizer, root, group)
+        synchronize(optimizer, root, group=group)

@@ -247,8 +247,8 @@ class Rows(HoldsState):
             sent = sent.reshape(size * len(sums), part)
         is_even = len({len(host) for host in hosts}) == 1
         counts = None if is_even else [len(sums)] * size
-        got: list[Array] = list(across.all_to_all(sent, counts))
+        got: list[Array] = list(across.all_to_all(sent, rows=counts))
         fold(got, last_steps, scale, [got[0]])
-        across.all_gather(got[0], targets[0])
+        across.all_gather(got[0], out=targets[0])
         for target in targets[1:]:
             target[...] = targets[0]

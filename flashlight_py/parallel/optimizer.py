@@ -55,6 +55,7 @@ class DistributedOptimizer:
         self,
         optimizer: FirstOrderOptimizer,
         average: bool = True,
+        *,
         group: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(optimizer, FirstOrderOptimizer):

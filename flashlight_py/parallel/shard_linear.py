@@ -26,6 +26,7 @@ from flashlight_py.parallel.functional.collectives import DifferentiableCall, co
 def shard_linear(
     layer: Linear,
     how: Literal["column", "row"],
+    *,
     sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> Linear:

@@ -38,7 +38,7 @@ _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Valu
 
 
 @in_step()
-def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None) -> SomeTree:
+def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = None) -> SomeTree:
     """Set every rank's values to those of rank ``root``, of all arrays and numbers in ``tree``.
 
     Collective, blocking. Arrays (NumPy, CuPy, tensors with DLPack, of any shape, memory layout and
@@ -82,7 +82,9 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
 
 
 @in_step()
-def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | None = None) -> None:
+def broadcast_parameters(
+    module: Module, root: int = 0, *, group: ProcessGroup | None = None
+) -> None:
     """Set every rank's parameters and buffers to those of rank ``root``, in place.
 
     Collective, blocking; one packed transfer. Call it after ``distributed_init`` and before
@@ -111,7 +113,7 @@ def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | No
 
 
 @in_step()
-def all_reduce_parameters(module: Module, group: ProcessGroup | None = None) -> None:
+def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) -> None:
     """Average every parameter over the ranks, in place, as flashlight does.
 
     Collective, blocking. Buffers stay as they are. If each rank has drawn its own parameters, call
@@ -165,7 +167,7 @@ class PeriodicAveraging(Structured):
     """
 
     @in_step()
-    def __init__(self, module: Module, every: int, group: ProcessGroup | None = None) -> None:
+    def __init__(self, module: Module, every: int, *, group: ProcessGroup | None = None) -> None:
         require_module(module)
         refuse_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
         self._every = whole_number("PeriodicAveraging", "every", every, least=1)
@@ -211,7 +213,7 @@ def give_state(
     module: Module, state: Mapping[str, Any], root: int, group: ProcessGroup | None
 ) -> None:
     """Synchronize ``state``, entries of ``module.state_dict()``. Collective, blocking."""
-    for name, value in synchronize(dict(state), root, group).items():
+    for name, value in synchronize(dict(state), root, group=group).items():
         if value is not state[name]:  # a number, which cannot be changed in place
             put_buffer(module, name, value)
 
@@ -223,7 +225,7 @@ def require_module(module: object) -> None:
 
 
 @in_step()
-def sync_meter(meter: Meter, group: ProcessGroup | None = None) -> Any:
+def sync_meter(meter: Meter, *, group: ProcessGroup | None = None) -> Any:
     """Return the value that ``meter`` would have if it had seen what all ranks' meters saw.
 
     Collective, blocking. Every rank of ``group`` (default the world) calls it with a meter made

@@ -217,7 +217,7 @@ class DDPSequential:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         own = [each for bucket in self.model.buckets for each in (bucket.mean, bucket.variance)]
-        synchronize([*own, *_statistics(self.model)], root, self.sync.reducer.group)
+        synchronize([*own, *_statistics(self.model)], root, group=self.sync.reducer.group)
 
     def average_statistics(self) -> None:
         """Make running statistics the mean of the ranks', in place. Collective, blocking.

@@ -45,7 +45,7 @@ class Profile:
     """Records the communication of all ranks into ``path``; see :func:`flashlight_py.profile`."""
 
     def __init__(
-        self, path: str | os.PathLike[str] = "trace.json", group: ProcessGroup | None = None
+        self, path: str | os.PathLike[str] = "trace.json", *, group: ProcessGroup | None = None
     ) -> None:
         self.path, self._group = Path(path), group
         self._records: list[Record] = []
@@ -127,7 +127,7 @@ class Profile:
 
 
 def profile(
-    path: str | os.PathLike[str] = "trace.json", group: ProcessGroup | None = None
+    path: str | os.PathLike[str] = "trace.json", *, group: ProcessGroup | None = None
 ) -> Profile:
     """Record every call of every verb, from entering the context to leaving it, into one file.
 
@@ -150,7 +150,7 @@ def profile(
         >>> (folder / "trace.json").exists()
         True
     """
-    return Profile(path, group)
+    return Profile(path, group=group)
 
 
 def offset_to_rank_0(backend: Backend) -> int:

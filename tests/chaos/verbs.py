@@ -19,7 +19,7 @@ def _send_round(x: Array, way: str) -> None:
     rank, size = fl.get_world_rank(), fl.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     if way == "sendrecv":
-        fl.sendrecv(x, after, x.copy(), before)
+        fl.sendrecv(x, after, out=x.copy(), src=before)
     elif way == "many in a batch":
         ops = [fl.P2POp("recv", x.copy(), before, tag) for tag in range(MANY)]
         ops += [fl.P2POp("send", x, after, tag) for tag in range(MANY)]
@@ -63,7 +63,7 @@ VERBS: dict[str, Callable[[Array, int], object]] = {
     "gather": fl.gather,
     "scatter": _scatter,
     "all_to_all": lambda x, _: fl.all_to_all(x),
-    "all_to_all, uneven": lambda x, _: fl.all_to_all(x, _uneven_rows(x)),
+    "all_to_all, uneven": lambda x, _: fl.all_to_all(x, rows=_uneven_rows(x)),
     "barrier": lambda _x, _: fl.barrier(),
     **{way: lambda x, _, way=way: _send_round(x, way) for way in MESSAGES},
     "broadcast_object": lambda x, root: fl.broadcast_object(x.tolist()[:9], root),

@@ -335,8 +335,8 @@ def all_reduce_multiple_equals_a_loop(
         xs[7] = lay_out(xs[7], "strided")
     expected = [x.copy() for x in xs]
     for x in expected:
-        fl.all_reduce(x, scale, op)
-    result = fl.all_reduce_multiple(xs, scale, op, async_op, contiguous)
+        fl.all_reduce(x, scale, op=op)
+    result = fl.all_reduce_multiple(xs, scale, op=op, async_op=async_op, contiguous=contiguous)
     got = result.wait() if async_op else result
     assert all(a is b for a, b in zip(got, xs, strict=True))
     assert [x.tobytes() for x in xs] == [x.tobytes() for x in expected]
@@ -457,11 +457,11 @@ def locations(rank: int, size: int, name: str) -> None:
         everyone[-1][0] = everyone[0][1, 0] = np.nan
     for op, find in (("min", np.argmin), ("max", np.argmax)):
         x = lay_out(everyone[rank], "fortran")
-        got, ranks = fl.all_reduce_location(x, op)
+        got, ranks = fl.all_reduce_location(x, op=op)
         assert_equal(ranks, find(np.stack(everyone), axis=0), f"where the {op} of {name} is")
         expected = combined(everyone, op, 1.0, flat=True)
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got.astype(float), expected.astype(float))  # NaNs as well
         assert x.tobytes() == everyone[rank].tobytes(), "the argument stays"
-    got, ranks = fl.all_reduce_location(np.array(-1.0 * rank), "min", async_op=True).wait()
+    got, ranks = fl.all_reduce_location(np.array(-1.0 * rank), op="min", async_op=True).wait()
     assert (got.shape, ranks.shape, int(ranks)) == ((), (), size - 1)

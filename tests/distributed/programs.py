@@ -241,13 +241,18 @@ def _several(call: Call, group: fl.ProcessGroup) -> None:
     expected = [np.concatenate(arrays) for arrays in zip(*lists, strict=True)]
     outs = [None, np.empty_like(expected[1]), None] if call.layout == "fortran" else None
     given = [lay_out(array, "contiguous") for array in lists[rank]]
-    gathered = _result(call, fl.all_gather(given, outs, call.async_op, group))
+    gathered = _result(call, fl.all_gather(given, out=outs, async_op=call.async_op, group=group))
     assert outs is None or gathered[1] is outs[1]
     for got, whole in zip(gathered, expected, strict=True):
         assert_equal(got, whole, repr(call))
     wide = [values(r, (2 * size, call.width), call.dtype) for r in range(size)]
     answer = fl.reduce_scatter(
-        (wide[rank], wide[rank][:size]), call.scale, call.op, None, call.async_op, group
+        (wide[rank], wide[rank][:size]),
+        scale=call.scale,
+        op=call.op,
+        out=None,
+        async_op=call.async_op,
+        group=group,
     )
     for rows, part in zip((2, 1), _result(call, answer), strict=True):
         mine = [array[rows * rank : rows * (rank + 1)] for array in wide]
@@ -262,7 +267,9 @@ def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
     pieces = [np.split(everyone[s], np.cumsum(table[s])[:-1])[rank] for s in range(size)]
     expected = np.concatenate(pieces)
     out = _out(call, expected)
-    answer = fl.all_to_all(x, table[rank], out, call.async_op, group, return_rows=rank % 2 == 0)
+    answer = fl.all_to_all(
+        x, rows=table[rank], out=out, async_op=call.async_op, group=group, return_rows=rank % 2 == 0
+    )
     got = _result(call, answer)
     if rank % 2 == 0:
         got, came = got
@@ -275,7 +282,7 @@ def _sendrecv(call: Call, group: fl.ProcessGroup) -> None:
     x, everyone = _given(call, group)
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     out = x if call.async_op else lay_out(np.zeros_like(everyone[0]), call.layout)
-    got = fl.sendrecv(x, after, out, before, tag=call.rows, group=group)
+    got = fl.sendrecv(x, after, out=out, src=before, tag=call.rows, group=group)
     assert got is out
     assert_equal(out, everyone[before], repr(call))
 
@@ -295,7 +302,7 @@ def _crossing_messages(call: Call, group: fl.ProcessGroup) -> None:
     ]
     receives = [fl.P2POp("recv", out, peer, tag) for (peer, tag), out in outs.items()]
     ops = sends + receives if call.async_op else receives + sends
-    fl.batch_isend_irecv(ops, group).wait()
+    fl.batch_isend_irecv(ops, group=group).wait()
     for (peer, _), out in outs.items():
         assert_equal(out, call.array(peer), repr(call))
 
@@ -319,7 +326,7 @@ def _broadcast_object(call: Call, group: fl.ProcessGroup) -> None:
 
 def _all_gather_object(call: Call, group: fl.ProcessGroup) -> None:
     mine, everyone = _objects(call, group)
-    for got, expected in zip(fl.all_gather_object(mine, group), everyone, strict=True):
+    for got, expected in zip(fl.all_gather_object(mine, group=group), everyone, strict=True):
         _assert_same(got, expected, repr(call))
 
 

@@ -60,7 +60,7 @@ def reduced_by_other_names(rank: int, size: int) -> None:
     with pytest.raises(OverflowError):
         fl.all_reduce(2**62, op=np.add)
     assert fl.all_reduce_multiple([np.ones(2)], op=np.add)[0].tolist() == [size] * 2
-    assert fl.all_reduce_location(np.array([rank]), np.maximum)[1] == size - 1
+    assert fl.all_reduce_location(np.array([rank]), op=np.maximum)[1] == size - 1
     v = fl.param(np.ones(size))
     fl.functional.reduce_scatter(v, op="AVG").sum().backward()
     assert v.grad.tolist() == [1 / size] * size
@@ -192,7 +192,7 @@ def test_a_variable_with_a_history_is_sent_to_the_differentiable_verbs(verb: Any
         (lambda: fl.scatter([np.zeros(3)], rows=[2]), "3 in all"),
         (lambda: fl.scatter([np.zeros(3)], rows=[3, 0]), "each of the 1 ranks"),
         (lambda: fl.all_gather([X, X], out=[X]), "out has 1"),
-        (lambda: fl.all_reduce_location(X, "sum"), "'min' or 'max'"),
+        (lambda: fl.all_reduce_location(X, op="sum"), "'min' or 'max'"),
         (lambda: fl.all_reduce_multiple([X, X]), "twice"),
         (lambda: fl.all_to_all(X, rows=[2.7]), r"rows must say.* got \[2\.7\]"),
         (lambda: fl.all_to_all(X, rows=["2"]), r"rows must say.* got \['2'\]"),

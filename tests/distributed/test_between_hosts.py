@@ -70,7 +70,7 @@ def parts(rank: int, size: int, places: str, name: str) -> None:
                 part = fl.reduce_scatter(everyone[rank], scale=scale, rows=uneven)
                 assert_equal(part, expected, what)
                 out = np.empty_like(expected)
-                assert fl.reduce_scatter(everyone[rank], scale, out=out, rows=uneven) is out
+                assert fl.reduce_scatter(everyone[rank], scale=scale, out=out, rows=uneven) is out
                 assert_equal(out, expected, what)
 
 

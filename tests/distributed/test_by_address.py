@@ -275,7 +275,7 @@ def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
             rows = [1 + (rank + r) % 2 for r in range(size)]
             x = (np.arange(sum(rows) * width) % 99 + rank).astype(dtype_of_code(code))
             x = x.reshape(sum(rows), width)
-            wanted = fl.all_to_all(x, rows)
+            wanted = fl.all_to_all(x, rows=rows)
             for one, other in MIXED[: 1 if code == BFLOAT16 else 3]:
                 out = np.zeros_like(wanted)
                 given = by_address(x) if one else x, by_address(out) if other else out
@@ -289,10 +289,10 @@ def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
                 if rank == 0:
                     assert y.shape == wanted.shape
             if rank:
-                assert fl.all_to_all(given[0], rows, out=given[1]) is given[1]
+                assert fl.all_to_all(given[0], rows=rows, out=given[1]) is given[1]
             else:
                 with pytest.raises(ValueError, match="arrived from all ranks"):
-                    fl.all_to_all(given[0], rows, out=given[1])
+                    fl.all_to_all(given[0], rows=rows, out=given[1])
     x, out = (by_address(np.zeros((size, 5 + rank))) for _ in range(2))
     with pytest.raises(MismatchError):
         group.native(CODES["all_to_all"], x, out, [1] * size, 1.0, 0, 0, False)

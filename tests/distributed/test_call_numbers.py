@@ -18,7 +18,7 @@ CALLS = {
     "a long object": lambda group: group.all_gather_object("x" * 5000),
     "a long object of one": lambda group: group.broadcast_object("x" * 5000),
     "objects": lambda group: group.scatter_object(["x" * 5000] * group.size),
-    "unequal parts": lambda group: group.all_to_all(np.ones(group.size), [1] * group.size),
+    "unequal parts": lambda group: group.all_to_all(np.ones(group.size), rows=[1] * group.size),
     "a group": lambda group: group.new_group(range(group.size)).close(),
     "a split": lambda group: group.split(0).close(),
     "several": lambda group: group.all_reduce_multiple([np.ones(2), np.ones(3)]),
@@ -27,8 +27,8 @@ CALLS = {
     "a message": lambda group: group.sendrecv(
         np.ones(1),
         (group.rank + 1) % group.size,
-        np.ones(1),
-        (group.rank - 1) % group.size,
+        out=np.ones(1),
+        src=(group.rank - 1) % group.size,
     ),
 }
 

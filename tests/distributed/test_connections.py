@@ -61,7 +61,7 @@ def small_and_large(rank: int, size: int) -> list[int]:
     counts.append(sockets())
     far = (rank + size // 2) % size  # no neighbour of this one
     came = np.empty(4, int)
-    fl.sendrecv(np.full(4, rank), far, came, far)
+    fl.sendrecv(np.full(4, rank), far, out=came, src=far)
     assert (came == far).all()
     fl.barrier()
     counts.append(sockets())
@@ -93,7 +93,7 @@ def test_only_those_who_need_each_other_are_connected() -> None:
 def in_a_ring(rank: int, size: int) -> None:
     came = np.empty(1)
     for _ in range(3):
-        fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, came, (rank - 1) % size)
+        fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, out=came, src=(rank - 1) % size)
         assert came[0] == (rank - 1) % size
 
 
@@ -109,7 +109,7 @@ def on_two_hosts(rank: int, size: int) -> list[int]:
     counts.append(sockets())
     came = np.empty(1, int)
     peer = size - 1 - rank
-    fl.sendrecv(np.full(1, rank), peer, came, peer)
+    fl.sendrecv(np.full(1, rank), peer, out=came, src=peer)
     assert came[0] == peer
     return [*counts, sockets()]
 

@@ -65,10 +65,10 @@ CALLS: dict[str, Any] = {
     ),
     "shape of an all_to_all": lambda rank: fl.all_to_all(np.zeros((6, 2 + min(rank, 1)))),
     "rows of an all_to_all": lambda rank: fl.all_to_all(
-        np.zeros(6), [6, *[0] * (fl.get_world_size() - 1)] if rank else None
+        np.zeros(6), rows=[6, *[0] * (fl.get_world_size() - 1)] if rank else None
     ),
     "columns of an uneven all_to_all": lambda rank: fl.all_to_all(
-        np.zeros((6, 2 + min(rank, 1))), [6, *[0] * (fl.get_world_size() - 1)]
+        np.zeros((6, 2 + min(rank, 1))), rows=[6, *[0] * (fl.get_world_size() - 1)]
     ),
     "rows of a reduce_scatter": lambda rank: fl.reduce_scatter(
         np.zeros((6, 3)), rows=[4, 2, *[0] * (fl.get_world_size() - 2)][:: -1 if rank else 1]
@@ -80,7 +80,7 @@ CALLS: dict[str, Any] = {
         np.zeros((6, 3)), rows=[4, 2, *[0] * (fl.get_world_size() - 2)][:: -1 if rank else 1]
     ),
     "op of an all_reduce_location": lambda rank: fl.all_reduce_location(
-        np.zeros(3), "max" if rank else "min"
+        np.zeros(3), op="max" if rank else "min"
     ),
     "bits or truth": lambda rank: fl.all_reduce(np.zeros(3, int), op="land" if rank else "or"),
     "rest of the shape": lambda rank: fl.all_gather(np.zeros((3, 2 + min(rank, 1)))),

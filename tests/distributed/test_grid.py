@@ -149,7 +149,7 @@ def halos(rank: int, size: int, layout: str, periodic: bool) -> None:
             got = got[2:]
         else:
             got = [
-                fl.sendrecv(given, dst, out, src)
+                fl.sendrecv(given, dst, out=out, src=src)
                 for (src, dst), out in zip(ends, outs, strict=True)
             ]
         for side in (0, 1):
@@ -166,8 +166,8 @@ def test_halos_of_arrays_of_every_layout(ranks: Any) -> None:
 def test_nobody_is_no_rank_and_no_message(rank: int, size: int) -> None:
     """What nobody gets or gives is not looked at; whom one must be named says where None may be."""
     x, out = np.full(3, 1.0), np.zeros(3)
-    assert fl.sendrecv("no array", None, out, None) is out  # type: ignore[arg-type]
-    assert fl.sendrecv(x, rank, out, rank) is out
+    assert fl.sendrecv("no array", None, out=out, src=None) is out  # type: ignore[arg-type]
+    assert fl.sendrecv(x, rank, out=out, src=rank) is out
     assert out.tolist() == [1.0] * 3
     for send in (fl.send, fl.isend):
         with pytest.raises(ValueError, match=r"got None, which is nobody in sendrecv and in a P2P"):
@@ -179,9 +179,12 @@ def test_nobody_is_no_rank_and_no_message(rank: int, size: int) -> None:
     assert fl.batch_isend_irecv([]).wait() == []
     group = fl.new_group([0])
     if rank == 0:
-        assert group.sendrecv(x, None, out, 0 if rank else None) is out
+        assert group.sendrecv(x, None, out=out, src=0 if rank else None) is out
     group.close()
-    calls = [lambda: group.sendrecv(x, None, out, None), lambda: group.batch_isend_irecv(nobody)]
+    calls = [
+        lambda: group.sendrecv(x, None, out=out, src=None),
+        lambda: group.batch_isend_irecv(nobody),
+    ]
     for call in calls:
         with pytest.raises((fl.errors.GroupClosedError, ValueError), match=r"closed|not in"):
             call()

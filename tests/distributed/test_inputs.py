@@ -39,7 +39,7 @@ def exchanges_over_their_input(rank: int, size: int, n: int) -> None:
     came = np.concatenate([numbers(r, size * n)[rank * n : (rank + 1) * n] for r in range(size)])
     for rows in (None, [n] * size):
         x = numbers(rank, size * n)
-        assert fl.all_to_all(x, rows, out=x) is x
+        assert fl.all_to_all(x, rows=rows, out=x) is x
         same(x, came)
 
 
@@ -67,7 +67,7 @@ def test_what_is_only_read_may_be_read_only(rank: int, size: int) -> None:
     x.flags.writeable = False
     right, left = (rank + 1) % size, (rank - 1) % size
     came = np.zeros(size)
-    assert fl.sendrecv(x, right, came, left) is came
+    assert fl.sendrecv(x, right, out=came, src=left) is came
     same(came, np.full(size, float(left)))
     work = fl.isend(x, right)
     same(fl.recv(came, left), np.full(size, float(left)))
@@ -78,9 +78,9 @@ def test_what_is_only_read_may_be_read_only(rank: int, size: int) -> None:
     same(fl.scatter(x if rank == 1 else None, root=1), [1.0])
     same(fl.all_gather(np.float32(rank)), np.arange(size))  # a scalar of NumPy cannot change
     with pytest.raises(ValueError, match=r"sendrecv.* read-only"):
-        fl.sendrecv(came, right, x, left)
+        fl.sendrecv(came, right, out=x, src=left)
     with pytest.raises(ValueError, match="dst must be a rank"):
-        fl.sendrecv(came, size, came, left)
+        fl.sendrecv(came, size, out=came, src=left)
 
 
 @on_ranks()
@@ -92,7 +92,7 @@ def test_ranks_tags_and_colors_may_be_integers_of_numpy(rank: int, size: int) ->
     assert fl.synchronize([rank], root=last) == [last]
     box = np.zeros(1, int)
     right, left = np.int32((rank + 1) % size), np.uint8((rank - 1) % size)
-    same(fl.sendrecv(np.array([rank]), right, box, left, tag=np.int64(5)), [left])
+    same(fl.sendrecv(np.array([rank]), right, out=box, src=left, tag=np.int64(5)), [left])
     ops = [fl.P2POp("send", np.array([rank]), right), fl.P2POp("recv", box, left)]
     fl.batch_isend_irecv(ops).wait()
     same(box, [left])

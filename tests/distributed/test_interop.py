@@ -108,7 +108,7 @@ def messages(rank: int, size: int, kind: str) -> None:
     else:
         assert fl.recv(received, 0) is received
         assert numbers(received) == [1, 2, 3, 4]
-    assert fl.sendrecv(sent, other, fl.all_reduce(received), other) is received
+    assert fl.sendrecv(sent, other, out=fl.all_reduce(received), src=other) is received
     assert numbers(received) == [1, 2, 3, 4]
     fl.all_reduce(received)
     work = fl.batch_isend_irecv([fl.P2POp("send", sent, other), fl.P2POp("recv", received, other)])

@@ -92,7 +92,7 @@ ROWS: dict[str, Verb] = {
     "barrier": lambda group: group.barrier(),
     "send": with_last(lambda g: g.send(ones(MANY), other(g)), lambda g: g.recv(ones(MANY), 0)),
     "recv": with_last(lambda g: g.recv(ones(), other(g)), lambda g: g.send(ones(), 0)),
-    "sendrecv": with_last(*[lambda g: g.sendrecv(ones(), other(g), ones(), other(g))] * 2),
+    "sendrecv": with_last(*[lambda g: g.sendrecv(ones(), other(g), out=ones(), src=other(g))] * 2),
     "all_reduce_multiple": lambda group: group.all_reduce_multiple([ones(), ones()]),
     "all_reduce_location": lambda group: group.all_reduce_location(ones()),
     "broadcast_object": lambda group: group.broadcast_object("x", group.size - 1),

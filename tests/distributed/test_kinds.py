@@ -108,7 +108,7 @@ def new_results(rank: int, size: int, library: str, dtype: str) -> None:
         total[3 * rank :][:3].tolist(),
     )
     if op == "max":
-        values, ranks = fl.all_reduce_location(mine, "max")
+        values, ranks = fl.all_reduce_location(mine, op="max")
         same(values, np.array(ROWS[2:]).astype(bool).tolist() if dtype == "bool" else ROWS[2:])
         assert ranks.shape == (2, 2)
         assert isinstance(ranks, check.library.array)
@@ -181,9 +181,9 @@ def messages(rank: int, size: int, library: str) -> None:
     check.filled(fl.irecv(x, other).wait(), x, arriving, zeros)
     assert sending.wait() is sent
     x = place()
-    check.filled(fl.sendrecv(sent, other, x, other), x, arriving, zeros)
+    check.filled(fl.sendrecv(sent, other, out=x, src=other), x, arriving, zeros)
     x = place()
-    check.filled(fl.sendrecv(sent, rank, x, rank), x, [rank, rank + 1], zeros)
+    check.filled(fl.sendrecv(sent, rank, out=x, src=rank), x, [rank, rank + 1], zeros)
     x = place()
     ops = [fl.P2POp("recv", x, other), fl.P2POp("send", sent, other)]
     received, own = fl.batch_isend_irecv(ops).wait()

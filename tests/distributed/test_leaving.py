@@ -23,7 +23,7 @@ MESSAGES: dict[str, Verb] = {
     "recv": lambda group: group.recv(ones(), 0),
     "recv of any rank": lambda group: group.recv(ones(), None),
     "recv in part": lambda group: group.recv(ones(), 0, partial=True),
-    "sendrecv": lambda group: group.sendrecv(ones(), 0, ones(), 0),
+    "sendrecv": lambda group: group.sendrecv(ones(), 0, out=ones(), src=0),
     "isend": lambda group: group.isend(ones(MANY), 0).wait(),
     "irecv": lambda group: group.irecv(ones(), 0).wait(),
     "batch_isend_irecv": lambda group: group.batch_isend_irecv(

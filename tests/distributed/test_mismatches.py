@@ -239,7 +239,7 @@ COMPOSED = {
     "scatter_object": (lambda: fl.scatter_object(OBJECTS), lambda: fl.broadcast(np.zeros(3, int))),
     "new_group": (lambda: fl.new_group([0, 1]), lambda: fl.all_gather(ONE)),
     "split": (lambda: fl.split(0), lambda: fl.new_group([0, 1])),
-    "all_to_all(": (lambda: fl.all_to_all(np.ones(3), [1] * 3), lambda: fl.split(0)),
+    "all_to_all(": (lambda: fl.all_to_all(np.ones(3), rows=[1] * 3), lambda: fl.split(0)),
 }
 ONE, OBJECTS = np.ones(1, int), ["a", "b", "c"]
 
@@ -320,7 +320,7 @@ def differ_beyond_eight(rank: int, size: int) -> None:
 
 def one_message(x: Any) -> None:
     peer = 1 - fl.get_world_rank()
-    fl.sendrecv(x, peer, x.copy(), peer)
+    fl.sendrecv(x, peer, out=x.copy(), src=peer)
 
 
 @pytest.mark.parametrize("backend", WORLDS)

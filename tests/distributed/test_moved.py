@@ -230,7 +230,7 @@ def messages(rank: int, size: int, x: Any, everyone: list[Any], dtype: np.dtype[
     come = everyone[before]
     got = np.zeros(come.shape, dtype)
     if size > 1:
-        assert_same(fl.sendrecv(x, after, got, before), come)
+        assert_same(fl.sendrecv(x, after, out=got, src=before), come)
     got = np.zeros(come.shape, dtype)
     works = [fl.isend(x, after), fl.irecv(got, before)]
     for work in works:
@@ -295,7 +295,7 @@ def other_dtypes(rank: int, size: int) -> None:
             assert all(name in message for name in names), message
         if rank < 2:
             with pytest.raises(MismatchError) as caught:
-                fl.sendrecv(x, 1 - rank, x.copy(), 1 - rank)
+                fl.sendrecv(x, 1 - rank, out=x.copy(), src=1 - rank)
             assert all(name in str(caught.value) for name in names), str(caught.value)
             told_of_messages(1 - rank)
         fl.barrier()

@@ -266,23 +266,23 @@ def unequal_parts(rank: int, size: int) -> list[str]:
     theirs = np.arange(12.0).reshape(6, 2) + 100 * (1 - rank)
     wanted = np.concatenate([x[:3], theirs[:2]] if rank == 0 else [theirs[3:], x[2:]])
     for rows in ((table[rank],) * 2, (tuple(table[rank]), np.array(table[rank]))):
-        assert np.array_equal(fl.all_to_all(x, rows[rank]), wanted)
+        assert np.array_equal(fl.all_to_all(x, rows=rows[rank]), wanted)
         out = np.empty_like(wanted)
-        assert fl.all_to_all(x, rows[rank], out=out) is out
+        assert fl.all_to_all(x, rows=rows[rank], out=out) is out
         assert np.array_equal(out, wanted)
     assert "all_to_all" in record_of(group).what
     native_way = group.native(CODES["all_to_all"], x, None, table[rank], 1.0, 0, 0, False)
     assert np.array_equal(native_way, wanted)
     errors = []
     with pytest.raises(ValueError, match="arrived from all ranks") if rank == 0 else nullcontext():
-        fl.all_to_all(x, table[rank], out=np.empty((1, 2)) if rank == 0 else None)
+        fl.all_to_all(x, rows=table[rank], out=np.empty((1, 2)) if rank == 0 else None)
     with pytest.raises(MismatchError) as caught:
-        fl.all_to_all(x.astype(np.float32) if rank == 0 else x, table[rank])
+        fl.all_to_all(x.astype(np.float32) if rank == 0 else x, rows=table[rank])
     errors.append(str(caught.value))
     with pytest.raises(MismatchError) as caught:
-        fl.barrier() if rank == 0 else fl.all_to_all(x, table[rank])
+        fl.barrier() if rank == 0 else fl.all_to_all(x, rows=table[rank])
     errors.append(str(caught.value))
-    assert np.array_equal(fl.all_to_all(x, table[rank]), wanted)
+    assert np.array_equal(fl.all_to_all(x, rows=table[rank]), wanted)
     for refused in ([6], [7, -1], [3, 4], [True, 5], [2.0, 4], []):
         assert group.native(CODES["all_to_all"], x, None, refused, 1, 0, 0, False) is NotImplemented
     return errors
@@ -453,7 +453,7 @@ def test_a_rank_without_rows_receives_those_of_others(rank: int, size: int) -> N
         x = np.arange(4.0 * width).reshape(4, width)
         mine, rows = (x[:0], [0, 0]) if rank == 0 else (x, [3, 1])
         for out in (None, None, np.full((3, width) if rank == 0 else (1, width), -1.0)):
-            got = fl.all_to_all(mine, rows, out=out)
+            got = fl.all_to_all(mine, rows=rows, out=out)
             assert np.array_equal(got, x[:3] if rank == 0 else x[3:])
 
 

@@ -41,9 +41,9 @@ def test_a_number_of_each_kind(pool: Any) -> None:
 def locate(rank: int, size: int) -> list[Any]:
     pair = fl.all_reduce_location(np.float32(-rank), async_op=True).wait()
     return [
-        fl.all_reduce_location(rank + 0.5, "max"),
+        fl.all_reduce_location(rank + 0.5, op="max"),
         fl.all_reduce_location(5 - rank),
-        fl.all_reduce_location(rank == 1, "max"),
+        fl.all_reduce_location(rank == 1, op="max"),
         pair,
         fl.all_reduce_location(np.datetime64(rank, "s")),
     ]

@@ -90,8 +90,12 @@ COLLECTIVES: dict[str, Calls] = {
     ),
     **{
         f"all_reduce_multiple: several that were started, contiguous={c}": (
-            lambda c=c: fl.all_reduce_multiple([ones(), ones(2)], 1.0, "no", True, c),
-            lambda c=c: fl.all_reduce_multiple([ones(), ones(2)], 1.0, "sum", True, c).wait(),
+            lambda c=c: fl.all_reduce_multiple(
+                [ones(), ones(2)], 1.0, op="no", async_op=True, contiguous=c
+            ),
+            lambda c=c: fl.all_reduce_multiple(
+                [ones(), ones(2)], 1.0, op="sum", async_op=True, contiguous=c
+            ).wait(),
         )
         for c in (False, True)
     },
@@ -210,8 +214,10 @@ def stop_profile(bad: bool) -> None:
 COMPOSED: dict[str, Callable[[Any], Any]] = {
     "gather: a root": lambda bad: fl.gather(ones(), root=bad * 9),
     "scan: an op": lambda bad: fl.scan(ones(), op="no" if bad else "sum"),  # type: ignore[arg-type]
-    "exscan: an op": lambda bad: fl.exscan(ones(), "no" if bad else "sum"),  # type: ignore[arg-type]
-    "all_reduce_location: an op": lambda bad: fl.all_reduce_location(ones(), ["min", "sum"][bad]),  # type: ignore[arg-type]
+    "exscan: an op": lambda bad: fl.exscan(ones(), op="no" if bad else "sum"),  # type: ignore[arg-type]
+    "all_reduce_location: an op": lambda bad: fl.all_reduce_location(
+        ones(), op=["min", "sum"][bad]
+    ),  # type: ignore[arg-type]
     "gather_object: a root": lambda bad: fl.gather_object(3, root=bad * 9),
     "scatter_object: a root": lambda bad: fl.scatter_object([1, 2, 3], root=bad * 9),
     "host_array: no function": lambda bad: fl.host_array([ones, 3][bad]),  # type: ignore[arg-type]
@@ -230,7 +236,7 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
         linear(), hook=[fl.Float16Compression(), fl.Float16Compression][bad]
     ),
     "distribute_module_grads: ignore": lambda bad: fl.distribute_module_grads(
-        linear(), reducer=fl.InlineReducer(1, world()), ignore=["bias", "no"][bad]
+        linear(), reducer=fl.InlineReducer(1, group=world()), ignore=["bias", "no"][bad]
     ),
     "fully_shard: no module": lambda bad: fl.fully_shard([linear(), 3][bad]),
     "shard_linear: how": lambda bad: fl.parallel.shard_linear(linear(), ["row", 3][bad]),
@@ -278,7 +284,9 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
         rows(), op=["sum", "max"][bad]
     ),
     "functional.all_gather: no variable": lambda bad: fl.functional.all_gather([rows(), 3][bad]),
-    "functional.all_to_all: rows": lambda bad: fl.functional.all_to_all(rows(), [1, 1, 1 + bad]),
+    "functional.all_to_all: rows": lambda bad: fl.functional.all_to_all(
+        rows(), rows=[1, 1, 1 + bad]
+    ),
     "functional.broadcast: a root": lambda bad: fl.functional.broadcast(rows(), bad * 9),
     "BatchNorm: an input": lambda bad: fl.nn.BatchNorm(2, sync=True)(rows(2 + bad)),
     "DDPSequential: no network": lambda bad: fl.tagi.DDPSequential(3) if bad else tagi(),
@@ -378,11 +386,11 @@ def refuse_alike(rank: int, size: int) -> None:
             with pytest.raises(WRONG):
                 wrong()
     with pytest.raises(ValueError, match="read-only"):
-        fl.sendrecv(ones(), (rank + 1) % size, np.broadcast_to(1.0, 6), (rank - 1) % size)
+        fl.sendrecv(ones(), (rank + 1) % size, out=np.broadcast_to(1.0, 6), src=(rank - 1) % size)
     with pytest.raises(ValueError, match="dst must be a rank"):
-        fl.sendrecv(ones(), size, ones(), (rank - 1) % size)
+        fl.sendrecv(ones(), size, out=ones(), src=(rank - 1) % size)
     got = np.zeros(1)
-    fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, got, (rank - 1) % size)
+    fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, out=got, src=(rank - 1) % size)
     assert got[0] == (rank - 1) % size
     assert fl.all_reduce(np.ones(3))[0] == size
 
@@ -406,8 +414,8 @@ def messages(peer: int) -> dict[str, Calls]:
         "isend": (lambda: fl.isend(None, peer, 4), lambda: fl.irecv(ones(), me, 4).wait()),
         "irecv": (lambda: fl.irecv(locked, peer, 4), lambda: fl.isend(ones(99_999), me, 4).wait()),
         "sendrecv": (
-            lambda: fl.sendrecv(ones(), peer, locked, peer),
-            lambda: fl.sendrecv(ones(99_999), me, ones(), me),
+            lambda: fl.sendrecv(ones(), peer, out=locked, src=peer),
+            lambda: fl.sendrecv(ones(99_999), me, out=ones(), src=me),
         ),
         "functional.send": (
             lambda: fl.functional.send(None, peer),  # type: ignore[arg-type]
@@ -437,7 +445,7 @@ def test_a_refused_message_raises_at_both_ends(rank: int, size: int, peer: int) 
             check(right, name)
         if rank in (ODD, peer):  # later messages are not taken for it
             other, got = ODD + peer - rank, ones()
-            fl.sendrecv(np.full(6, float(rank)), other, got, other)
+            fl.sendrecv(np.full(6, float(rank)), other, out=got, src=other)
             assert got[0] == other, name
         assert fl.all_reduce(np.ones(3))[0] == size, name
     fl.sync_distributed()
@@ -525,7 +533,7 @@ def test_a_refused_message_beside_nobody_raises_where_it_is_awaited(rank: int, s
         with pytest.raises(TypeError):
             fl.batch_isend_irecv(ops)
         with pytest.raises(TypeError):
-            fl.sendrecv(None, 0, ones(), None, tag=5)
+            fl.sendrecv(None, 0, out=ones(), src=None, tag=5)
     elif rank == 0:
         check(lambda: fl.recv(ones(), ODD, tag=4), "beside a message from nobody")
         check(lambda: fl.recv(ones(), ODD, tag=5), "half a sendrecv")

@@ -24,7 +24,7 @@ def prefixes(rank: int, size: int) -> None:
         ("lor", [5, 0], [1, 0], [0, 0]),
     ):
         y = np.array(own).repeat(2)[::2]  # not contiguous
-        assert fl.exscan(y, op, scale=1 if op == "lor" else 2) is y  # type: ignore[call-overload]
+        assert fl.exscan(y, op=op, scale=1 if op == "lor" else 2) is y  # type: ignore[call-overload]
         assert y.tolist() == (wanted if rank else first), op
     averages = np.array([[rank, 2 * rank]], np.float16)
     assert fl.scan(averages, op="avg").tolist() == [[rank / 2, rank]]

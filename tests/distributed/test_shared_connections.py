@@ -39,7 +39,7 @@ def goes_on(size: int) -> None:
     rank = fl.get_world_rank()
     for count in (1, LARGE // 4):
         came = np.empty(count)
-        fl.sendrecv(np.full(count, float(rank)), (rank + 1) % size, came, (rank - 1) % size)
+        fl.sendrecv(np.full(count, float(rank)), (rank + 1) % size, out=came, src=(rank - 1) % size)
         assert (came == (rank - 1) % size).all()
 
 
@@ -55,7 +55,7 @@ def many_groups(rank: int, size: int, count: int) -> None:
     for group in (*groups, *halves):
         assert total(group) == group.size
         came, after, ahead = np.empty(1, int), group.rank + 1, group.rank - 1
-        group.sendrecv(np.array([group.rank]), after % group.size, came, ahead % group.size)
+        group.sendrecv(np.array([group.rank]), after % group.size, out=came, src=ahead % group.size)
         assert came[0] == ahead % group.size
     tasks, descriptors = tasks_and_descriptors()
     assert tasks == before[0]
@@ -261,7 +261,7 @@ def groups_of_hosts(rank: int, size: int) -> None:
         x = np.full(LARGE, 1.0)
         assert fl.all_reduce(x, group=group)[-1] == size
         came = np.empty(1, int)
-        group.sendrecv(np.array([group.rank]), 3 - group.rank, came, 3 - group.rank)
+        group.sendrecv(np.array([group.rank]), 3 - group.rank, out=came, src=3 - group.rank)
         assert came[0] == 3 - group.rank
     for group in groups:
         group.close()

@@ -178,7 +178,7 @@ def an_exchange() -> None:
     last = fl.get_world_size() - 1
     peer = {0: last, last: 0}.get(fl.get_world_rank())
     if peer is not None:
-        fl.sendrecv(np.zeros(3), peer, np.zeros(3), peer)
+        fl.sendrecv(np.zeros(3), peer, out=np.zeros(3), src=peer)
 
 
 BLOCKING: dict[str, Callable[[], Any]] = {
@@ -256,7 +256,9 @@ def showered_with_signals(rank: int, size: int) -> int:
                 assert np.all(x == size * (size + 1) / 2)
             assert fl.all_gather_object(rank) == list(range(size))
             got = np.empty(3000)
-            fl.sendrecv(np.full(3000, float(rank)), (rank + 1) % size, got, (rank - 1) % size)
+            fl.sendrecv(
+                np.full(3000, float(rank)), (rank + 1) % size, out=got, src=(rank - 1) % size
+            )
             assert np.all(got == (rank - 1) % size)
             fl.barrier()
     finally:

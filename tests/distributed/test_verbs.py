@@ -25,6 +25,7 @@ from flashlight_py.distributed.verbs import (
     SCATTER,
     VERBS,
 )
+from flashlight_py.parallel import functional as D
 
 PAGE = (Path(__file__).parents[2] / "docs/verbs.md").read_text()
 X = np.zeros((4, 3), np.float32)
@@ -39,22 +40,61 @@ def test_codes_are_those_of_the_libraries(library: str) -> None:
             assert verb.uneven == getattr(lib, f"FL_{verb.name.upper()}_UNEVEN")
 
 
-@pytest.mark.parametrize("name", [name for name in api.__all__ if name not in ("Grid", "P2POp")])
+# The positional parameters of the public functions; all others are keyword-only, in one order.
+POSITIONAL = {
+    "x scale": "all_reduce all_reduce_multiple",
+    "x": "all_gather all_reduce_location all_to_all exscan reduce_scatter scan",
+    "x root": "broadcast gather reduce scatter",
+    "x dst tag": "isend send",
+    "obj dst tag": "send_object",
+    "x src tag": "irecv recv",
+    "x dst": "sendrecv",
+    "ops": "batch_isend_irecv",
+    "obj": "all_gather_object",
+    "obj root": "broadcast_object gather_object scatter_object",
+    "src tag": "recv_object",
+    "ranks": "new_group",
+    "color key": "split",
+    "shape periodic": "grid",
+    "shape dtype": "shared_empty",
+    "load shape dtype": "host_array",
+    "timeout": "barrier",
+    "": "sync_distributed",
+}
+ORDER = ["op", "scale", "out", "rows", "group", "async_op"]
+OTHER_NAMES = {"xs": "x", "v": "x", "like": "x", "objs": "obj"}  # of the first parameter
+PUBLIC = [name for name in api.__all__ if name not in ("Grid", "P2POp")]
+
+
+@pytest.mark.parametrize(
+    "function", [*(getattr(fl, n) for n in PUBLIC), *(getattr(D, n) for n in D.__all__)], ids=repr
+)
+def test_parameters_are_keyword_only_in_one_order(function: Any) -> None:
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    own = [OTHER_NAMES.get(name, name) for name in names]
+    assert function.__name__ in POSITIONAL[" ".join(own)].split()
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert [name for name in keywords if name in ORDER] == [n for n in ORDER if n in keywords]
+    assert keywords[-1] in ("group", "async_op")
+    takes = [verb.takes for verb in VERBS if function is getattr(fl, verb.name)]
+    assert {name for names in takes for name in names} <= {*own, *keywords}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "sync_distributed"])
 def test_a_verb_is_a_method_of_groups_too(name: str) -> None:
-    function = getattr(fl, name)
-    if name == "sync_distributed":  # flashlight's name
-        return
-    method = getattr(fl.ProcessGroup, name)
-    wanted = [p for p in inspect.signature(function).parameters if p != "group"]
-    assert list(inspect.signature(method).parameters)[1:] == wanted
-    assert method.__doc__ == function.__doc__
+    function, method = getattr(fl, name), getattr(fl.ProcessGroup, name)
+    own, *parameters = inspect.signature(method).parameters.values()
+    wanted = inspect.signature(function).parameters.values()
+    assert parameters == [p for p in wanted if p.name != "group"]
+    assert (own.name, method.__doc__) == ("self", function.__doc__)
 
 
 def test_the_page_says_of_each_verb_what_the_table_does() -> None:
     """Its arguments beside the array, whether it works in place, and whether parts may differ."""
     rows = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| `")]
     calls = {
-        name: (set(arguments.split(", ")), in_place.strip(), unequal.strip())
+        name: (set(arguments.replace("=", "").split(", ")), in_place.strip(), unequal.strip())
         for what, _, _, in_place, unequal in (row for row in rows if len(row) == 5)
         for name, arguments in re.findall(r"`(\w+)\(([^)]*)\)`", what)
     }
@@ -71,9 +111,7 @@ def test_the_page_says_of_each_verb_what_the_table_does() -> None:
 
 def test_a_method_knows_its_group_by_itself() -> None:
     group = fl.new_group([0])
-    # rows stand after the group
-    part = group.reduce_scatter(X + 1, 1.0, "sum", None, False, [4])
-    assert (part == X + 1).all()
+    assert (group.reduce_scatter(X + 1, rows=[4]) == X + 1).all()
     with pytest.raises(TypeError, match=r"multiple values for .*'group'"):
         group.all_reduce(X, group=group)
 

@@ -31,7 +31,7 @@ def told_of_messages(peer: int) -> str:
     """Let this rank and ``peer`` hear of messages between them that were refused late."""
     said, x = "", np.zeros(1)
     for _ in range(2):  # what was refused before the first is here after it
-        while now := told(lambda: fl.sendrecv(x, peer, x.copy(), peer, tag=99)):
+        while now := told(lambda: fl.sendrecv(x, peer, out=x.copy(), src=peer, tag=99)):
             said += now
     return said
 

@@ -216,13 +216,13 @@ def composed_verbs(rank: int, size: int, name: str) -> None:
     swapped: Any = fl.all_to_all(x)
     np.testing.assert_array_equal(swapped.get(), expected)
     rows = [2 * size - 2 * (size - 1) + 1, *[2] * (size - 2), 1] if size > 1 else [2]
-    joined, came = fl.all_to_all(x, rows, return_rows=True)
+    joined, came = fl.all_to_all(x, rows=rows, return_rows=True)
     got = joined.get()
     assert came == [rows[rank]] * size
     starts = np.cumsum([0, *rows])
     pieces = [theirs[starts[rank] : starts[rank + 1]] for theirs in everyone]
     np.testing.assert_array_equal(got, np.concatenate(pieces))
-    best, who = fl.all_reduce_location(x, "max")
+    best, who = fl.all_reduce_location(x, op="max")
     np.testing.assert_array_equal(best.get(), np.maximum.reduce(everyone))
     np.testing.assert_array_equal(who.get(), np.argmax(everyone, axis=0))
     mine = slice(starts[rank], starts[rank + 1])
@@ -257,7 +257,7 @@ def crossing_messages(rank: int, size: int, name: str) -> None:
     for (peer, tag), out in outs.items():
         np.testing.assert_array_equal(out.get(), values(peer, (100 + tag,), name))
     out = on_gpu(np.zeros(7, name))
-    fl.sendrecv(on_gpu(values(rank, (7,), name)), (rank + 1) % size, out, (rank - 1) % size)
+    fl.sendrecv(on_gpu(values(rank, (7,), name)), (rank + 1) % size, out=out, src=(rank - 1) % size)
     np.testing.assert_array_equal(out.get(), values((rank - 1) % size, (7,), name))
     halves_at_the_ends(rank, size, name)
 
@@ -267,7 +267,7 @@ def halves_at_the_ends(rank: int, size: int, name: str) -> None:
     src, dst = fl.grid(size).shift(0, +1)
     wanted = np.zeros(7, name) if src is None else values(src, (7,), name)
     sent, outs = on_gpu(values(rank, (7,), name)), [on_gpu(np.zeros(7, name)) for _ in range(2)]
-    assert fl.sendrecv(sent, dst, outs[0], src) is outs[0]
+    assert fl.sendrecv(sent, dst, out=outs[0], src=src) is outs[0]
     got = fl.batch_isend_irecv([fl.P2POp("recv", outs[1], src), fl.P2POp("send", sent, dst)]).wait()
     assert got[0] is outs[1]
     assert got[1] is sent

@@ -52,7 +52,7 @@ def two_in_one_graph(x: Any) -> Any:
 
 
 def one_after_the_other(x: Any) -> Any:
-    y = F.tanh(D.all_reduce(x, 3.0, "avg"))
+    y = F.tanh(D.all_reduce(x, 3.0, op="avg"))
     return D.reduce_scatter(D.all_gather(F.exp(y * x)) * y[0, 0])
 
 
@@ -60,7 +60,7 @@ def one_after_the_other(x: Any) -> Any:
 CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[Any]]]] = {
     "all_reduce sum": (D.all_reduce, lambda r, n: [numbers(r, 2, 3)]),
     "all_reduce avg": (
-        lambda x: F.exp(D.all_reduce(x, 0.7, "avg")) * x,
+        lambda x: F.exp(D.all_reduce(x, 0.7, op="avg")) * x,
         lambda r, n: [numbers(r, 2, 3)],
     ),
     "all_reduce scalar": (lambda x: D.all_reduce(F.sum(x)), lambda r, n: [numbers(r, 4)]),
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[Any]]]] = {
     ),
     "all_to_all": (lambda x: F.exp(D.all_to_all(x)), lambda r, n: [numbers(r, 2 * n, 2)]),
     "all_to_all uneven": (
-        lambda x: F.exp(D.all_to_all(x, parts(*place()))) * float(place()[0] + 1),
+        lambda x: F.exp(D.all_to_all(x, rows=parts(*place()))) * float(place()[0] + 1),
         lambda r, n: [numbers(r, sum(parts(r, n)), 2)],
     ),
     "two in one graph": (two_in_one_graph, lambda r, n: [numbers(r, 2, 2)]),
@@ -122,7 +122,7 @@ def forward(rank: int, size: int) -> None:
     everyone = [np.arange(6.0).reshape(3, 2) + r for r in range(size)]
     results = {
         "sum": (D.all_reduce(v), np.sum(everyone, axis=0)),
-        "avg": (D.all_reduce(v, 2.0, "avg"), 2 * np.mean(everyone, axis=0)),
+        "avg": (D.all_reduce(v, 2.0, op="avg"), 2 * np.mean(everyone, axis=0)),
         "gathered": (D.all_gather(v), np.concatenate(everyone)),
         "part": (
             D.reduce_scatter(fl.input(np.repeat(x[:1], size, 0))),

@@ -82,7 +82,7 @@ def in_a_group(rank: int, size: int) -> Any:
     for distribute in (
         lambda: fl.distribute_module_grads(model, group=group),
         lambda: fl.distribute_module_grads(model, hook=fl.Float16Compression(), group=group),
-        lambda: fl.distribute_module_grads(model, reducer=fl.InlineReducer(0.5, group)),
+        lambda: fl.distribute_module_grads(model, reducer=fl.InlineReducer(0.5, group=group)),
     ):
         distribute()
         model.zero_grad()

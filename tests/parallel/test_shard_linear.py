@@ -33,8 +33,8 @@ def cut(net: Any, uneven: bool = False) -> Any:
     """Cut two layers; unevenly, the last rank gets nothing."""
     size = fl.get_world_size()
     sizes = [9 - size, *[1] * (size - 2), 0] if uneven and size > 1 else None
-    assert fl.parallel.shard_linear(net[1][0], "column", sizes) is net[1][0]
-    fl.parallel.shard_linear(net[1][2], "row", sizes)
+    assert fl.parallel.shard_linear(net[1][0], "column", sizes=sizes) is net[1][0]
+    fl.parallel.shard_linear(net[1][2], "row", sizes=sizes)
     return net
 
 

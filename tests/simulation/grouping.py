@@ -123,7 +123,7 @@ class Grouping(Start):
             return initialize.connect(store, settings).backend
 
         joiner = Joiner(join, lambda cpu: cpu, lambda seconds: joiner)
-        groups.new_group(self.members_of[rank], Membership(_World(rank, size), None, joiner))
+        groups.new_group(self.members_of[rank], group=Membership(_World(rank, size), None, joiner))
 
     def _compare(self, steps: Any, card: bytes) -> list[bytes]:
         """Stand in for an all_gather of all ranks: see the top."""

@@ -117,7 +117,7 @@ def sharded(
         divide(model)
         optimizer = optimizer_of(model.params(), 0.01)
         group = fl.new_group([0, 1]) if in_group else None
-        clip = lambda: fl.optim.clip_grad_norm(model.params(), limit, group)  # noqa: E731
+        clip = lambda: fl.optim.clip_grad_norm(model.params(), limit, group=group)  # noqa: E731
         return regression(model, optimizer, clip if limit else None), model.params(), optimizer
 
     return make
@@ -188,12 +188,12 @@ def exchange() -> Any:
 
     def step(x: np.ndarray, y: np.ndarray) -> Any:
         sent, peer = x * 2, 1 - rank
-        got = fl.sendrecv(sent, peer, sent * 0, peer)
+        got = fl.sendrecv(sent, peer, out=sent * 0, src=peer)
         sending = fl.isend(got + 1, peer, 3)
         other = fl.irecv(sent * 0, peer, 3).wait()
         sending.wait()
         edges = (peer, None) if rank else (None, peer)  # half of it, on each rank another one
-        other += fl.sendrecv(sent, edges[0], sent * 0, edges[1], 4)
+        other += fl.sendrecv(sent, edges[0], out=sent * 0, src=edges[1], tag=4)
         ops = [fl.P2POp("send", got, edges[0], 5), fl.P2POp("recv", sent * 0, edges[1], 5)]
         other += fl.batch_isend_irecv(ops).wait()[1]
         return got + other, fl.all_gather(other * 2, async_op=True).wait()
@@ -230,7 +230,7 @@ VERBS: list[Callable[[fl.Variable, int], fl.Variable]] = [
     lambda v, rank: functional.reduce_scatter(v),
     lambda v, rank: functional.all_gather(v),
     lambda v, rank: functional.all_to_all(v),
-    lambda v, rank: functional.all_to_all(v, [1, 3]),
+    lambda v, rank: functional.all_to_all(v, rows=[1, 3]),
     lambda v, rank: functional.broadcast(v, 1),
     lambda v, rank: functional.send(v, 1) if rank == 0 else functional.recv(v.array, 0) + v,
 ]

@@ -31,9 +31,9 @@ def profiled(rank: int, size: int, path: str) -> bool:
         with taken.span("overlap"):
             work = fl.all_reduce(np.zeros(500_000), async_op=True)
             if rank == 0:
-                fl.sendrecv(x, 1, x.copy(), 1)
+                fl.sendrecv(x, 1, out=x.copy(), src=1)
             else:
-                fl.sendrecv(x, 0, x.copy(), 0)
+                fl.sendrecv(x, 0, out=x.copy(), src=0)
             work.wait()
         with pytest.raises(RuntimeError, match="being taken already"):
             fl.profile(path).start()

@@ -58,7 +58,7 @@ def all_verbs(rank: int, size: int) -> tuple[int, list[dict[str, Any]], list[dic
     fl.all_reduce_multiple([x, np.zeros(2)])
     fl.all_reduce(x)
     right, left = (rank + 1) % size, (rank - 1) % size
-    fl.sendrecv(x, right, np.zeros(4, np.float32), left, tag=3)
+    fl.sendrecv(x, right, out=np.zeros(4, np.float32), src=left, tag=3)
     messages = [r.as_dict() for r in journal.recent()][-1:]
     return before, calls_since(before), messages
 

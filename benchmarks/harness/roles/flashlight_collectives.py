@@ -13,7 +13,7 @@ from harness.roles.verbs import Builder, CollectiveRole, Messages, Op, elements
 
 
 def _sendrecv(x: Any, dst: int, out: Any, src: int, tag: int) -> Call:
-    return lambda: fl.sendrecv(x, dst, out, src, tag)
+    return lambda: fl.sendrecv(x, dst, out=out, src=src, tag=tag)
 
 
 def _batch(ops: Sequence[Op]) -> Call:
@@ -100,7 +100,7 @@ class Flashlight(RankRole, CollectiveRole):
 
     def _all_to_all_unequal(self, x: Any) -> tuple[Call, Any]:
         out, (gives, _) = np.empty_like(x), self.unequal_rows(x.shape[0])
-        return lambda: fl.all_to_all(x, gives, out=out), out
+        return lambda: fl.all_to_all(x, rows=gives, out=out), out
 
 
 def join(place: Place) -> Flashlight:

@@ -30,17 +30,13 @@ class ProcessGroup(Membership):
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` as a method: its argument ``group`` is the object itself."""
-    signature = inspect.signature(function)
-    names = list(signature.parameters)
-    place = names.index("group")
 
     @functools.wraps(function)
-    def bound(self: ProcessGroup, /, *args: Any, **how: Any) -> Any:
-        if len(args) > place:
-            return function(*args[:place], self, *args[place:], **how)
-        return function(*args, group=self, **how)
+    def bound(self: ProcessGroup, /, *args: Any, **options: Any) -> Any:
+        return function(*args, group=self, **options)
 
     bound.__code__ = bound.__code__.replace(co_name=function.__name__)  # for flight records
+    signature = inspect.signature(function)
     others = [p for name, p in signature.parameters.items() if name != "group"]
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     bound.__signature__ = signature.replace(parameters=[own, *others])

@@ -34,7 +34,7 @@ _MOST_WORDS = 200
 
 
 def new_group(
-    ranks: Sequence[int], group: Group = None, timeout: float | None = None
+    ranks: Sequence[int], *, timeout: float | None = None, group: Group = None
 ) -> ProcessGroup:
     """Make a group of some ranks of the world, or of ``group``.
 
@@ -70,7 +70,7 @@ def new_group(
 
 
 def split(
-    color: int | None, key: int = 0, group: Group = None, timeout: float | None = None
+    color: int | None, key: int = 0, *, timeout: float | None = None, group: Group = None
 ) -> ProcessGroup:
     """Make one group of all ranks that pass the same ``color``, for each color.
 
@@ -106,7 +106,10 @@ def split(
 
 
 def grid(
-    shape: int | Sequence[int | None], periodic: bool | Sequence[bool] = False, group: Group = None
+    shape: int | Sequence[int | None],
+    periodic: bool | Sequence[bool] = False,
+    *,
+    group: Group = None,
 ) -> Grid:
     """Give the ranks of the world, or of ``group``, their places in a Cartesian grid.
 
@@ -228,7 +231,7 @@ class MemberStore(Store):
         return data.tobytes()
 
 
-def barrier(timeout: float | None = None, group: Group = None) -> None:
+def barrier(timeout: float | None = None, *, group: Group = None) -> None:
     """Block until every rank of the group has called it, up to ``timeout`` seconds.
 
     Raises:
@@ -247,7 +250,7 @@ def barrier(timeout: float | None = None, group: Group = None) -> None:
         members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))
 
 
-def sync_distributed(group: Group = None) -> None:
+def sync_distributed(*, group: Group = None) -> None:
     """Block until every operation that this rank has started has ended, as flashlight names it.
 
     Raises:

@@ -39,7 +39,7 @@ _log = logging.getLogger("flashlight_py")
 
 
 def shared_empty(
-    shape: int | Sequence[int], dtype: DTypeLike = np.float32, group: Group = None
+    shape: int | Sequence[int], dtype: DTypeLike = np.float32, *, group: Group = None
 ) -> Array:
     """Return a new NumPy array, not initialised, that collectives reduce where it is.
 
@@ -76,6 +76,7 @@ def host_array(
     load: Callable[..., Any],
     shape: int | Sequence[int] | None = None,
     dtype: DTypeLike = np.float32,
+    *,
     group: Group = None,
 ) -> Array:
     """Return one read-only array per host: one rank loads it, all ranks of the host map it.

@@ -44,7 +44,7 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
         _message(send, x, dst, tag, group)
 
 
-def recv(x: X, src: int | None, tag: int = 0, *, group: Group = None, partial: bool = False) -> X:
+def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: Group = None) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
     Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
@@ -97,7 +97,7 @@ def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
 
 
 def irecv(
-    x: X, src: int | None, tag: int = 0, *, group: Group = None, partial: bool = False
+    x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: Group = None
 ) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 
@@ -118,8 +118,9 @@ def irecv(
 def sendrecv(
     x: Any,
     dst: int | None,
-    out: X,
+    *,
     src: int | None,
+    out: X,
     tag: int = 0,
     recv_tag: int | None = None,
     group: Group = None,
@@ -149,7 +150,7 @@ def sendrecv(
     Example:
         >>> x, out = np.arange(3), np.zeros(3, int)
         >>> size, rank = fl.get_world_size(), fl.get_world_rank()
-        >>> fl.sendrecv(x, (rank + 1) % size, out, (rank - 1) % size)  # a ring of one
+        >>> fl.sendrecv(x, (rank + 1) % size, src=(rank - 1) % size, out=out)  # a ring of one
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
@@ -178,7 +179,7 @@ def sendrecv(
         return _home(members, both[1], work)
 
 
-def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[Any]]:
+def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list[Any]]:
     """Begin several messages at once; the ``Work``'s result is the list of their arrays.
 
     Every one is checked before any begins.

@@ -75,7 +75,7 @@ def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = Fals
 
 
 def all_gather(
-    x: Any, out: Any = None, async_op: bool = False, group: Group = None
+    x: Any, *, out: Any = None, group: Group = None, async_op: bool = False
 ) -> Array | list[Array] | Work[Array]:
     """Join the ``x`` of all ranks along the first dimension, in rank order.
 
@@ -196,11 +196,12 @@ def scatter(
 
 def all_to_all(
     x: Any,
-    rows: Sequence[int] | None = None,
+    *,
     out: Any = None,
-    async_op: bool = False,
-    group: Group = None,
+    rows: Sequence[int] | None = None,
     return_rows: bool = False,
+    group: Group = None,
+    async_op: bool = False,
 ) -> Array | tuple[Array, list[int]] | Work[Array]:
     """Send each rank a part of ``x`` and join what each sends, in rank order.
 

@@ -76,7 +76,7 @@ def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> 
     return _moved(BROADCAST_OBJECT, obj, root, group)[0]
 
 
-def all_gather_object(obj: T, group: Group = None) -> list[T]:
+def all_gather_object(obj: T, *, group: Group = None) -> list[T]:
     """Return the list of all ranks' objects, in rank order. Collective, blocking.
 
     The own one is the object itself, the others are copies, made by pickle.
@@ -117,7 +117,7 @@ def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, *, group: G
     return _moved(SCATTER_OBJECT, objs, root, group)[0]
 
 
-def send_object(obj: Any, dst: int, tag: int = 0, group: Group = None) -> None:
+def send_object(obj: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send any object that can be pickled to rank ``dst``, which calls :func:`recv_object`.
 
     Blocks until ``obj`` may be changed. Objects and arrays between two ranks under one ``tag`` are
@@ -145,7 +145,7 @@ def send_object(obj: Any, dst: int, tag: int = 0, group: Group = None) -> None:
             members.run(Call(SEND, whole, peer=dst, tag=_LATER_TAGS - number))
 
 
-def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
+def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
     """Return the object that rank ``src`` sends by :func:`send_object`; a copy. Blocks.
 
     ``src`` may be None: of any other rank, as of :func:`recv`.

@@ -56,10 +56,11 @@ X = TypeVar("X")
 def all_reduce(
     x: X,
     scale: float = 1.0,
+    *,
     op: Op = "sum",
-    async_op: bool = False,
-    group: Group = None,
     out: X | None = None,
+    group: Group = None,
+    async_op: bool = False,
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards every rank holds ``scale`` times the result.
 
@@ -169,12 +170,13 @@ def reduce(
 
 def reduce_scatter(
     x: Any,
-    scale: float = 1.0,
+    *,
     op: Op = "sum",
+    scale: float = 1.0,
     out: Any = None,
-    async_op: bool = False,
-    group: Group = None,
     rows: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
 ) -> Array | list[Array] | Work[Array]:
     """Combine ``x`` of all ranks and return this rank's part of the result.
 
@@ -211,7 +213,7 @@ def reduce_scatter(
 
 
 def scan(
-    x: X, op: Op = "sum", scale: float = 1.0, async_op: bool = False, group: Group = None
+    x: X, *, op: Op = "sum", scale: float = 1.0, group: Group = None, async_op: bool = False
 ) -> X | Work[X]:
     """Combine ``x`` of the ranks up to this one, in rank order: a prefix reduction.
 
@@ -242,7 +244,7 @@ def scan(
 
 
 def exscan(
-    x: X, op: Op = "sum", scale: float = 1.0, async_op: bool = False, group: Group = None
+    x: X, *, op: Op = "sum", scale: float = 1.0, group: Group = None, async_op: bool = False
 ) -> X | Work[X]:
     """Combine ``x`` of the ranks before this one, in rank order: an exclusive prefix reduction.
 
@@ -276,7 +278,7 @@ def _filled_with_identity(op: ReduceOp, x: Any) -> Any:
 
 
 def all_reduce_location(
-    x: Any, op: Literal["min", "max"] = "min", async_op: bool = False, group: Group = None
+    x: Any, *, op: Literal["min", "max"] = "min", group: Group = None, async_op: bool = False
 ) -> Any:
     """Find the least or largest of each element over the ranks, and which rank has it.
 
@@ -332,10 +334,11 @@ def all_reduce_location(
 def all_reduce_multiple(
     xs: Sequence[X],
     scale: float = 1.0,
+    *,
     op: Op = "sum",
-    async_op: bool = False,
     contiguous: bool = False,
     group: Group = None,
+    async_op: bool = False,
 ) -> list[X] | Work[list[X]]:
     """Combine each array of ``xs`` over the ranks, in place, as :func:`all_reduce` does.
 
@@ -366,7 +369,7 @@ def all_reduce_multiple(
         return _in_python(xs, scale, op, async_op, limit, group)
     results = list(xs)
     if not async_op:  # y: the arrays that native code has not reduced
-        all_reduce_multiple(y, scale, op, False, contiguous, group)
+        all_reduce_multiple(y, scale, op=op, contiguous=contiguous, group=group)
         return results
     work, packs = y
     return of(group).keep(Then(work, partial(_unpack, packs, results))) if packs else work
@@ -394,7 +397,8 @@ def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group:
         packed = list(map(pack, checked)) if packs else checked
         is_copied = any(map(operator.is_not, packed, checked))
         if is_copied:  # native code takes the copies
-            work: Any = all_reduce_multiple(packed, scale, op, async_op, limit >= 0, group)
+            how: dict[str, Any] = {"contiguous": limit >= 0, "group": group, "async_op": async_op}
+            work: Any = all_reduce_multiple(packed, scale, op=op, **how)
         else:
             for array in {array.dtype: array for array in checked}.values():
                 reduction(verb, array.dtype, op, scale, members.size)

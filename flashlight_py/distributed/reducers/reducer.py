@@ -92,7 +92,7 @@ INLINE_BYTES = 1 << 20
 class Reducer(HoldsState, abc.ABC):
     """Sums arrays over the ranks of ``group`` (None: the world) and multiplies by ``scale``."""
 
-    def __init__(self, scale: float, group: ProcessGroup | None = None) -> None:
+    def __init__(self, scale: float, *, group: ProcessGroup | None = None) -> None:
         self.scale = float(scale)
         self.group = group
 
@@ -134,8 +134,8 @@ class InlineReducer(Reducer):
 class _Pending(Reducer):
     """A reducer whose operations go on until :meth:`finalize`."""
 
-    def __init__(self, scale: float, group: ProcessGroup | None) -> None:
-        super().__init__(scale, group)
+    def __init__(self, scale: float, *, group: ProcessGroup | None = None) -> None:
+        super().__init__(scale, group=group)
         _Pending.abandon(self)  # that of a subclass may need what is not there yet
 
     def finalize(self) -> None:
@@ -172,11 +172,12 @@ class EagerReducer(_Pending):
     def __init__(
         self,
         scale: float,
-        group: ProcessGroup | None = None,
+        *,
         hook: CommunicationHook | None = None,
         parts: Sequence[Sequence[Array]] = (),
+        group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(scale, group)
+        super().__init__(scale, group=group)
         if hook is not None:
             check_hook(hook, parts)
         self._hook, self._parts = hook, parts
@@ -225,12 +226,13 @@ class CoalescingReducer(_Pending):
         scale: float,
         async_op: bool = True,
         contiguous: bool = True,
+        *,
         bucket_bytes: int = DistributedConstants.COALESCE_CACHE_SIZE,
-        group: ProcessGroup | None = None,
         hook: CommunicationHook | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._filling = Filling(bucket_bytes)
-        super().__init__(scale, group)
+        super().__init__(scale, group=group)
         if hook is not None:
             check_hook(hook)
             if not contiguous:

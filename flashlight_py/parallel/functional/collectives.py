@@ -28,7 +28,7 @@ from flashlight_py.structure import as_one
 
 
 def all_reduce(
-    v: Variable, scale: float = 1.0, op: LinearOp = "sum", group: ProcessGroup | None = None
+    v: Variable, scale: float = 1.0, *, op: LinearOp = "sum", group: ProcessGroup | None = None
 ) -> Variable:
     """Return ``scale`` times the sum (or average) of all ranks' ``v``, the same on every rank.
 
@@ -62,13 +62,13 @@ def all_reduce(
     call = DifferentiableCall("all_reduce", v, group, op)
 
     def combine(array: Array) -> Array:
-        return call.group.all_reduce(copy_of(array), scale, op)
+        return call.group.all_reduce(copy_of(array), scale, op=op)
 
     return call.record(v, combine(v.data), vjp=combine)
 
 
 def reduce_scatter(
-    v: Variable, scale: float = 1.0, op: LinearOp = "sum", group: ProcessGroup | None = None
+    v: Variable, *, op: LinearOp = "sum", scale: float = 1.0, group: ProcessGroup | None = None
 ) -> Variable:
     """Return this rank's part of ``scale`` times the sum (or average) of all ranks' ``v``.
 
@@ -101,11 +101,11 @@ def reduce_scatter(
         scale_in_place(whole, factor)
         return whole
 
-    part = call.group.reduce_scatter(v.data, scale, op)
+    part = call.group.reduce_scatter(v.data, scale=scale, op=op)
     return call.record(v, part, vjp=gather)
 
 
-def all_gather(v: Variable, group: ProcessGroup | None = None) -> Variable:
+def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:
     """Return the ``v`` of all ranks, joined along the first dimension in rank order.
 
     Gradient: y_r holds x_q as its rows q on every rank r, hence dJ/dx_q = sum_r (rows q of g_r):
@@ -143,7 +143,7 @@ def all_gather(v: Variable, group: ProcessGroup | None = None) -> Variable:
 
 
 def all_to_all(
-    v: Variable, rows: Sequence[int] | None = None, group: ProcessGroup | None = None
+    v: Variable, *, rows: Sequence[int] | None = None, group: ProcessGroup | None = None
 ) -> Variable:
     """Return what the ranks have for this one: part r of every ``v``, in rank order, on rank r.
 
@@ -171,13 +171,13 @@ def all_to_all(
 
     def take_back(grad: Array) -> Array:
         received = None if rows is None else call.rows[:, call.group.rank].tolist()
-        return call.group.all_to_all(grad, received)
+        return call.group.all_to_all(grad, rows=received)
 
     sent = () if rows is None else rows
-    return call.record(v, call.group.all_to_all(v.data, rows), vjp=take_back, rows=sent)
+    return call.record(v, call.group.all_to_all(v.data, rows=rows), vjp=take_back, rows=sent)
 
 
-def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> Variable:
+def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Return the ``v`` of rank ``root`` on every rank.
 
     Gradient: y_r = x_root on every rank r, hence dJ/dx_root = sum_r g_r, and 0 for the others:

@@ -36,7 +36,7 @@ _TAGS = _NUMBERS = 1 << 15
 _messages: dict[weakref.ref[ProcessGroup], Counter[tuple[str, int, int]]] = {}
 
 
-def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Variable:
+def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Send ``v`` to rank ``dst``, which must call :func:`recv`. Blocks as ``fl.send`` does.
 
     Gradient: rank dst's y = x, hence dJ/dx = g_dst, which ``dst`` sends back in its backward pass.
@@ -73,7 +73,7 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
     return record_in_order(xp.zeros((), floating), (v, run))
 
 
-def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) -> Variable:
+def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Return what rank ``src`` sends under ``tag`` by :func:`send`. Blocks.
 
     Gradient: y = x of rank src, hence dJ/dx = g: the gradient is sent back to ``src``, blocking
