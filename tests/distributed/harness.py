@@ -112,9 +112,12 @@ class RankPool:
         hosts: Sequence[Host] | None = None,
     ) -> None:
         self.size = size
-        self._init = init
-        self._params = dict(params or {})
-        self._env, self._hosts = env, hosts
+        self.world: dict[str, Any] = {
+            "init": init,
+            "params": dict(params or {}),
+            "env": env,
+            "hosts": hosts,
+        }
         self._world: World | None = None
 
     def __enter__(self) -> RankPool:
@@ -186,7 +189,7 @@ class RankPool:
 
     def _started(self) -> World:
         if self._world is None:
-            self._world = World(self.size, self._init, self._params, self._env, self._hosts)
+            self._world = World(self.size, **self.world)
             _living.add(self)
             outcomes = self._world.start(START_DEADLINE)
             if not all(outcome.ok for outcome in outcomes):

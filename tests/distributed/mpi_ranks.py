@@ -19,7 +19,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER
-from tests.distributed.conformance import assert_equal, values
+from tests.distributed.conformance import assert_equal, dtype_of, values
 from tests.distributed.programs import run_program
 
 TIMEOUT = 20.0
@@ -103,7 +103,7 @@ def extremes(rank: int, size: int, name: str) -> list[bytes]:
     """NaN and zeros of both signs, whose order differs between ranks."""
     odd = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, -1.0]
     table = np.array([np.roll(odd, shift) for shift in range(size)])
-    x, y = table[rank].astype(name), table[rank].astype(name)
+    x, y = table[rank].astype(dtype_of(name)), table[rank].astype(dtype_of(name))
     fl.all_reduce(x, op="min")
     fl.all_reduce(y, op="max")
     np.testing.assert_array_equal(x.astype(table.dtype), np.minimum.reduce(table))

@@ -14,9 +14,10 @@ from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
 from flashlight_py.errors import MismatchError
 from tests.distributed.conformance import on_ranks
-from tests.distributed.test_native_calls import BACKENDS, CODES, native, record_of, settle
+from tests.distributed.test_native_calls import CODES, in_both, native, record_of, settle
 from tests.distributed.told import told_now_or_later
 
+in_all = on_ranks(("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
 BFLOAT16 = DTYPES.index("bfloat16")
 # Whether x and out are given by their addresses.
 MIXED = ((1, 1), (1, 0), (0, 1))
@@ -56,7 +57,12 @@ def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
     return moved
 
 
-def same_as_arrays(rank: int, size: int, async_op: bool, count: int) -> None:
+@pytest.mark.parametrize("count", [3, 30_000])
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(("shm", 2), ("gloo", 2), slow=[("shm", 3), ("gloo", 3)])
+def test_every_verb_does_what_it_does_with_arrays(
+    rank: int, size: int, async_op: bool, count: int
+) -> None:
     """What memory by its address becomes is what arrays become, bit for bit."""
     settle()
     group = current_world().group
@@ -86,18 +92,7 @@ def verb_named(name: str) -> Any:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_verb_does_what_it_does_with_arrays(
-    pool: Any, backend: str, size: int, async_op: bool
-) -> None:
-    ranks = pool(size, params={"BACKEND": backend})
-    for count in (3, 30_000):
-        ranks.run(same_as_arrays, async_op, count)
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@on_ranks(("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
+@in_all
 def test_a_row_is_gathered_from_its_place_in_the_result(
     rank: int, size: int, async_op: bool
 ) -> None:
@@ -124,7 +119,7 @@ def test_a_row_is_gathered_from_its_place_in_the_result(
         assert [*group.journal.header] == before
 
 
-@on_ranks(("shm", 2), ("gloo", 2))
+@in_both
 def test_memory_without_elements_has_no_address(rank: int, size: int) -> None:
     """Scalars, and memory of no elements, whose address is 0."""
     settle()
@@ -148,7 +143,7 @@ def test_memory_without_elements_has_no_address(rank: int, size: int) -> None:
             assert got is (out or x) or (verb, got) == ("gather", None)
 
 
-@on_ranks(("shm", 2), ("gloo", 2))
+@in_both
 def test_what_is_malformed_is_left_to_python(rank: int, size: int) -> None:
     settle()
     group = current_world().group
@@ -224,7 +219,9 @@ def test_what_is_malformed_is_left_to_python(rank: int, size: int) -> None:
     assert (native(group, "gather", given) is None) == (rank > 0)
 
 
-def differing(rank: int, size: int, async_op: bool) -> list[str]:
+@pytest.mark.parametrize("async_op", [False, True])
+@in_all
+def test_a_mismatch_is_raised_on_every_rank(rank: int, size: int, async_op: bool) -> None:
     """Ranks that call different things all raise, and the group goes on."""
     settle()
     group = current_world().group
@@ -248,21 +245,10 @@ def differing(rank: int, size: int, async_op: bool) -> list[str]:
     x = np.ones(3)
     native(group, "all_reduce", by_address(x), async_op=async_op)
     assert np.all(x == size)
-    return errors
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mismatch_is_raised_on_every_rank(
-    pool: Any, backend: str, size: int, async_op: bool
-) -> None:
-    for errors in pool(size, params={"BACKEND": backend}).run(differing, async_op):
-        assert len(errors) == 8
-        assert "all_reduce(float64 (3, 2)" in errors[0]
-        assert "all_reduce(float64 (4, 2)" in errors[0]
-        assert "all_reduce(bfloat16 (3,)" in errors[-1]
-        assert "all_reduce(uint16 (3,)" in errors[-1]
+    assert "all_reduce(float64 (3, 2)" in errors[0]
+    assert "all_reduce(float64 (4, 2)" in errors[0]
+    assert "all_reduce(bfloat16 (3,)" in errors[-1]
+    assert "all_reduce(uint16 (3,)" in errors[-1]
 
 
 @on_ranks(("shm", 2), ("shm", 3))
@@ -299,7 +285,7 @@ def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@on_ranks(("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
+@in_all
 def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
     """Gathers of unequal parts fill an ``out`` of the right length, and refuse another."""
     settle()
@@ -326,7 +312,7 @@ def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
                 assert np.all(out == -1)
 
 
-@on_ranks(("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
+@in_all
 def test_messages(rank: int, size: int) -> None:
     settle()
     group = current_world().group
@@ -364,7 +350,7 @@ def test_messages(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 300_000])
-@on_ranks(("shm", 2), ("gloo", 2))
+@in_both
 def test_the_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count: int) -> None:
     """The owner lives until the operation has ended, though nobody has the Work any more."""
     settle()
