@@ -25,7 +25,6 @@ NEEDED = {
     "gloo": "Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and ",
     "shm": "",
     "fast": "",
-    "tree": "",
     "tagi": "",
     "optim": "",
     "nn": "",
@@ -271,18 +270,14 @@ def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extens
 FAST = numpy_extension(
     "fast",
     [
-        *(f"csrc/fast/{name}.c" for name in ("fast", "call", "alone", "place", "plain")),
-        *(f"csrc/fast/{name}.c" for name in ("uneven", "batch", "several", "objects", "works")),
+        *(f"csrc/fast/{name}.c" for name in ("plain", "binding", "running", "works")),
+        *(f"csrc/fast/{name}.c" for name in ("uneven", "batch", "several", "objects", "fast")),
     ],
     [
-        *(f"csrc/fast/{name}.h" for name in ("binding", "plain", "ring")),
+        *(f"csrc/fast/{name}.h" for name in ("numpy", "ring", "plain", "binding")),
+        *(f"csrc/fast/{name}.h" for name in ("running", "works", "verbs")),
         *("csrc/common/ticks.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"),
     ],
-)
-TREE = numpy_extension(
-    "tree",
-    [f"csrc/tree/{name}.c" for name in ("module", "pack", "walk")],
-    [f"csrc/tree/{name}.h" for name in ("memo", "text", "tree")],
 )
 OPTIM = numpy_extension(
     "optim",
@@ -331,7 +326,7 @@ TAPE.include_dirs += ["."]
 TAPE.language = "c++"
 
 setup(
-    ext_modules=[FAST, NN, OPTIM, TAPE, TREE],
+    ext_modules=[FAST, NN, OPTIM, TAPE],
     cffi_modules=[
         *(f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")),
         "csrc/nccl/build_launch.py:ffi",

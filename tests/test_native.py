@@ -31,9 +31,7 @@ def absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "name", ["shm", "gloo", "fast", "tree", "tagi", "optim", "nn", "tape", "nccl"]
-)
+@pytest.mark.parametrize("name", ["shm", "gloo", "fast", "tagi", "optim", "nn", "tape", "nccl"])
 def test_what_is_missing_is_named_with_a_remedy_that_exists(name: str, absent: Path) -> None:
     with pytest.raises(BackendUnavailableError, match=f"No module named .*_{name}'") as caught:
         _native.load(name)

@@ -525,7 +525,7 @@ def _spanning(groups: Sequence[Membership]) -> list[Membership]:
 def _extremes(group: Membership, number: int) -> tuple[int, int]:
     """Return the least and the greatest ``number`` of the ranks of ``group``. Blocking."""
     both = np.array([number, -number], np.int64)
-    if group.native(ALL_REDUCE.code, both, None, "max", 1.0, 0, 0, False) is not both:
+    if group.fast.collective(ALL_REDUCE.code, both, None, "max", 1.0, 0, 0, False) is not both:
         group.all_reduce(both, op="max")  # type: ignore[attr-defined]
     return -int(both[1]), int(both[0])
 
