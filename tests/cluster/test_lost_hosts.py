@@ -38,11 +38,13 @@ def check_two_by_two(ends: list[dict[str, Any]], since: float) -> None:
 
 
 def test_both_sides_notice_a_cut(cluster: Cluster) -> None:
-    with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT="1.5") as members:
-        with cluster[1].cut_off() as since:
-            ends = members.ends()
-            check(ends[:1], since, "rank 1", "host h1 cannot be reached since", "so host h0, where")
-            check(ends[1:], since, "rank 0", "host h0 cannot be reached since", "so host h1, where")
+    with (
+        Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT="1.5") as members,
+        cluster[1].cut_off() as since,
+    ):
+        ends = members.ends()
+        check(ends[:1], since, "rank 1", "host h1 cannot be reached since", "so host h0, where")
+        check(ends[1:], since, "rank 0", "host h0 cannot be reached since", "so host h1, where")
 
 
 GLOO = '{"BACKEND": "gloo"}'
@@ -291,11 +293,13 @@ def test_the_host_that_is_cut_off_says_so_of_itself(counts: list[int]) -> None:
 @pytest.mark.parametrize("seconds", [1.1, 1.15, 1.2, 1.25])
 def test_ranks_leave_while_a_host_is_being_lost(cluster: Cluster, seconds: float) -> None:
     """That takes 1.2 s to 1.3 s; they raise, and end."""
-    with Members(cluster, [2, 2], "shutdown", FLASHLIGHT_HOST_TIMEOUT="1.5") as members:
-        with cluster[1].cut_off():
-            time.sleep(seconds)
-            members.all_end_well(told=range(4))
-            assert [process.wait(WITHIN) for process in members.processes] == [1] * 4
+    with (
+        Members(cluster, [2, 2], "shutdown", FLASHLIGHT_HOST_TIMEOUT="1.5") as members,
+        cluster[1].cut_off(),
+    ):
+        time.sleep(seconds)
+        members.all_end_well(told=range(4))
+        assert [process.wait(WITHIN) for process in members.processes] == [1] * 4
 
 
 @pytest.mark.slow
