@@ -31,9 +31,9 @@ from typing import NamedTuple, NoReturn
 
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.gate import LONGEST_PAUSE
-from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
+from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import NobodyError, Offer, SilentError, claim
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
@@ -220,7 +220,7 @@ def _why(error: OSError | ValueError) -> str:
 # listens on the loopback, and elsewhere only when a rank asks by a file of its own: no port of a
 # job on one host is within reach of another, and nobody knows beforehand which hosts share a
 # folder.
-class FileStore(MeetingPoint):
+class FileStore(TreeStore):
     """A store at ``path``, which every rank must see; ``timeout`` seconds per exchange.
 
     ``path`` may be an existing directory or a new name in one. Nothing needs to be prepared or

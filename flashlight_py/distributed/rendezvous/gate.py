@@ -16,9 +16,9 @@ import os
 from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE
 from socket import AF_UNIX, SOCK_STREAM
-from typing import TYPE_CHECKING
 
 from flashlight_py import system
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
@@ -45,9 +45,6 @@ from flashlight_py.distributed.rendezvous.wire import (
 )
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import family_of
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 
 # Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
 # costs a file server ten requests a second.

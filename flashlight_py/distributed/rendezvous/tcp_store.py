@@ -20,9 +20,9 @@ from socket import SO_ACCEPTCONN, SOL_SOCKET
 from typing import Any
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import check_member
+from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere, resolved
 
@@ -32,7 +32,7 @@ LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
 
 
-class TcpStore(MeetingPoint):
+class TcpStore(TreeStore):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` seconds per exchange.
 
     ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
