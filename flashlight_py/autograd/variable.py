@@ -9,27 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 
-from flashlight_py import structure
+from flashlight_py import device, structure
+from flashlight_py.autograd import graph
 from flashlight_py.autograd.engine import GradSink, run_pass
-from flashlight_py.autograd.graph import (
-    Leaf,
-    Node,
-    OrderedNode,
-    Outline,
-    Target,
-    Vjp,
-    note_changes,
-    recording,
-)
-from flashlight_py.device import (
-    Array,
-    array_module,
-    device_of,
-    is_cupy,
-    is_floating,
-    to_device,
-    total,
-)
+from flashlight_py.autograd.graph import Leaf, Node, Outline, Vjp, note_changes, recording
+from flashlight_py.device import Array, array_module, device_of, is_cupy, is_floating, to_device
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = Union["Variable", Array]
@@ -402,7 +386,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
         # NumPy's answer where a result has no dimensions.
         array = getattr(array, "__array_library__", np).asarray(array)
-    edges: list[tuple[Target, Vjp]] = []
+    edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge
         if x._calc_grad:
@@ -439,7 +423,7 @@ def summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
             return grad
         added = grad.ndim - len(shape)
         stretched = [i + added for i, n in enumerate(shape) if n == 1 != grad.shape[i + added]]
-        return total(grad, (*range(added), *stretched)).reshape(shape)
+        return device.total(grad, (*range(added), *stretched)).reshape(shape)
 
     vjp_of_operand.__qualname__ = vjp.__qualname__  # which is in errors
     return vjp_of_operand
@@ -455,7 +439,7 @@ def record_in_order(array: Any, *inputs: tuple[Variable, Vjp]) -> Variable:
     if isinstance(result.node, Outline):
         result.node.ordered = True
     elif result.node is not None:
-        result.node = OrderedNode(result.node)
+        result.node = graph.OrderedNode(result.node)
     return result
 
 

@@ -1,7 +1,5 @@
 """The dtype that each function computes in under autocast, and all that it goes with."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ away from kinks and poles, where neither central differences nor conventions abo
 compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Leaves whose values change between a forward pass and its backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

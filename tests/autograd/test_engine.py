@@ -1,7 +1,5 @@
 """The backward pass: order, ownership, freeing."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import subprocess

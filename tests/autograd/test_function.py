@@ -1,7 +1,5 @@
 """Operations of users with derivatives of their own, beside torch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every function: gradients against central differences and torch, edges, errors."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients in memory that somebody else owns, such as a bucket."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Gradient hooks and what runs when a backward pass ends."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """float16 and bfloat16 with more elements than they count: sums, means and their gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """NumPy's functions, comparisons and formats on variables: differentiated, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

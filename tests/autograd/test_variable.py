@@ -1,7 +1,5 @@
 """Variables: what they accept, refuse and keep."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Save and load on one process: everything comes back, bit for bit, and the newest are kept."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

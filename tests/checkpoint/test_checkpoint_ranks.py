@@ -1,7 +1,5 @@
 """Save and load on several ranks: one checkpoint for all, and a failure that all raise."""
 
-from __future__ import annotations
-
 import os
 import signal
 from itertools import chain

@@ -1,7 +1,5 @@
 """Damaged checkpoints: whatever is cut off or changed is recognised, and the one before is used."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

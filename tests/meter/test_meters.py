@@ -1,7 +1,5 @@
 """Counts, accuracies, squared errors and times, alone and of several meters together."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Convolution and pooling: kernels, array operations and torch agree, for every option."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

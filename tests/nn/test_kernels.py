@@ -1,7 +1,5 @@
 """Kernels of normalizations, attention and elements beside the same in array operations."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tracemalloc

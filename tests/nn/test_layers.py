@@ -1,7 +1,5 @@
 """Layers, losses and initial values."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers and losses beside torch's: values, gradients of inputs and of parameters, by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Modules: finding parameters, state, modes, dtype and device."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

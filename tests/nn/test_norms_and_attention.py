@@ -1,7 +1,5 @@
 """Normalizing and attending layers: running statistics, states of torch, kinds of steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules that compute again instead of keeping: the same gradients, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Sizes are integers of any kind, those of NumPy too, and nothing else."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Clipping by the joint norm."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

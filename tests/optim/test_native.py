@@ -1,7 +1,5 @@
 """The kernels of csrc/optim have the bits of the NumPy rules in optim/cpu.py."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial

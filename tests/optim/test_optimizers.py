@@ -1,7 +1,5 @@
 """Optimizers: their rules against plain NumPy and torch, state, wrong arguments."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

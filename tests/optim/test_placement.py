@@ -1,7 +1,5 @@
 """Optimizers of parameters that lie elsewhere: they step what their placement hands out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

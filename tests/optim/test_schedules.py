@@ -1,7 +1,5 @@
 """Learning-rate schedules: their rates, beside torch's where installed, resumed, and refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
