@@ -242,7 +242,7 @@ y = list(dict(Held().named_parameters()))
         )["y"]
         assert sorted(model.named_params()) == sorted(names)  # ours has own ones first
         assert [name for name, _ in model.children()] == [
-            *("layers.0", "layers.1.0", "layers.1.1", "heads.one", "heads.two.0"),
+            *("layers.0", "layers.1.0", "layers.1.1", "heads.one", "heads.two.0")
         ]
         assert "layers.1.1   Linear(3, 3, bias=False)" in model.summary()
 

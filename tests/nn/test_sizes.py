@@ -22,10 +22,7 @@ OF_SIZES: dict[str, tuple[Callable[[Any], Module], tuple[int, ...]]] = {
     "RMSNorm": (lambda i: nn.RMSNorm(i(4)), (2, 4)),
     "GroupNorm": (lambda i: nn.GroupNorm(i(2), i(4)), (2, 4)),
     "BatchNorm": (lambda i: nn.BatchNorm(i(4)), (2, 4)),
-    "Conv2D": (
-        lambda i: nn.Conv2D(i(4), i(6), i(3), i(2), i(1), i(1), i(2)),
-        (2, 4, 5, 5),
-    ),
+    "Conv2D": (lambda i: nn.Conv2D(i(4), i(6), i(3), i(2), i(1), i(1), i(2)), (2, 4, 5, 5)),
     "Conv2D of pairs": (
         lambda i: nn.Conv2D(i(100), i(2), (i(1), i(3)), (i(1), i(2)), (0, i(1))),
         (1, 100, 3, 5),
