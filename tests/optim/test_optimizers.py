@@ -28,35 +28,19 @@ SETTINGS: list[tuple[str, Make, str, dict[str, Any]]] = [
     ("sgd", lambda p: SGDOptimizer(p, 0.1), "SGD", {"lr": 0.1}),
     ("momentum", lambda p: SGDOptimizer(p, 0.1, 0.9), "SGD", {"lr": 0.1, "momentum": 0.9}),
     ("decay", lambda p: SGDOptimizer(p, 0.1, 0, 0.2), "SGD", {"lr": 0.1, "weight_decay": 0.2}),
-    (
-        "nesterov",
-        lambda p: SGDOptimizer(p, 0.1, 0.9, 0.2, True),
-        "SGD",
-        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "nesterov": True},
-    ),
+    ("nesterov", lambda p: SGDOptimizer(p, 0.1, 0.9, 0.2, True), "SGD",
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "nesterov": True}),
     ("adam", lambda p: AdamOptimizer(p, 0.1), "Adam", {"lr": 0.1}),
-    (
-        "adam_coupled",
-        lambda p: AdamOptimizer(p, 0.1, 0.8, 0.9, 1e-3, 0.2, decoupled=False),
-        "Adam",
-        {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2},
-    ),
-    (
-        "adam_decoupled",
-        lambda p: AdamOptimizer(p, 0.1, weight_decay=0.2),
-        "AdamW",
-        {"lr": 0.1, "weight_decay": 0.2},
-    ),
+    ("adam_coupled", lambda p: AdamOptimizer(p, 0.1, 0.8, 0.9, 1e-3, 0.2, decoupled=False), "Adam",
+        {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}),
+    ("adam_decoupled", lambda p: AdamOptimizer(p, 0.1, weight_decay=0.2), "AdamW",
+        {"lr": 0.1, "weight_decay": 0.2}),
     ("adagrad", lambda p: AdagradOptimizer(p, 0.1), "Adagrad", {"lr": 0.1, "eps": 1e-8}),
     ("rmsprop", lambda p: RMSPropOptimizer(p, 0.1, 0.8), "RMSprop", {"lr": 0.1, "alpha": 0.8}),
-    (
-        "centered",
-        lambda p: RMSPropOptimizer(p, 0.1, 0.8, use_first=True),
-        "RMSprop",
-        {"lr": 0.1, "alpha": 0.8, "centered": True},
-    ),
+    ("centered", lambda p: RMSPropOptimizer(p, 0.1, 0.8, use_first=True), "RMSprop",
+        {"lr": 0.1, "alpha": 0.8, "centered": True}),
     ("adadelta", lambda p: AdadeltaOptimizer(p, 0.5), "Adadelta", {"lr": 0.5, "eps": 1e-8}),
-]
+]  # fmt: skip
 # Rules that torch has not, or has in another form.
 OTHERS: dict[str, Make] = {
     "amsgrad": lambda p: AMSgradOptimizer(p, 0.1, 0.8, 0.9),

@@ -40,20 +40,14 @@ def warm_then_cosine(library: Any, optimizer: Any) -> Any:
 # How it is made, in this library or torch's, and the rates of 13 steps by the published formulas.
 SCHEDULES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "step": (lambda lib, o: lib.StepLR(o, 3, 0.5), BASE * 0.5 ** (T // 3)),
-    "multi step": (
-        lambda lib, o: lib.MultiStepLR(o, [8, 2, 8], gamma=0.1),
-        BASE * 0.1 ** np.array([0, 0, *[1] * 6, *[3] * 5]),
-    ),
+    "multi step": (lambda lib, o: lib.MultiStepLR(o, [8, 2, 8], gamma=0.1),
+        BASE * 0.1 ** np.array([0, 0, *[1] * 6, *[3] * 5])),
     "exponential": (lambda lib, o: lib.ExponentialLR(o, 0.9), BASE * 0.9**T),
-    "linear": (
-        lambda lib, o: lib.LinearLR(o, start_factor=0.5, end_factor=0.75, total_iters=6),
-        np.interp(T, [0, 6], [BASE / 2, BASE * 0.75]),
-    ),
+    "linear": (lambda lib, o: lib.LinearLR(o, start_factor=0.5, end_factor=0.75, total_iters=6),
+        np.interp(T, [0, 6], [BASE / 2, BASE * 0.75])),
     "lambda": (lambda lib, o: lib.LambdaLR(o, lambda t: 1 / (1 + t)), BASE / (1 + T)),
-    "cosine": (
-        lambda lib, o: lib.CosineAnnealingLR(o, T_max=8, eta_min=0.1),
-        cosine(BASE, 0.1, T / 8),
-    ),
+    "cosine": (lambda lib, o: lib.CosineAnnealingLR(o, T_max=8, eta_min=0.1),
+        cosine(BASE, 0.1, T / 8)),
     "one cycle": (
         lambda lib, o: (
             lib.OneCycleLR(o, 2.0, epochs=13, steps_per_epoch=1, cycle_momentum=False)
@@ -70,11 +64,9 @@ SCHEDULES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
         ),
         np.interp(T, [0, 4.2, 8.4, 12], [0.2, 2, 0.2, 0.05]),
     ),
-    "warm-up, then cosine": (
-        warm_then_cosine,
-        [*np.interp(T[:4], [0, 4], [BASE / 4, BASE]), *cosine(BASE, 0.01, T[:9] / 9)],
-    ),
-}
+    "warm-up, then cosine": (warm_then_cosine,
+        [*np.interp(T[:4], [0, 4], [BASE / 4, BASE]), *cosine(BASE, 0.01, T[:9] / 9)]),
+}  # fmt: skip
 EACH = pytest.mark.parametrize("name", SCHEDULES)
 
 
