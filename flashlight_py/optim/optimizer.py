@@ -232,8 +232,8 @@ class FirstOrderOptimizer(Structured, ABC):
                     f"{refused}: {name!r} is for {len(state[name])} parameters, this optimizer has "
                     f"{len(held)}"
                 )
-            pairs = zip(state[name], listed(held), self.params, strict=True)
-            entries += [(name, at, *pair) for at, pair in enumerate(pairs)]
+            pairs = enumerate(zip(state[name], listed(held), strict=True))
+            entries += [(name, at, new, old, self.params[at]) for at, (new, old) in pairs]
         for name, position, new, old, variable in entries:
             expected, got = getattr(old, "shape", None), getattr(new, "shape", None)
             if expected is not None and variable.placement is not None:
