@@ -36,11 +36,11 @@ class Variable(Leaf):
 
     NumPy's functions return variables if ``fl.autograd.functions`` has the same function, arrays if
     the result has no derivative (``np.argmax``, ``<``), and raise TypeError otherwise if a variable
-    needs a gradient. ``==`` asks whether two variables are one object, as sets, dicts and lists of
-    them need it; ``np.equal(x, y)`` compares elements.
+    needs a gradient. ``==`` compares objects, as sets, dicts and lists of variables need it;
+    ``np.equal(x, y)`` compares elements.
 
     Args:
-        array: the value, any shape; a real floating dtype, or bfloat16, where ``calc_grad`` is set.
+        array: the value, any shape; of a real floating dtype, or bfloat16, with ``calc_grad``.
         calc_grad: whether ``backward()`` computes a gradient for it.
 
     Raises:
@@ -206,8 +206,8 @@ class Variable(Leaf):
         """Call ``hook(self)`` in every backward pass once this leaf's gradient is complete.
 
         The pass then goes on, so the parameters of the last layer come first. The hook may read and
-        replace ``grad``. A variable has one hook: registering replaces it. A pass in which the
-        variable takes no part does not call it.
+        replace ``grad``. Registering another one replaces it. A pass without the variable does not
+        call it.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -432,8 +432,8 @@ def summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
 def record_in_order(array: Any, *inputs: tuple[Variable, Vjp]) -> Variable:
     """Return what :func:`record` returns, for an operation that does more than compute.
 
-    A backward pass visits those below it in the reverse of the order in which they were recorded
-    here, so that the messages of a forward pass have their answers in reverse order.
+    A backward pass visits those below it in the reverse of the order in which they were recorded,
+    so that the messages of a forward pass have their answers in reverse order.
     """
     result = record(array, *inputs)
     if isinstance(result.node, Outline):

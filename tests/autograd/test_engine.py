@@ -58,7 +58,6 @@ def test_diamond_visits_each_node_once() -> None:
     for _ in range(30):
         y = y + y
     y.backward()
-    assert x.grad is not None
     assert x.grad[0] == 2.0**30
 
 
@@ -148,7 +147,6 @@ def test_gradients_share_no_memory(operation: Any) -> None:
     arrays = [a.grad, b.grad, a.array, b.array, result.array, seed]
     for one, other in itertools.combinations(arrays, 2):
         assert not np.shares_memory(one, other)
-    assert a.grad is not None
     assert a.grad.flags.writeable
 
 
@@ -190,7 +188,6 @@ def test_dtype_survives_every_operation(dtype: str) -> None:
     loss = F.mean(y)
     assert loss.dtype == dtype
     loss.backward()
-    assert x.grad is not None
     assert x.grad.dtype == dtype
 
 
@@ -202,7 +199,6 @@ def test_broadcast_dimensions_are_summed_away(left: Any, right: Any) -> None:
     result = a * b
     result.backward(np.ones(result.shape))
     for variable in (a, b):
-        assert variable.grad is not None
         assert variable.grad.shape == variable.shape
         np.testing.assert_array_equal(variable.grad, result.size / variable.size if b.size else 0)
 

@@ -97,7 +97,6 @@ def test_gelu_raises_value_error_if_the_approximation_is_unknown() -> None:
 
 def gradient(result: Variable, leaf: Variable) -> np.ndarray:
     F.sum(result).backward()
-    assert leaf.grad is not None
     return leaf.grad
 
 
@@ -305,7 +304,6 @@ def test_indices_of_any_integers(dtype: str) -> None:
     weight = param(x)
     np.testing.assert_array_equal(F.embedding(weight, index).array, x[[[0, 150, 199]]])
     F.sum(F.embedding(weight, index)).backward()
-    assert weight.grad is not None
     assert weight.grad.sum(1)[[0, 150, 199]].tolist() == [3, 3, 3]
 
 
@@ -313,7 +311,6 @@ def test_indices_of_any_integers(dtype: str) -> None:
 def test_softmax_of_no_rows_and_of_unsigned_numbers(function: Any) -> None:
     x = Variable(np.ones((0, 4), np.float32), calc_grad=True)
     function(x).sum().backward()
-    assert x.grad is not None
     assert x.grad.shape == (0, 4)
     for dtype in (np.uint8, np.uint64, np.bool_):
         given = np.array([[3, 0, 1, 1]]).astype(dtype)

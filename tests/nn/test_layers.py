@@ -28,7 +28,6 @@ from flashlight_py.random import set_seed
 class TestLinear:
     def test_shapes_dtype_and_value(self) -> None:
         layer = Linear(3, 2)
-        assert layer.bias is not None
         assert (layer.weight.shape, layer.bias.shape) == ((2, 3), (2,))
         assert layer.weight.dtype == layer.bias.dtype == "float32"
         x = np.arange(6, dtype="float32").reshape(2, 3)
@@ -38,7 +37,6 @@ class TestLinear:
     def test_initial_values_are_flashlight_s(self) -> None:
         set_seed(0)
         layer = Linear(50, 400, dtype="float64")
-        assert layer.bias is not None
         for array, bound in ((layer.weight.array, math.sqrt(3 / 50)), (layer.bias.array, 50**-0.5)):
             assert np.abs(array).max() <= bound
             assert np.abs(array).max() > 0.95 * bound

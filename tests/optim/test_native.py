@@ -40,7 +40,6 @@ SIZES = [*range(71), 2048, 5001]
 @pytest.fixture
 def use(request: Any) -> Iterator[Callable[[str], None]]:
     """Switch to an instruction set for one test."""
-    assert MODULE is not None
     before = MODULE.use("baseline")
 
     def switch(name: str) -> None:
@@ -111,7 +110,6 @@ def test_all_instruction_sets_have_the_bits_of_numpy_rules(
     found = {}
     for name in ("baseline", "avx2", "avx512"):
         try:
-            assert MODULE is not None
             MODULE.use(name)
         except ValueError:
             continue  # not on this processor
@@ -219,7 +217,6 @@ def test_settings_may_change_between_steps() -> None:
 def test_the_module_checks_what_it_is_called_with(
     arguments: Any, error: type[Exception], match: str
 ) -> None:
-    assert MODULE is not None
     with pytest.raises(error, match=match):
         MODULE.change(*arguments)
 
@@ -250,7 +247,6 @@ SGD = "sgd", ((LR,), 0.0)
 def test_it_checks_what_a_step_is_called_with(
     states: Any, source: Any, error: type[Exception], match: str
 ) -> None:
-    assert MODULE is not None
     variable = param(np.ones(1))
     variable.grad = np.ones(1)
     with pytest.raises(error, match=match):
