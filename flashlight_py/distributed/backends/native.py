@@ -51,13 +51,12 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
+from flashlight_py.distributed.calls.fast_path import CallJournal, EntryPoints, FastPath, dropped
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import (
     NATIVE,
     OBJECTS,
     SENDRECV,
-    Journal,
     Ring,
     forked,
 )
@@ -148,7 +147,7 @@ class NativeBackend(Backend):
     ``timeout`` is in seconds.
     """
 
-    journal: Journal | None = None  # of the group that has this backend
+    journal: CallJournal | None = None  # of the group that has this backend
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
     finds_shape = True
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
@@ -173,7 +172,7 @@ class NativeBackend(Backend):
         self._step: EntryPoints | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
 
-    def bind(self, journal: Journal) -> FastPath:
+    def bind(self, journal: CallJournal) -> FastPath:
         """Let native code read plain arrays by itself; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
@@ -189,7 +188,7 @@ class NativeBackend(Backend):
         result = path.collective(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
         return super().step(verb, array, seconds) if result is NotImplemented else result
 
-    def _bound(self, fast: Any, ring: Ring) -> EntryPoints:
+    def _bound(self, fast: Any, ring: Ring | CallJournal) -> EntryPoints:
         fast.verbs(FLAGS)
         group = self._open("bind")
         self._callers.of_native = ring.header
