@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from flashlight_py.tagi.native import native
 
@@ -17,6 +18,13 @@ def in_numpy(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function of fl.tagi as it is where the kernels were not built."""
     with mock.patch("flashlight_py._native.optional", return_value=None):
         return function(*args)
+
+
+def network(layers: str, seed: int = 0) -> nn.Sequential:
+    """Return a network of ``layers``, an expression with the names of ``nn``, drawn by ``seed``."""
+    tagi.manual_seed(seed)
+    net: nn.Sequential = eval(f"Sequential({layers})", dict(vars(nn)))
+    return net
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:

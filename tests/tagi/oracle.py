@@ -149,6 +149,18 @@ def oracle_run(program: str, **arrays: Any) -> Any:
     return oracle().ask(program=textwrap.dedent(program), arrays=arrays)
 
 
+def run_both(program: str, **given: Any) -> tuple[Any, Any]:
+    """Return what ``program`` leaves in ``result``, here and beside the real pytagi.
+
+    The first part is the parameters that the program begins with: here they are those of pytagi.
+    ``{load}`` in the program is whether to load ``parameters``.
+    """
+    parameters, *real = oracle_run(program.format(load=False), **given)
+    space = {**vars(nn), "np": np, **given, "parameters": parameters}
+    exec(program.format(load=True), space)
+    return space["result"][1:], real
+
+
 # What a step may have beside a network and its batch: ``var_y``, ``idx`` and ``var_x`` as for
 # ``Sequential`` and ``OutputUpdater``; whether to call ``update_heteros``, of which there is no
 # ``var_y``; how many steps, of which the last one is returned.

@@ -25,10 +25,6 @@ def train(net: nn.Sequential, steps: int) -> None:
         learn(net, X, Y)
 
 
-def state_of(net: nn.Sequential) -> list[np.ndarray]:
-    return [array for entry in net.state_dict().values() for array in entry]
-
-
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     whole, begun, resumed = network(), network(), network(seed=1)
     train(whole, 6)
@@ -38,7 +34,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert found is not None
     assert found.step == 3
     train(resumed, 3)
-    equal(state_of(resumed), state_of(whole))
+    equal(resumed.state_dict(), whole.state_dict())
     for net in (whole, resumed):  # running statistics are part of it
         net.eval()
     equal(resumed(X)[1], whole(X)[1])
@@ -48,21 +44,21 @@ def test_a_checkpoint_of_a_network_that_diverged_is_refused(tmp_path: Path) -> N
     net, other = network(), network(seed=1)
     net.layers[2].statistics()[1][...] = np.inf
     path = fl.save(tmp_path, net)
-    expected = state_of(other)
+    expected = other.state_dict()
     with pytest.raises(
         ValueError, match=r"'BatchNorm2d\.2': running_variance is not finite"
     ) as found:
         fl.load(tmp_path, other)
     assert str(found.value).startswith(f"load: the module of {path}: ")
-    equal(state_of(other), expected)
+    equal(other.state_dict(), expected)
 
 
 def test_another_network_s_checkpoint_is_refused(tmp_path: Path) -> None:
     fl.save(tmp_path, network())
     other = network(width=6)
-    expected = state_of(other)
+    expected = other.state_dict()
     with pytest.raises(ValueError, match=r"nothing was loaded: 'Linear\.0' has arrays of \[15, 15"):
         fl.load(tmp_path, other)
     with pytest.raises(ValueError, match=r"nothing was loaded: unexpected"):
         fl.load(tmp_path, nn.Sequential(nn.Linear(3, 5)))
-    equal(state_of(other), expected)
+    equal(other.state_dict(), expected)

@@ -6,26 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlight_py.tagi import OutputUpdater, nn
-from tests.tagi.helpers import equal, learn
+from flashlight_py.tagi import OutputUpdater
+from tests.tagi.helpers import equal, learn, network
 
-Shape = tuple[int, ...]
-NETWORKS: dict[str, tuple[Callable[[], list[nn.BaseLayer]], Shape]] = {
-    "dense": (lambda: [nn.Linear(6, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 4)], (6,)),
+# Layers, and the shape of a sample.
+NETWORKS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "dense": ("Linear(6, 5), ReLU(), LayerNorm(5), Linear(5, 4)", (6,)),
     "images": (
-        lambda: [
-            nn.Conv2d(2, 3, 3, padding=1),
-            nn.MixtureReLU(),
-            nn.BatchNorm2d(3),
-            nn.MaxPool2d(2, 2),
-            nn.ConvTranspose2d(3, 2, 2, stride=2),
-            nn.Linear(128, 4),
-        ],
+        "Conv2d(2, 3, 3, padding=1), MixtureReLU(), BatchNorm2d(3), MaxPool2d(2, 2), "
+        "ConvTranspose2d(3, 2, 2, stride=2), Linear(128, 4)",
         (2, 8, 8),
     ),
-    "recurrent": (lambda: [nn.LSTM(2, 3, 3), nn.Linear(9, 4), nn.Remax()], (6,)),
-    "embedded": (lambda: [nn.Embedding(6, 3, 2), nn.Linear(6, 4)], (2,)),
-    "block": (lambda: [nn.ResNetBlock(nn.LayerBlock(nn.Linear(6, 6))), nn.Linear(6, 4)], (6,)),
+    "recurrent": ("LSTM(2, 3, 3), Linear(9, 4), Remax()", (6,)),
+    "embedded": ("Embedding(6, 3, 2), Linear(6, 4)", (2,)),
+    "block": ("ResNetBlock(LayerBlock(Linear(6, 6))), Linear(6, 4)", (6,)),
 }
 
 
@@ -48,8 +42,8 @@ def observe_pairs(updater: OutputUpdater, states: Any, deltas: Any) -> None:
 def test_nothing_is_learnt_from_nothing(
     name: str, observe: Callable[..., None], flat: bool
 ) -> None:
-    make, shape = NETWORKS[name]
-    net = nn.Sequential(*make())
+    layers, shape = NETWORKS[name]
+    net = network(layers)
     some = np.ones((3, *shape))
     learn(net, some, np.ones(12))  # leaves sums of another batch behind
     before = net.state_dict()

@@ -8,7 +8,7 @@ import pytest
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from tests.tagi.helpers import equal, numbers
-from tests.tagi.oracle import oracle_run
+from tests.tagi.oracle import run_both
 
 SERIES = """
 net = Sequential(LSTM(2, 4, 1), LSTM(4, 3, 1), Linear(3, 1))
@@ -40,16 +40,7 @@ def test_states_of_a_series_are_pytagi_s() -> None:
         "y": numbers(16, 1, seed=1),
         "error": np.full(1, 0.3, np.float32),
     }
-    parameters, outputs, states = oracle_run(SERIES.format(load=False), **given)
-    space = {**vars(nn), "np": np, **given, "parameters": parameters}
-    exec(SERIES.format(load=True), space)
-    _, own_outputs, own_states = space["result"]
-    equal(own_outputs, outputs, 1e-4, 1e-6)
-    for own, real in zip(own_states, states, strict=True):
-        assert own.keys() == real.keys()
-        for layer, arrays in real.items():
-            for number in range(4):
-                equal(own[layer][number], arrays[number], 1e-4, 1e-6)
+    equal(*run_both(SERIES, **given), 1e-4, 1e-6)
 
 
 def test_states_are_carried_for_one_sample_of_one_time_step() -> None:

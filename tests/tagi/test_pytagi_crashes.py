@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import flashlight_py as fl
 from flashlight_py.tagi import nn
-from tests.tagi.helpers import equal, observe
+from tests.tagi.helpers import equal, network, observe
 from tests.tagi.oracle import OracleDied, oracle_run
 
 RNG = np.random.default_rng(0)
@@ -25,13 +24,6 @@ def step(net: nn.Sequential, x: Any, y: Any = None, var_x: Any = None) -> list[n
     arrays = [array for entry in net.parameters() for array in entry]
     assert all(np.isfinite(array).all() for array in arrays)
     return arrays
-
-
-def seeded(text: str) -> nn.Sequential:
-    """Return a network with the parameters of a fixed seed."""
-    fl.tagi.manual_seed(7)
-    net: nn.Sequential = eval(f"Sequential({text})", dict(vars(nn)))
-    return net
 
 
 CNN = "Conv2d(1, 4, 3, padding=1, in_width=8, in_height=8), ReLU(), AvgPool2d(2), Linear(64, 2)"
@@ -70,32 +62,32 @@ def test_pytagi_s_process_ends_by(what: str) -> None:
 
 
 def test_an_activation_may_be_the_first_layer() -> None:
-    net = seeded("ReLU(), Linear(3, 2)")
+    net = network("ReLU(), Linear(3, 2)")
     mean, _ = net(np.array([[-1.0, 2.0, 3.0]]))
-    alone = seeded("Linear(3, 2)")
+    alone = network("Linear(3, 2)")
     equal(mean, alone(np.array([[0.0, 2.0, 3.0]]))[0])
     step(net, RNG.standard_normal((5, 3)))
 
 
-@pytest.mark.parametrize("network", [CNN, "Linear(64, 5), Tanh(), Linear(5, 2)"])
-def test_layouts_and_dtypes_do_not_matter(network: str) -> None:
+@pytest.mark.parametrize("layers", [CNN, "Linear(64, 5), Tanh(), Linear(5, 2)"])
+def test_layouts_and_dtypes_do_not_matter(layers: str) -> None:
     """There strides are ignored, and float64 is refused by a list of C++ signatures."""
-    expected = step(seeded(network), IMAGES.copy())
+    expected = step(network(layers), IMAGES.copy())
     for x in (
         np.asfortranarray(IMAGES),
         IMAGES.astype(np.float64),
         np.ascontiguousarray(IMAGES.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2),
         np.repeat(IMAGES, 2, axis=3)[..., ::2],
     ):
-        equal(step(seeded(network), x), expected)
+        equal(step(network(layers), x), expected)
 
 
 def test_deltas_below_a_norm_behind_linear_layers_are_right() -> None:
     """BatchNorm2d behind a Linear behind a convolution: as behind a Linear alone."""
-    behind = seeded(
+    behind = network(
         "Conv2d(1, 2, 8, in_width=8, in_height=8), Linear(2, 3), BatchNorm2d(3), ReLU()"
     )
-    alone = seeded("Linear(64, 2), Linear(2, 3), BatchNorm2d(3), ReLU()")  # the same as a matrix
+    alone = network("Linear(64, 2), Linear(2, 3), BatchNorm2d(3), ReLU()")  # the same as a matrix
     for name, entry in behind.state_dict().items():
         other = {"Conv2d.0": "Linear.0"}.get(name, name)
         alone.load_state_dict(alone.state_dict() | {other: entry})
@@ -105,13 +97,13 @@ def test_deltas_below_a_norm_behind_linear_layers_are_right() -> None:
 
 def test_nothing_known_and_nothing_there_is_finite() -> None:
     """Mean and variance 0 make MixtureReLU's slope NaN there, as an Embedding's padding does."""
-    step(seeded("MixtureReLU(), Linear(3, 2)"), np.zeros((2, 3)), var_x=np.zeros((2, 3)))
-    padded = seeded("Embedding(5, 3, 4, padding_idx=0), MixtureReLU(), Linear(12, 2)")
+    step(network("MixtureReLU(), Linear(3, 2)"), np.zeros((2, 3)), var_x=np.zeros((2, 3)))
+    padded = network("Embedding(5, 3, 4, padding_idx=0), MixtureReLU(), Linear(12, 2)")
     step(padded, np.array([[0, 0, 1, 2], [0, 0, 0, 0]]))
 
 
 def test_an_embedding_forgets_the_step_before() -> None:
-    net = seeded("Embedding(5, 3, 2), Linear(6, 1)")
+    net = network("Embedding(5, 3, 2), Linear(6, 1)")
     once = np.array([[0, 1], [2, 3]])
     step(net, once)
     rows = net.layers[0].mu_w.reshape(5, 3).copy()
@@ -121,10 +113,10 @@ def test_an_embedding_forgets_the_step_before() -> None:
 
 def test_a_file_with_a_layer_norm_can_be_read_again(tmp_path: Path) -> None:
     """There it depends on the size of the last batch whether it can."""
-    net = seeded("Linear(3, 4), LayerNorm((4,)), Linear(4, 1)")
+    net = network("Linear(3, 4), LayerNorm((4,)), Linear(4, 1)")
     step(net, RNG.standard_normal((6, 3)))
     net.save(tmp_path / "net")
-    other = seeded("Linear(3, 4), LayerNorm((4,)), Linear(4, 1)")
+    other = network("Linear(3, 4), LayerNorm((4,)), Linear(4, 1)")
     other.load(tmp_path / "net")
     x = RNG.standard_normal((2, 3))
     equal(list(net(x)), list(other(x)))

@@ -9,7 +9,7 @@ import pytest
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from tests.tagi.helpers import equal
-from tests.tagi.oracle import oracle_run
+from tests.tagi.oracle import run_both
 
 STEPS = 9
 
@@ -50,18 +50,7 @@ def series() -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_pytagi_smooths_alike() -> None:
-    given = series()
-    parameters, outputs, smoothed, states = oracle_run(SERIES.format(load=False), **given)
-    space = {**vars(nn), "np": np, **given, "parameters": parameters}
-    exec(SERIES.format(load=True), space)
-    _, own_outputs, own_smoothed, own_states = space["result"]
-    equal(own_outputs, outputs, 1e-4, 1e-5)
-    equal(own_smoothed, smoothed, 1e-4, 1e-5)
-    for own, real in zip(own_states, states, strict=True):
-        assert own.keys() == real.keys()
-        for layer, arrays in real.items():
-            for number in range(4):
-                equal(own[layer][number], arrays[number], 1e-4, 1e-5)
+    equal(*run_both(SERIES, **series()), 1e-4, 1e-5)
 
 
 def run(net: nn.Sequential, y: np.ndarray) -> Iterator[None]:

@@ -102,22 +102,17 @@ def cifar(folder: Path, count: int = 3) -> tuple[Path, np.ndarray]:
     return folder / "batch.bin", rows
 
 
-def test_images_of_mnist(tmp_path: Path) -> None:
-    images, labels, pixels = mnist(tmp_path)
+def test_images_of_files(tmp_path: Path) -> None:
+    (images, labels, pixels), (file, rows) = mnist(tmp_path), cifar(tmp_path)
+    utils, mnist_files = tagi.Utils(), (str(images), labels)
     for wanted, count in ((0, 3), (2, 2), (9, 3)):
-        x, y = tagi.Utils().load_mnist_images(str(images), labels, wanted)
-        assert x.dtype == np.float32
-        equal(x, pixels[:count].ravel() / 255, rtol=1e-6)
-        equal(y, range(count))
-
-
-def test_images_of_cifar(tmp_path: Path) -> None:
-    file, rows = cifar(tmp_path)
-    for wanted, count in ((0, 3), (2, 2), (9, 3)):
-        x, y = tagi.Utils().load_cifar_images(str(file), wanted)
-        assert x.dtype == np.float32
-        equal(x, rows[:count, 1:].ravel() / 255, rtol=1e-6)
-        equal(y, rows[:count, 0])
+        for (x, y), expected, classes in (
+            (utils.load_mnist_images(*mnist_files, wanted), pixels, range(3)),
+            (utils.load_cifar_images(str(file), wanted), rows[:, 1:], rows[:, 0]),
+        ):
+            assert x.dtype == np.float32
+            equal(x, expected[:count].ravel() / 255, rtol=1e-6)
+            equal(y, classes[:count])
 
 
 @pytest.mark.slow
@@ -249,10 +244,3 @@ def test_without_a_driver_cuda_s_answers_are_no() -> None:
     assert cuda.is_device_available(0) is False
     assert cuda.get_device_properties(0) == ""
     assert cuda.get_device_memory(0) == (0, 0)
-
-
-def test_every_name_of_pytagi_is_here() -> None:
-    names = ["manual_seed", "cuda", "metric", "HRCSoftmaxMetric", "HRCSoftmax", "Normalizer"]
-    for name in [*names, "Utils", "exponential_scheduler", "nn"]:
-        assert name in tagi.__all__
-        assert getattr(tagi, name) is not None
