@@ -27,7 +27,7 @@ from flashlight_py.parallel.synchronize import (
 )
 
 if TYPE_CHECKING:
-    from flashlight_py.parallel.workers.wrapper import DataParallel
+    from flashlight_py.parallel.workers import DataParallel
 
 __all__ = [
     "functional",
@@ -57,6 +57,6 @@ def __getattr__(name: str) -> Any:
     """Import ``DataParallel`` when it is used: ranks need nothing of what starts processes."""
     if name != "DataParallel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flashlight_py.parallel.workers.wrapper import DataParallel
+    from flashlight_py.parallel.workers import DataParallel
 
     return DataParallel
