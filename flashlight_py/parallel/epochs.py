@@ -87,10 +87,10 @@ class InEpochs:
         return self._consumed
 
     def set_consumed(self, samples: int) -> None:
-        """Say how many samples of the epoch all ranks have used together. Not collective.
+        """Set how many samples of the epoch all ranks have used together. Not collective.
 
-        For what iterating does not count, or counts too early. It stands until it is said anew,
-        the epoch changes or a state is loaded; iterating does not begin elsewhere by it.
+        Iterating does not begin elsewhere by it. It holds until the epoch changes, a state is
+        loaded or this is called again.
 
         Raises:
             TypeError: ``samples`` is not an integer.
@@ -187,15 +187,11 @@ class DistributedSampler(InEpochs):
     last n % size of the order are left out, if shuffled other ones in each epoch.
 
     Making one, ``set_epoch`` and ``load_state_dict`` are collective in the group, unless rank and
-    size are given: its ranks compare n, shuffle, seed, drop_last, epoch and what is consumed.
-    Iterating is not, and communicates nothing: it may happen in a thread or on one rank only. It
-    begins anew each time, in the epoch's order. An index counts as used when it is handed out, and
-    the other ranks are taken to be as far as this one; for loaders that read ahead, such as one
-    that is given ``list(sampler)``, ``set_consumed`` corrects the count.
-
-    ``state_dict`` returns the epoch and how many of its samples all ranks have consumed, and
-    ``load_state_dict`` goes on from there, on any number of ranks: the rest of the epoch is dealt
-    out again, so that each sample comes once.
+    size are given: its ranks compare all arguments, the epoch and what is consumed. Iterating sends
+    nothing and begins anew each time. An index counts as used when it is handed out, and the other
+    ranks are taken to be as far as this one; for loaders that read ahead ``set_consumed`` corrects
+    the count. After ``load_state_dict``, on any number of ranks, the rest of the epoch is dealt out
+    again, so that each sample comes once.
 
     Args:
         n: number of samples, the same on every rank.
@@ -203,15 +199,12 @@ class DistributedSampler(InEpochs):
         seed: at least 0, the same on every rank. With the epoch it decides the order, on every
             platform alike.
         drop_last: whether every rank gets n // size samples.
-        rank: which share, in [0, size); default the rank in the group.
-        size: how many shares; default the size of the group. Pass both or neither; those passed
-            are not compared with other ranks.
-        group: the process group, default the world; not with ``rank`` and ``size``.
+        rank, size, group: as of :class:`flashlight_py.DistributedDataContainer`. With ``rank`` and
+            ``size`` nothing is compared with other ranks.
 
     Raises:
         TypeError: an argument that must be an integer is none.
-        ValueError: ``n`` or ``seed`` is negative, ``rank`` is not in [0, size), one of both is
-            missing, both are passed with a group, or this process is not in the group.
+        ValueError: ``n`` or ``seed`` is negative, or as of ``DistributedDataContainer``.
         MismatchError: ranks differ in an argument; on every rank, naming ranks and values.
         DistributedError: as :func:`flashlight_py.all_reduce`.
 
@@ -274,17 +267,13 @@ class ShardedDataset(InEpochs, Dataset):
     count for what it is worth, so that training gives the same for any number of ranks (but for
     rounding), also with a shorter last batch.
 
-    Making one, ``set_epoch`` and ``load_state_dict`` are collective in the group, unless rank and
-    size are given: its ranks compare their arguments, the number of samples, the epoch and what is
-    consumed. Everything else communicates nothing, and ``PrefetchDataset`` may do it in threads.
-    A batch counts as used when iterating hands it out, also by a ``PrefetchDataset``;
-    ``dataset[t]`` does not count.
-    Batches are new arrays, as ``take`` of ``dataset`` makes them: define it to pad samples of
-    unequal shapes.
-
-    ``state_dict`` returns the epoch and how many of its samples are consumed. After
-    ``load_state_dict``, on any number of ranks and with any batch size, the items are the
-    batches of the samples that are left, counted from 0.
+    Making one, ``set_epoch`` and ``load_state_dict`` are collective as those of
+    :class:`flashlight_py.DistributedSampler`. Everything else sends nothing, and
+    ``PrefetchDataset`` may do it in threads. A batch counts as used when iterating hands it out,
+    also by a ``PrefetchDataset``; ``dataset[t]`` does not count. Batches are new arrays, as
+    ``take`` of ``dataset`` makes them: define it to pad samples of unequal shapes. After
+    ``load_state_dict``, on any number of ranks and with any batch size, the items are the batches
+    of the samples that are left, counted from 0.
 
     Args:
         dataset: the same samples on every rank; its length is asked for once.
@@ -292,16 +281,11 @@ class ShardedDataset(InEpochs, Dataset):
         shuffle: whether each epoch has a random order of its own.
         seed: at least 0, the same on every rank; decides the orders, on every platform alike.
         drop_last: whether a last batch of fewer samples is left out.
-        rank: whose parts, in [0, size); default the rank in the group.
-        size: how many parts; default the size of the group. Pass both or neither; those are
-            not compared with other ranks.
-        group: the process group, default the world; not with ``rank`` and ``size``.
+        rank, size, group: as of ``DistributedSampler``.
 
     Raises:
         TypeError: ``dataset`` is no Dataset, or an argument that must be an integer is none.
-        ValueError: ``global_batch_size`` < 1, ``seed`` is negative, ``rank`` is not in
-            [0, size), one of both is missing, both are passed with a group, or this process is
-            not in the group.
+        ValueError: ``global_batch_size`` < 1, or as of ``DistributedSampler``.
         MismatchError: ranks differ in an argument; on every rank, naming ranks and values.
         DistributedError: as :func:`flashlight_py.all_reduce`.
 

@@ -13,6 +13,9 @@ ranks whose graphs differ still meet; before each, as in the forward pass, they 
 small ``all_reduce`` that all are at the same one. A rank that is elsewhere raises ``MismatchError``
 on every rank, one that does nothing ``CollectiveTimeoutError``, which names it. A gradient is never
 added to another's.
+
+Everything here blocks. ``group`` is the process group, default the world. Errors are those of the
+verb of the same name, and a TypeError if ``v`` is no Variable.
 """
 
 from __future__ import annotations
@@ -54,22 +57,14 @@ def all_reduce(
     Gradient: y_r = scale * sum_q x_q on every rank r, hence dJ/dx_q = scale * sum_r g_r: the same
     all_reduce of the gradients.
 
-    Collective, blocking, as its backward pass is.
-
     Args:
         v: any shape, the same shape and dtype on every rank.
         scale: real number that the result is multiplied by.
-        op: ``"sum"`` or ``"avg"``.
-        group: the process group, default the world.
+        op: ``"sum"`` or ``"avg"``; another is a ValueError.
 
     Returns:
         A new variable of the shape and dtype of ``v``, with a gradient on every rank if ``v`` has
         one on any.
-
-    Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_reduce`.
-        ValueError: ``op`` is another, or as :func:`flashlight_py.all_reduce`.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
 
     Example:
         >>> x = fl.param(np.ones(3))
@@ -94,23 +89,15 @@ def reduce_scatter(
     Gradient: y_r = scale * sum_q (part r of x_q), hence part r of dJ/dx_q = scale * g_r: the
     scaled all_gather of the gradients.
 
-    Collective, blocking, as its backward pass is.
-
     Args:
         v: its first dimension is a multiple of the number of ranks; the same shape and dtype on
             every rank.
         scale: real number that the result is multiplied by.
-        op: ``"sum"`` or ``"avg"``.
-        group: the process group, default the world.
+        op: ``"sum"`` or ``"avg"``; another is a ValueError.
 
     Returns:
         A new variable of shape ``(v.shape[0] // size, *v.shape[1:])``, with a gradient on every
         rank if ``v`` has one on any.
-
-    Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_reduce`.
-        ValueError: ``op`` is another, or as :func:`flashlight_py.reduce_scatter`.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     call = DifferentiableCall("reduce_scatter", v, group, op)
     factor = scale / call.group.size if call.op is ReduceOp.AVG else scale
@@ -131,20 +118,13 @@ def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:
     the reduce_scatter of the gradients. Where the ranks' numbers of rows differ it is an
     all_reduce, of which each rank keeps its rows: twice the bytes.
 
-    Collective, blocking, as its backward pass is.
-
     Args:
         v: the first dimension may differ between ranks, the others and the dtype must not. One
             without dimensions counts as one row.
-        group: the process group, default the world.
 
     Returns:
         A new variable of shape ``(sum of first dimensions, *v.shape[1:])``, with a gradient on
         every rank if ``v`` has one on any.
-
-    Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_gather`.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     call = DifferentiableCall("all_gather", v, group)
     shape, rank = v.shape, call.group.rank
@@ -169,22 +149,17 @@ def all_to_all(
     Gradient: y_r holds part r of x_q as its part q, hence part r of dJ/dx_q = part q of g_r: the
     all_to_all that takes the gradients back.
 
-    Collective, blocking, as its backward pass is.
-
     Args:
         v: the dimensions but the first, and the dtype, are the same on every rank.
         rows: how many rows of ``v`` each rank gets; None: equal parts, of a first dimension that is
             a multiple of the number of ranks and the same on every rank. All ranks pass it or none.
-        group: the process group, default the world.
 
     Returns:
         A new variable of shape ``(number of rows received, *v.shape[1:])``, with a gradient on
         every rank if ``v`` has one on any.
 
     Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_to_all`.
         ValueError: the first dimension cannot be cut so.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     call = DifferentiableCall("all_to_all", v, group)
 
@@ -202,21 +177,16 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
     Gradient: y_r = x_root on every rank r, hence dJ/dx_root = sum_r g_r, and 0 for the others:
     the gradients are reduced to the root.
 
-    Collective, blocking, as its backward pass is.
-
     Args:
         v: the same shape and dtype on every rank; the values of the root count alone.
         root: rank in the group.
-        group: the process group, default the world.
 
     Returns:
         A new variable of the shape and dtype of ``v``, with a gradient on every rank if ``v`` has
         one on any.
 
     Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.broadcast`.
         ValueError: ``root`` is no rank of the group.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     call = DifferentiableCall("broadcast", v, group)
 
@@ -342,7 +312,6 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
         v: any shape and dtype.
         dst: another rank of the group.
         tag: from 0 to 32767; ``dst`` must ask for it.
-        group: the process group, default the world.
 
     Returns:
         A token: a variable of no dimensions with the value 0. Its backward pass blocks until the
@@ -352,9 +321,7 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
         must run no backward pass, or use :func:`flashlight_py.recv`.
 
     Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.send`.
         ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
-        DistributedError: as :func:`flashlight_py.send`.
     """
     group = group_or_world(group)
     tag = _checked_tag("send", tag)
@@ -381,7 +348,6 @@ def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = Non
             shape and the dtype, as a tuple.
         src: another rank of the group.
         tag: from 0 to 32767.
-        group: the process group, default the world.
 
     Returns:
         A new variable; with a gradient where its dtype is a real floating one.
@@ -390,7 +356,6 @@ def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = Non
         TypeError: ``like`` is none of these, or as :func:`flashlight_py.recv`.
         ValueError: ``src`` is no other rank of the group, or ``tag`` is out of range.
         MismatchError: ``src`` sends another shape or dtype; raised on both.
-        DistributedError: as :func:`flashlight_py.recv`.
     """
     group = group_or_world(group)
     tag = _checked_tag("recv", tag)

@@ -96,37 +96,6 @@ def test_ranks_that_differ_raise_on_every_rank(pool: Any, changed: dict[str, Any
         assert f"arguments: {differences}. Pass the same" in message
 
 
-def seed_by_rank(rank: int, size: int) -> str:
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        fl.DistributedSampler(10, seed=42 + rank)
-    return str(caught.value)
-
-
-def test_a_seed_with_the_rank_in_it_is_refused(pool: Any) -> None:
-    for message in pool(2).run(seed_by_rank):
-        assert "seed (rank(s) 0: 42; rank(s) 1: 43)" in message
-
-
-def epochs_differ(rank: int, size: int) -> tuple[str, list[int]]:
-    sampler = fl.DistributedSampler(10)
-    sampler.set_epoch(1)
-    order = list(sampler)
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        sampler.set_epoch(2 + rank)
-    assert sampler.epoch == 1
-    assert list(sampler) == order
-    sampler.set_epoch(2)
-    return str(caught.value), list(sampler)
-
-
-def test_epochs_that_differ_raise_and_leave_the_sampler_as_it_was(pool: Any) -> None:
-    outcomes = pool(2).run(epochs_differ)
-    for message, _ in outcomes:
-        assert "epoch (rank(s) 0: 2; rank(s) 1: 3)" in message
-    first, second = [indices for _, indices in outcomes]
-    assert sorted(first + second) == list(range(10))
-
-
 def other_kinds(rank: int, size: int) -> str:
     rows = fl.dataset.TensorDataset([np.arange(10)])
     with pytest.raises(fl.errors.MismatchError) as caught:

@@ -159,18 +159,3 @@ def test_states_of_another_run_are_refused(
         sampler.load_state_dict({"consumed": 3})
     with pytest.raises(ValueError, match="at most n=10 samples can be consumed, got 11"):
         sampler.set_consumed(11)
-
-
-def load_different_states(rank: int, size: int) -> tuple[str, int]:
-    sampler = fl.DistributedSampler(10)
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        sampler.load_state_dict(GOOD | {"consumed": 4 + rank})
-    assert (sampler.epoch, sampler.consumed) == (0, 0)
-    sampler.load_state_dict(GOOD)
-    return str(caught.value), len(sampler)
-
-
-def test_ranks_that_load_different_states_raise(pool: Any) -> None:
-    for message, left in pool(2).run(load_different_states):
-        assert "consumed (rank(s) 0: 4; rank(s) 1: 5)" in message
-        assert left == 3
