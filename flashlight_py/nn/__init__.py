@@ -8,21 +8,16 @@ _HOMES = {
     "layers": [
         *("Container", "Sequential", "Linear", "ReLU", "Tanh", "Sigmoid", "LogSoftmax", "Dropout"),
         *("View", "Identity", "Embedding", "Residual", "ExponentialMovingAverage", "Softmax"),
-    ],
-    "activations": [
         *("GELU", "SiLU", "ELU", "LeakyReLU", "HardTanh", "PReLU", "GatedLinearUnit", "Softplus"),
-    ],
-    "recurrent": ["RNN"],
-    "losses": [
         *("MeanSquaredError", "MeanAbsoluteError", "BinaryCrossEntropy", "CategoricalCrossEntropy"),
         *("ConnectionistTemporalClassification", "HuberLoss", "KLDivergence"),
     ],
-    "images": ["Conv2D", "Conv1D", "ConvTranspose2D", "Pool2D", "Upsample"],
-    "normalization": ["LayerNorm", "RMSNorm", "GroupNorm"],
-    "transformer": [
-        *("MultiheadAttention", "Transformer", "TransformerLayer"),
+    "sequences": [
+        *("RNN", "MultiheadAttention", "Transformer", "TransformerLayer"),
         *("PositionEmbedding", "SinusoidalPositionEmbedding"),
     ],
+    "images": ["Conv2D", "Conv1D", "ConvTranspose2D", "Pool2D", "Upsample"],
+    "normalization": ["LayerNorm", "RMSNorm", "GroupNorm"],
     "recompute": ["recompute"],
     "loading": ["load_torch"],
 }

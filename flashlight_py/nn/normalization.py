@@ -3,8 +3,6 @@
 ``eps`` is added to the variance or mean square.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,9 +37,7 @@ class Affine(Plain):
 
 
 class LayerNorm(Affine):
-    """Each position less its mean, and divided by its deviation; see ``functions.layer_norm``.
-
-    ``shape`` is that of the last dimensions, those that are normalized; a number for one.
+    """Normalization over the last dimensions, of the given ``shape``; see ``functions.layer_norm``.
 
     Raises:
         ValueError: a size is below 1; when called: the input does not end with the shape.
@@ -57,12 +53,10 @@ class LayerNorm(Affine):
 
 
 class RMSNorm(Affine):
-    """Each position divided by the root of its mean square; see ``functions.rms_norm``.
-
-    ``size`` is that of the last dimension.
+    """Division by the root of the mean square of the last dimension; see ``functions.rms_norm``.
 
     Raises:
-        ValueError: the size is below 1; when called: the input's last dimension differs.
+        ValueError: ``size`` is below 1; when called: the input's last dimension differs.
     """
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
@@ -74,9 +68,7 @@ class RMSNorm(Affine):
 
 
 class GroupNorm(Affine):
-    """Groups of channels of each sample, normalized; see ``functions.group_norm``.
-
-    ``channels`` is the size of the input's second dimension, a multiple of ``groups``.
+    """Groups of ``channels``, dimension 1, of each sample normalized; see ``functions.group_norm``.
 
     Raises:
         ValueError: the channels are not divisible by ``groups``; when called: the input has others.
