@@ -1,7 +1,5 @@
 """Data-parallel training: the only package that sees both modules and communication."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.parallel import functional

@@ -1,7 +1,5 @@
 """This rank's share of some data, as if it were all there is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, SupportsIndex
 

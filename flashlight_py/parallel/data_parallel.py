@@ -4,8 +4,6 @@ Each rank computes gradients on its own share of the data; they are handed to a 
 backward pass still goes on, so after ``loss.backward()`` they are the reduced ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples in an order for each epoch, and a rank's part of it: of the indices, or of batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
 

@@ -18,8 +18,6 @@ Everything here blocks. ``group`` is the process group, default the world. Error
 verb of the same name, and a TypeError if ``v`` is no Variable.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import weakref

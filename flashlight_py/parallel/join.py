@@ -6,8 +6,6 @@ as long as somebody trains, it contributes zeros to the reductions of that pass 
 waits for a rank without data, and it knows, without any further message, when all have ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol, SupportsIndex

@@ -7,8 +7,6 @@ parameters and buffers at the beginning of the step, and on random numbers of it
 that another leaf has left behind.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """The same values on every rank: those of one rank, in one transfer, or the mean over all."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Every test here starts processes, so every test here is checked for what it leaves behind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Samplers, shares, meters and profiles of a group: its ranks take part, and no other rank."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

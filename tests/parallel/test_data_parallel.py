@@ -1,7 +1,5 @@
 """Gradients and parameters over ranks: the same training as one rank with the whole batch."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

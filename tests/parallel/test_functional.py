@@ -1,7 +1,5 @@
 """Differentiable collectives: their gradients are those of the sum of all ranks' losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Differentiable messages: gradients come back from where the values went."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

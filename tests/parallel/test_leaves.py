@@ -1,7 +1,5 @@
 """Training leaf by leaf: the same bits on any number of ranks, and clear errors."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from pathlib import Path

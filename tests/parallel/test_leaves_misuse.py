@@ -1,7 +1,5 @@
 """What spoils training leaf by leaf: clear errors, and nothing is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """The sampler: the same samples in the same steps for any number of ranks, and all ranks agree."""
 
-from __future__ import annotations
-
 import threading
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that goes on from a state, on other ranks: each sample of the epoch is used once."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain, islice
 from typing import Any

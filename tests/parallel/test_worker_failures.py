@@ -1,7 +1,5 @@
 """``DataParallel`` where something fails: errors name the worker, and nothing is left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
