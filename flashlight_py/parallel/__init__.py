@@ -3,13 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.parallel import functional
-from flashlight_py.parallel.data_container import DistributedDataContainer
+from flashlight_py.parallel.data import (
+    DistributedDataContainer,
+    DistributedSampler,
+    ShardedDataset,
+)
 from flashlight_py.parallel.data_parallel import (
     all_reduce_gradients,
     distribute_module_grads,
     no_sync,
 )
-from flashlight_py.parallel.epochs import DistributedSampler, ShardedDataset
 from flashlight_py.parallel.fully_sharded import fully_shard
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
