@@ -430,23 +430,22 @@ class DataParallel(Module):
     with the wrapped module, whose parameters and names in ``state_dict()`` stay the same. Neither
     a launcher nor ``distributed_init`` is needed; in a world each rank has its own workers.
 
-    This process computes the first share, and workers compute the others. Workers are fresh
-    interpreters that the first call starts, like the ranks of :func:`flashlight_py.spawn`. So a
-    script makes that call under ``if __name__ == "__main__":``. Parameters and gradients are in
-    memory that all processes map, so the workers use the result of an optimizer's step at once.
-    The other parts of the module (modes, ratios, buffers) are sent if they have changed. Each share
-    has its own random numbers, from this process's seed. Changes of the module by a forward pass,
-    such as running statistics, are those of the first share.
+    This process computes the first share, and workers compute the others. The first call starts the
+    workers, which are fresh interpreters like the ranks of :func:`flashlight_py.spawn`. So a script
+    makes that call under ``if __name__ == "__main__":``. All processes map the parameters and
+    gradients; the other parts of the module (modes, ratios, buffers) are sent if they have changed.
+    Each share has its own random numbers, from this process's seed. Changes of the module by a
+    forward pass, such as running statistics, are those of the first share.
 
     Inputs are NumPy arrays and Variables, also inside tuples, lists, dicts and objects that can be
-    pickled. All have the batch as their first dimension and any dtype but object. Other values
-    are sent to every share. The sizes of the shares differ by one row at most; a batch smaller than
-    the number of processes leaves some idle. Results are joined along their first dimension, in
-    order; values that are neither arrays nor Variables are taken from the first share.
+    pickled, with the batch as their first dimension and any dtype but object. Other values are sent
+    to every share. Shares differ by one row at most, and a small batch leaves processes idle.
+    Results are joined along their first dimension, in order; values that are neither arrays nor
+    Variables are taken from the first share.
 
-    It can be used after an exception: a call starts new workers if they have ended. If it is
-    dropped and not closed, the next use of another one ends its workers. No process and no memory
-    remains when this process ends, also by ``kill -9``. Use it from one thread at a time.
+    A call starts new workers if they have ended. If this is dropped and not closed, the next use of
+    another one ends its workers. No process and no memory remains when this process ends, also by
+    ``kill -9``. Use it from one thread at a time.
 
     Args:
         module: computed on the CPU, can be pickled (in a notebook by cloudpickle).
