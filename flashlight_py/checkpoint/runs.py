@@ -17,7 +17,6 @@ import numpy as np
 
 from flashlight_py import random
 from flashlight_py.checkpoint.directory import Manifest, candidates, publish, read
-from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import in_step
@@ -33,6 +32,7 @@ from flashlight_py.errors import (
 )
 from flashlight_py.parallel.agreement import differences
 from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
+from flashlight_py.safetensors import from_bytes, pack, pieces
 
 _log = logging.getLogger("flashlight_py")
 # What a rank raises for another rank's failure of that kind; any other is a CheckpointError.

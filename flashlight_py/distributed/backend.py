@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import abc
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,15 +12,13 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.memory.memory_room import ordinary_empty
 from flashlight_py.distributed.verbs import BARRIER, Verb
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
-
-dropped: deque[weakref.ref[Any]] = deque()
-"""Groups that were collected and not closed: the next call of any group closes them."""
 
 
 class Backend(abc.ABC):
@@ -142,30 +138,9 @@ class Backend(abc.ABC):
         """Return whether this thread is in the middle of a call here: it runs a signal handler."""
         return False
 
-    def bind(self, journal: Journal) -> tuple[Callable[..., Any], ...]:
-        """Return the short ways of the group whose record is ``journal``, in this order.
-
-        ``native(code, x, out, op, scale, root or peer, tag, async_op)`` does the verb of that code,
-        which a user has called, where arrays are plain. It returns the result, or a Work where
-        ``async_op``; NotImplemented, and nothing has happened, where ``start`` is to do it.
-        ``native_sendrecv(x, dst, out, src, tag, recv_tag)`` likewise; ``native_sendrecv(ops)``
-        begins a list of messages, and returns one of the array of each that has ended, or its Work.
-
-        ``native(code of all_reduce, list, limit, op, scale, 0, 0, async_op)`` reduces the arrays of
-        a list: see ``native_several`` in csrc/fast. The root of an all_reduce is a digest of the
-        shapes of the arrays that are packed in ``x``, or 0; the ranks compare it.
-
-        In place of an array ``(address, dtype code, shape, owner)`` stands for memory in one piece
-        that can be written to as long as ``owner`` lives: results need ``out`` then, and are what
-        was given.
-
-        ``native_object(code, object, root)`` does the verb of objects of that code (journal.py),
-        and returns the list of what has come, None where that is for others alone. It may return
-        the array of all frames (exchange.py), the number of the call and this rank's own frame
-        (None where it has none) instead: then its caller is to do the rest. ``native_barrier()``
-        is a barrier that may take as long as each call of the group.
-        """
-        return (left_to_python,) * 4
+    def bind(self, journal: Journal) -> FastPath:
+        """Return the fast path of the group whose calls ``journal`` records."""
+        return EntryPoints()
 
     def cupy_side(self) -> Backend | None:
         """Return the backend of the same ranks for CuPy arrays; None: NCCL joins their GPUs."""
@@ -181,8 +156,3 @@ class Backend(abc.ABC):
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
         """Return the result of ``verb`` of ``array``, which is a step of a call; blocking."""
         return self.start(Call(verb, array, seconds=seconds)).wait()
-
-
-def left_to_python(*arguments: object) -> Any:
-    """Return NotImplemented: there is no short way here."""
-    return NotImplemented

@@ -10,6 +10,7 @@ import numpy as np
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.nn.module import Module
+from flashlight_py.safetensors import from_bytes
 
 _IGNORED = "num_batches_tracked"  # by torch's BatchNorm; ours has no need of it
 
@@ -53,8 +54,6 @@ def load_torch(
     if not isinstance(module, Module):
         raise TypeError(f"load_torch takes a Module first, got {type(module).__name__}")
     if isinstance(state, (str, os.PathLike)):
-        from flashlight_py.checkpoint.tensors import from_bytes
-
         state = from_bytes(np.fromfile(state, np.uint8))
     if not isinstance(state, Mapping):
         raise TypeError(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import islice
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from flashlight_py import structure
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import Array, device_of, floating, is_floating, may_become, to_device
-from flashlight_py.nn.summary import summary
 from flashlight_py.structure import Structured
 
 SomeModule = TypeVar("SomeModule", bound="Module")
@@ -36,8 +36,8 @@ class Module(Structured, ABC):
     A subclass assigns its parameters (variables) and its submodules to attributes and writes
     ``forward``. They are found there in the order of assignment and named by their attributes:
     ``"weight"``, ``"decoder.bias"``. After them come modules that only lists, tuples and dicts
-    hold, unless none is among the first 100 items, as in a vocabulary: ``"layers.0.weight"``, as in
-    torch's ``ModuleList`` and ``ModuleDict``. Variables there are inputs or results, no parameters.
+    hold: ``"layers.0.weight"``, as in torch's ``ModuleList`` and ``ModuleDict``. Variables there
+    are inputs or results, no parameters.
     Arrays that belong to the state without being learned are given to ``add_buffer``. Calling the
     module calls ``forward`` with all arguments, after ``before_forward`` with the module where that
     is set: one slot, which copies and pickles do not keep.
@@ -83,7 +83,7 @@ class Module(Structured, ABC):
                 if isinstance(value, Module):
                     yield name, value
             elif isinstance(value, _CONTAINERS) and value and name != self._unsearched:
-                containers += [(name, value)] if _leads_on(value) else []
+                containers += [(name, value)] if _holds_module(value) else []
         met = set(map(id, vars(self).values())) if containers else set()
         for name, value in containers:
             yield from _modules_in(value, name, met)
@@ -209,7 +209,27 @@ class Module(Structured, ABC):
             1     ReLU()                                                 0
             8 numbers in 2 parameters, 32 bytes; 0 in buffers, 0 bytes
         """
-        return summary(self)
+        rows = [("name", "module", "parameters and buffers", "numbers"), ("", "", "", "")]
+        seen: dict[Variable, tuple[int, ...]] = {}  # with the shape of the whole parameter
+        for prefix, each in self._walk():
+            shapes: dict[str, tuple[int, ...]] = {}
+            for name, variable in each._own_params():
+                if variable not in seen:
+                    placement = variable.placement
+                    seen[variable] = shapes[name] = tuple((placement or variable).shape)
+            count = sum(map(math.prod, shapes.values()))
+            shapes |= {name: getattr(each, name).shape for name in each._buffer_names}
+            arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+            rows.append((prefix[:-1], _words(each), arrays, f"{count:,}"))
+        a, b, c, d = (max(map(len, column)) for column in zip(*rows, strict=True))
+        rows[1] = ("-" * a, "-" * b, "-" * c, "-" * d)
+        lines = [f"{w:{a}}  {x:{b}}  {y:{c}}  {z:>{d}}" for w, x, y, z in rows]
+        numbers = {variable: math.prod(shape) for variable, shape in seen.items()}
+        nbytes = sum(count * variable.dtype.itemsize for variable, count in numbers.items())
+        buffers = self.buffers.values()
+        size, in_buffers = sum(each.size for each in buffers), sum(each.nbytes for each in buffers)
+        end = f"{sum(numbers.values()):,} numbers in {len(seen):,} parameters, {nbytes:,} bytes"
+        return "\n".join([*lines, f"{end}; {size:,} in buffers, {in_buffers:,} bytes"])
 
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
         """Cast all parameters and floating buffers; drops gradients. Returns the module.
@@ -296,17 +316,38 @@ class Module(Structured, ABC):
                 setattr(module, name, change(getattr(module, name)))
 
 
-def _leads_on(container: Any, left: int = 100) -> bool:
-    """Return whether a module is among the first items, level by level."""
-    containers = [container]
+def _holds_module(container: Any) -> bool:
+    """Return whether a module is in it or in containers in it.
+
+    More than 100 items, such as a vocabulary, are searched once for each length and structure.
+    """
+    known = _searched.get(id(container))
+    if known is not None and known[:2] == (structure.count[0], len(container)):
+        return known[2]
+    containers, met, items = [container], {id(container)}, 0
+    is_found = False
     for each in containers:
-        for item in islice(each.values() if isinstance(each, dict) else each, left):
-            if isinstance(item, _CONTAINERS):
-                containers.append(item)
-            elif isinstance(item, Structured) and isinstance(item, Module):
-                return True
-            left -= 1
-    return False
+        values = each.values() if isinstance(each, dict) else each
+        items += len(values)
+        for kind in set(map(type, values)):
+            if Module in kind.__mro__:
+                is_found = True
+            elif issubclass(kind, _CONTAINERS):
+                inner = [x for x in values if type(x) is kind and id(x) not in met]
+                containers += inner
+                met.update(map(id, inner))
+        if is_found:
+            break
+    if items > 100:
+        if len(_searched) > 100:
+            _searched.clear()  # of containers that are no more
+        _searched[id(container)] = int(structure.count[0]), len(container), is_found
+    return is_found
+
+
+# By the id of a large container: the structure, its length, and whether it holds a module. A new
+# container in an attribute changes the structure, so an id belongs to one container.
+_searched: dict[int, tuple[int, int, bool]] = {}
 
 
 def _modules_in(container: Any, path: str, met: set[int]) -> Iterator[tuple[str, Module]]:
@@ -316,6 +357,13 @@ def _modules_in(container: Any, path: str, met: set[int]) -> Iterator[tuple[str,
             met.add(id(value))
             at = f"{path}.{key}"
             yield from [(at, value)] if isinstance(value, Module) else _modules_in(value, at, met)
+
+
+def _words(module: Module) -> str:
+    """Return the module as it would be made, where that is one line; else its class."""
+    name, text = type(module).__name__, repr(module)
+    is_short = text.startswith(name) and "\n" not in text
+    return name if any(True for _ in module.children()) or not is_short else text
 
 
 def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:

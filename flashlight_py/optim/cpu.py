@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Sequence
-from importlib import resources
-from types import CodeType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,6 +18,8 @@ from flashlight_py.device import Array, array_module, is_cupy, widened
 # to the running mean of them, with a decay. csrc/optim/tasks.cc does the same, to the bit.
 Field: TypeAlias = "float | tuple[int] | tuple[int, float] | tuple[int, float, float]"
 Rule: TypeAlias = tuple[str, tuple[Field, ...]]
+Numbers: TypeAlias = Sequence[float]
+Results: TypeAlias = tuple[Array, ...]
 LR, SHRINK, RATE, ROOT, INVERSE = range(5)
 FORMS: tuple[Callable[[float, int, Any, Any], float], ...] = (
     lambda lr, time, field, norm: lr,
@@ -44,37 +43,93 @@ def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale
     the rule's fields. A piece is (parameter, gradient, *states), all of one shape: the gradient
     counts times ``grad_scale``, and stays as it is.
     """
-    fields, changed, statements = _rules()[rule]
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
     # Python's numbers would make float64 of arrays without dimensions.
     real = wide.dtype.type
     if grad_scale != 1:
         total = total * real(grad_scale)
-    values = dict(zip(fields, map(real, numbers), strict=True), grad=total, R=real)
-    values.update(zip(changed, (wide, *map(widened, states)), strict=True))
-    exec(statements, dict(_FUNCTIONS), values)
-    for array, name in zip((param, *states), changed, strict=True):
-        array[...] = values[name]
+    results = RULES[rule]([*map(real, numbers)], wide, total, *map(widened, states))
+    for array, result in zip((param, *states), results, strict=True):
+        array[...] = result
 
 
-_STRUCT = re.compile(
-    r"struct (\w+) \{.*?\n  R ([^;]+);\n.*?operator\(\)\((.+?)\) const \{(.+?)\}\n", re.DOTALL
-)
-_CHOICE = re.compile(r"(\w+ != 0) \? (.+?) : (\w+)")
+# The rules of rules.inc for arrays: numbers, parameter, gradient and states to the new parameter
+# and states.
+def _sgd(numbers: Numbers, param: Array, grad: Array) -> Results:
+    lr, decay = numbers
+    return (param - _decayed(grad, param, decay) * lr,)
 
 
-@functools.cache
-def _rules() -> dict[str, tuple[list[str], list[str], CodeType]]:
-    """Return the fields of each rule of rules.inc, what it changes, and its body as Python."""
-    text = resources.files("flashlight_py.optim").joinpath("rules.inc").read_text("utf-8")
-    found = {}
-    for name, fields, arguments, body in _STRUCT.findall(text):
-        python = _CHOICE.sub(r"\2 if \1 else \3", body.replace("const R ", ""))
-        lines = "\n".join(map(str.strip, python.split(";")))
-        changed = re.findall(r"R &(\w+)", arguments)
-        found[name] = fields.split(", "), changed, compile(lines, f"rules.inc, {name}", "exec")
-    return found
+def _momentum(numbers: Numbers, param: Array, grad: Array, velocity: Array) -> Results:
+    lr, kept, decay, nesterov = numbers
+    grad = _decayed(grad, param, decay)
+    velocity = _normal(velocity * kept + grad)
+    return param - (grad + velocity * kept if nesterov else velocity) * lr, velocity
+
+
+def _adam(numbers: Numbers, param: Array, grad: Array, mean: Array, square: Array) -> Results:
+    beta1, rest1, beta2, rest2, eps, rate, root, shrink, decay = numbers
+    grad = _decayed(grad, param, decay)
+    mean = _normal(mean * beta1 + grad * rest1)
+    square = _normal(square * beta2 + grad * grad * rest2)
+    return param * shrink - mean / (_sqrt(square) * root + eps) * rate, mean, square
+
+
+def _amsgrad(
+    numbers: Numbers, param: Array, grad: Array, mean: Array, square: Array, largest: Array
+) -> Results:
+    beta1, rest1, beta2, rest2, eps, lr, shrink = numbers
+    mean = _normal(mean * beta1 + grad * rest1)
+    square = _normal(square * beta2 + grad * grad * rest2)
+    largest = array_module(largest).maximum(largest, square)
+    return param * shrink - mean / (_sqrt(largest) + eps) * lr, mean, square, largest
+
+
+def _adagrad(numbers: Numbers, param: Array, grad: Array, square: Array) -> Results:
+    eps, lr, shrink = numbers
+    square = square + grad * grad
+    return param * shrink - grad / (_sqrt(square) + eps) * lr, square
+
+
+def _rmsprop(numbers: Numbers, param: Array, grad: Array, square: Array) -> Results:
+    rho, rest, eps, lr, shrink = numbers
+    square = _normal(square * rho + grad * grad * rest)
+    return param * shrink - grad / (_sqrt(square) + eps) * lr, square
+
+
+def _rmsprop_centered(
+    numbers: Numbers, param: Array, grad: Array, square: Array, mean: Array
+) -> Results:
+    rho, rest, eps, lr, shrink = numbers
+    square = _normal(square * rho + grad * grad * rest)
+    mean = _normal(mean * rho + grad * rest)
+    variance = array_module(square).maximum(square - mean * mean, 0)  # not below it by rounding
+    return param * shrink - grad / (_sqrt(variance) + eps) * lr, square, mean
+
+
+def _adadelta(numbers: Numbers, param: Array, grad: Array, square: Array, change: Array) -> Results:
+    rho, rest, eps, lr, shrink = numbers
+    square = _normal(square * rho + grad * grad * rest)
+    delta = _sqrt((change + eps) / (square + eps)) * grad
+    return param * shrink - delta * lr, square, _normal(change * rho + delta * delta * rest)
+
+
+def _novograd(numbers: Numbers, param: Array, grad: Array, mean: Array) -> Results:
+    beta1, rest1, inverse, lr, decay = numbers
+    mean = _normal(mean * beta1 + _decayed(grad * inverse, param, decay) * rest1)
+    return param - mean * lr, mean
+
+
+RULES: dict[str, Callable[..., Results]] = {
+    "sgd": _sgd, "momentum": _momentum, "adam": _adam, "amsgrad": _amsgrad, "adagrad": _adagrad,
+    "rmsprop": _rmsprop, "rmsprop_centered": _rmsprop_centered, "adadelta": _adadelta,
+    "novograd": _novograd,
+}  # fmt: skip
+
+
+def _decayed(grad: Array, param: Array, decay: float) -> Array:
+    return grad + param * decay if decay else grad  # without decay infinite parameters stay
 
 
 def _normal(array: Array) -> Array:
@@ -82,13 +137,9 @@ def _normal(array: Array) -> Array:
     return array_module(array).where(is_small, array.dtype.type(0), array)  # type: ignore[no-any-return]
 
 
-# What rules.inc calls, for arrays. Without decay infinite parameters stay.
-_FUNCTIONS = {
-    "decayed": lambda grad, param, decay: grad + param * decay if decay else grad,
-    "larger": lambda a, b: array_module(b).maximum(a, b),
-    "normal": _normal,
-    "sqrt": lambda array: array_module(array).sqrt(array),
-}
+def _sqrt(array: Array) -> Array:
+    return array_module(array).sqrt(array)  # type: ignore[no-any-return]
+
 
 BLOCK = 65536  # elements
 

@@ -478,7 +478,8 @@ def record(recorder: Recorder, stack: ExitStack) -> None:
     """Let ``recorder`` note the verbs, optimizers and gradients of this thread in ``stack``."""
     leave_to_python(1)
     stack.callback(leave_to_python, -1)
-    note_gradients(stack)
+    note_gradients(recorder.variables, True)
+    stack.callback(note_gradients, recorder.variables, False)
     here.recorder = recorder
     stack.callback(setattr, here, "recorder", None)
 
@@ -524,7 +525,7 @@ def _spanning(groups: Sequence[Membership]) -> list[Membership]:
 def _extremes(group: Membership, number: int) -> tuple[int, int]:
     """Return the least and the greatest ``number`` of the ranks of ``group``. Blocking."""
     both = np.array([number, -number], np.int64)
-    if group.native(ALL_REDUCE.code, both, None, "max", 1.0, 0, 0, False) is not both:
+    if group.fast.collective(ALL_REDUCE.code, both, None, "max", 1.0, 0, 0, False) is not both:
         group.all_reduce(both, op="max")  # type: ignore[attr-defined]
     return -int(both[1]), int(both[0])
 

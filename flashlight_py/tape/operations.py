@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashlight_py import random
 from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.groups.membership import Membership, RepeatedCalls
+from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.structure import here
 from flashlight_py.tape.arrays import KINDS, Array, plain
@@ -60,6 +62,34 @@ class Draws:
             recording.leave("random numbers are drawn with an array of the step")
         again = lambda: getattr(random.generator(), name)(*args, **options)  # noqa: E731
         return recording.effect(again, result=result)
+
+
+class RepeatedCalls:
+    """Repeats ``calls`` with the ``array`` and ``out`` of each, in a group or the present world."""
+
+    def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
+        self._group, self.__name__ = None if group is of(None) else group, name
+        self._calls = [replace(call, array=None, out=None) for call in calls]
+        call = calls[0]  # native code compares names of operations by identity
+        op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
+        self._rest = op, call.scale, call.root, 0, not call.blocking
+        self._fast = world_fast if self._group is None else group.fast
+
+    def __call__(self, *arrays: Any) -> Any:
+        call = self._calls[0]
+        if len(self._calls) == 1 and not call.verb.is_message:
+            y = self._fast.collective(call.verb.code, *arrays, *self._rest)
+            if y is not NotImplemented:
+                return y
+        work = self.begin(arrays)
+        return work.wait() if call.blocking else work
+
+    def begin(self, arrays: Sequence[Any]) -> Work:
+        """Start the calls through Python."""
+        given = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
+        calls = [replace(call, array=array, out=out) for call, array, out in given]
+        several, group = len(calls) > 1, of(self._group)
+        return group.run_many(calls, self.__name__) if several else group.run(calls[0])
 
 
 def record_verb(recording: Recording, group: Membership, calls: Sequence[Call], name: str) -> Work:

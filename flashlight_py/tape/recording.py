@@ -10,6 +10,7 @@ much as the step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import operator
 import signal
@@ -95,7 +96,6 @@ class Recording:
         with contextlib.ExitStack() as stack:
             leave_to_python(1)
             stack.callback(leave_to_python, -1)
-            note_gradients(stack)
             stack.callback(_tape.use_memory, _tape.use_memory(self._memory))
             stack.callback(self._ignore)
             self._listen()
@@ -123,11 +123,13 @@ class Recording:
     def _listen(self) -> None:
         self._draws.begin()
         self._swap(True)
+        note_gradients(self.variables, True)
         here.recorder = self
 
     def _ignore(self) -> None:
         here.recorder = None
         self._draws.end()
+        note_gradients(self.variables, False)
         self._swap(False)
 
     def without(self, function: Callable[[], Any]) -> Any:
@@ -391,11 +393,21 @@ handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {
 _GRAD = Leaf.__dict__["grad"]  # the slot that the property hides
 
 
-def note_gradients(stack: contextlib.ExitStack) -> None:
-    """Let recorders note which gradients are read and set until ``stack`` ends."""
-    # One recording at a time, but all threads have one class of variables.
-    setattr(Variable, "grad", property(_read_grad, _set_grad))  # noqa: B010
-    stack.callback(delattr, Variable, "grad")
+def note_gradients(variables: Iterable[Variable], on: bool) -> None:
+    """Let this thread's recorder note, or not, which gradients of ``variables`` are read and set.
+
+    Meanwhile they have a class of their own, so that other variables are as fast as ever.
+    """
+    for variable in variables:
+        kind: Any = type(variable)
+        if on is not ("grad" in vars(kind)):
+            variable.__class__ = _noted_kind(kind) if on else kind.__base__
+
+
+@functools.cache
+def _noted_kind(kind: type[Variable]) -> Any:
+    members = {"__slots__": (), "grad": property(_read_grad, _set_grad)}
+    return type(kind.__name__, (kind,), members)
 
 
 def _read_grad(variable: Variable) -> Any:
@@ -407,7 +419,7 @@ def _read_grad(variable: Variable) -> Any:
 
 def _set_grad(variable: Variable, grad: Any) -> None:
     recorder = here.recorder
-    if recorder is not None and variable in recorder.variables:
+    if recorder is not None:
         recorder.grads_set.add(variable)
     _GRAD.__set__(variable, grad)
 

@@ -104,7 +104,7 @@ def _the_short_way(method: Method) -> Method:
         if plain and (there := address(tensors[0])) is not None:
             op, scale = _reduction(opts.reduceOp, there[3].dtype)
             try:
-                done = self.ours.native(_ALL_REDUCE, there, None, op, scale, 0, 0, False)
+                done = self.ours.fast.collective(_ALL_REDUCE, there, None, op, scale, 0, 0, False)
             except DistributedError as error:
                 raise as_torchs(error) from None
             if done is not NotImplemented:
@@ -382,7 +382,7 @@ class FlashlightGroup(dist.ProcessGroup):
         room = None if out is None else address(out, shapes[1])
         work: Any = NotImplemented
         if (there is None) == (x is None) and (room is None) == (out is None):
-            native = self.ours.native
+            native = self.ours.fast.collective
             work = native(verb.code, there, room, how, scale, peer, tag, is_async)
         if work is NotImplemented:
             given = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
@@ -433,7 +433,7 @@ class FlashlightGroup(dist.ProcessGroup):
         if how["rows"] is None or verb is v.ALL_TO_ALL:
             there = [None if tensor is None else address(tensor) for tensor in packed]
             op = how["op"] if how["rows"] is None else how["rows"]
-            work = ours.native(verb.code, *there, op, how["scale"], peer, tag, is_async)
+            work = ours.fast.collective(verb.code, *there, op, how["scale"], peer, tag, is_async)
         if work is NotImplemented:
             if verb.is_message:
                 given = {"dst" if verb is v.SEND else "src": peer, "tag": tag}
@@ -485,7 +485,7 @@ class FlashlightGroup(dist.ProcessGroup):
         return TensorWork(AllOf(works), (), self._futures)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        is_async, native = getattr(opts, "asyncOp", True), self.ours.native
+        is_async, native = getattr(opts, "asyncOp", True), self.ours.fast.collective
         given = getattr(opts, "timeout", None) if timeout is None else timeout
         seconds = given.total_seconds() if given and given > timedelta(0) else None
         work: Any = NotImplemented

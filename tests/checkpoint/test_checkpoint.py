@@ -174,7 +174,7 @@ def test_arrays_of_a_gpu_are_brought_to_the_host(
 
 def test_the_library_safetensors_reads_our_files_and_we_its(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.numpy")
-    from flashlight_py.checkpoint.tensors import from_bytes
+    from flashlight_py.safetensors import from_bytes
 
     run = Run()
     path = run.save(tmp_path, 1)

@@ -201,9 +201,9 @@ def malformed(rank: int, size: int) -> None:
         assert native(group, "send", given, peer=1 - rank) is NotImplemented, given
         assert native(group, "recv", given, peer=1 - rank) is NotImplemented, given
         ops = [fl.P2POp("recv", given, 1 - rank)]
-        assert group.native_sendrecv(ops) is NotImplemented, given
+        assert group.fast.sendrecv(ops) is NotImplemented, given
         pair = given, 1 - rank, by_address(np.zeros(4))
-        assert group.native_sendrecv(*pair, 1 - rank, 0, 0) is NotImplemented, given
+        assert group.fast.sendrecv(*pair, 1 - rank, 0, 0) is NotImplemented, given
     for verb, given in [  # which would have to make an array, or do not go together
         ("all_gather", {}),
         ("all_to_all", {}),
@@ -222,10 +222,10 @@ def malformed(rank: int, size: int) -> None:
     rows = [4] * size
     for out in (None, whole):
         given = whole, out, rows, 1.0, 0, 0, False
-        assert group.native(CODES["all_to_all"], *given) is NotImplemented
+        assert group.fast.collective(CODES["all_to_all"], *given) is NotImplemented
     mixed = [fl.P2POp("recv", whole, 1 - rank), fl.P2POp("send", x, 1 - rank)]
-    assert group.native_sendrecv(mixed) is NotImplemented
-    assert group.native_sendrecv(x, 1 - rank, whole, 1 - rank, 0, 0) is NotImplemented
+    assert group.fast.sendrecv(mixed) is NotImplemented
+    assert group.fast.sendrecv(x, 1 - rank, whole, 1 - rank, 0, 0) is NotImplemented
     assert [*group.journal.header] == before  # nothing has happened
     given = whole if rank else x  # without a result here there needs to be no place for it
     assert (native(group, "gather", given) is None) == (rank > 0)
@@ -290,12 +290,12 @@ def unequal_rows(rank: int, size: int) -> None:
             for one, other in MIXED[: 1 if code == BFLOAT16 else 3]:
                 out = np.zeros_like(wanted)
                 given = by_address(x) if one else x, by_address(out) if other else out
-                y = group.native(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
+                y = group.fast.collective(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
                 assert y is given[1]
                 assert out.tobytes() == wanted.tobytes()
                 more = np.zeros((len(wanted) + 1, width), x.dtype) if rank == 0 else out
                 given = given[0], by_address(more) if other else more
-                y = group.native(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
+                y = group.fast.collective(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
                 assert (y is given[1]) == (rank > 0)
                 if rank == 0:
                     assert y.shape == wanted.shape
@@ -306,7 +306,7 @@ def unequal_rows(rank: int, size: int) -> None:
                     fl.all_to_all(given[0], rows=rows, out=given[1])
     x, out = (by_address(np.zeros((size, 5 + rank))) for _ in range(2))
     with pytest.raises(MismatchError):
-        group.native(CODES["all_to_all"], x, out, [1] * size, 1.0, 0, 0, False)
+        group.fast.collective(CODES["all_to_all"], x, out, [1] * size, 1.0, 0, 0, False)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -358,18 +358,20 @@ def messages(rank: int, size: int) -> None:
             for one, other in MIXED[: 1 if code == BFLOAT16 else 3]:
                 out = np.zeros_like(x)
                 given, room = by_address(x) if one else x, by_address(out) if other else out
-                assert group.native_sendrecv(given, after, room, before, 4, 4) is room
+                assert group.fast.sendrecv(given, after, room, before, 4, 4) is room
                 assert out.tobytes() == theirs.tobytes()
                 out[:] = 0
-                receive = group.native(CODES["recv"], room, None, None, None, before, 5, True)
-                send = group.native(CODES["send"], given, None, None, None, after, 5, True)
+                receive = group.fast.collective(
+                    CODES["recv"], room, None, None, None, before, 5, True
+                )
+                send = group.fast.collective(CODES["send"], given, None, None, None, after, 5, True)
                 assert receive.wait() is room
                 assert receive.source == before
                 send.wait()
                 assert out.tobytes() == theirs.tobytes()
                 out[:] = 0
                 ops = [fl.P2POp("recv", room, before, 6), fl.P2POp("send", given, after, 6)]
-                assert group.native_sendrecv(ops).wait()[0] is room
+                assert group.fast.sendrecv(ops).wait()[0] is room
                 assert out.tobytes() == theirs.tobytes()
             if rank == 0:
                 assert native(group, "send", by_address(x), peer=1) is None
@@ -401,7 +403,7 @@ def owner_of_a_dropped_work(rank: int, size: int, count: int) -> None:
             watched = [weakref.ref(owner) for owner in owners]
             given = None if verb != "all_gather" else out
             how = (None, None) if verb == "send" else ("sum", 1.0)
-            group.native(CODES[verb], x, given, *how, int(verb == "send"), 7, True)
+            group.fast.collective(CODES[verb], x, given, *how, int(verb == "send"), 7, True)
             del x, out, owners, given
             gc.collect()
             used = watched if verb == "all_gather" else watched[:1]
@@ -432,4 +434,4 @@ def test_one_rank_takes_addresses() -> None:
     x = by_address(np.ones(3, np.float32))
     given = ALL_REDUCE.code, x, None, "sum", 1.0, 0, 0, False
     fl.barrier()  # the first call takes no short way
-    assert current_world().group.native(*given) is x
+    assert current_world().group.fast.collective(*given) is x

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed import backend as contract
+from flashlight_py.distributed.calls import fast_path
 from flashlight_py.distributed.groups import membership
 from flashlight_py.parallel import functional
 from tests.distributed.conformance import ranks_in
@@ -38,7 +38,7 @@ def drop_groups(rank: int, size: int, count: int) -> None:
 
 def count_held(rank: int, size: int) -> tuple[int, int]:
     end = time.monotonic() + 20
-    while contract.dropped and time.monotonic() < end:  # messages in them end by themselves
+    while fast_path.dropped and time.monotonic() < end:  # messages in them end by themselves
         membership.close_dropped()
         time.sleep(0.001)
     fl.barrier()
@@ -192,7 +192,7 @@ class _Interrupted:
 
 def test_a_group_whose_closing_is_interrupted_is_closed_later() -> None:
     backend, group = _Interrupted(), fl.ProcessGroup(None)
-    membership._watched[weakref.ref(group, membership.dropped.append)] = [backend]
+    membership._watched[weakref.ref(group, fast_path.dropped.append)] = [backend]
     del group
     with pytest.raises(KeyboardInterrupt):
         membership.close_dropped()
@@ -200,7 +200,7 @@ def test_a_group_whose_closing_is_interrupted_is_closed_later() -> None:
     assert backend.closed == 2
     membership.close_dropped()
     assert backend.closed == 2
-    assert not contract.dropped
+    assert not fast_path.dropped
 
 
 def shut_down_with_open_groups(rank: int, size: int, folder: str, backend: str) -> None:

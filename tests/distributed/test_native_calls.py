@@ -42,7 +42,7 @@ def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
     op = False if verb in ("send", "recv") else "sum"  # of a receive: whether fewer rows may come
     defaults = {"out": None, "op": op, "scale": 1.0, "peer": 0, "tag": 0, "async_op": False}
     arguments = {**defaults, **given}
-    got = group.native(CODES[verb], x, *(arguments[name] for name in names))
+    got = group.fast.collective(CODES[verb], x, *(arguments[name] for name in names))
     return got.wait() if isinstance(got, Work) else got
 
 
@@ -88,10 +88,10 @@ def every_verb(rank: int, size: int, async_op: bool) -> None:
     after, before = (rank + 1) % size, (rank - 1) % size
     for shape in ((3,), (50_000,)):
         x, out = np.full(shape, float(rank)), np.zeros(shape)
-        assert group.native_sendrecv(x, after, out, before, 4, 4) is out
+        assert group.fast.sendrecv(x, after, out, before, 4, 4) is out
         assert np.all(out == before)
-        receive = group.native(CODES["recv"], out, None, None, None, before, 5, True)
-        send = group.native(CODES["send"], 2 * x, None, None, None, after, 5, True)
+        receive = group.fast.collective(CODES["recv"], out, None, None, None, before, 5, True)
+        send = group.fast.collective(CODES["send"], 2 * x, None, None, None, after, 5, True)
         assert receive.wait() is out
         assert receive.source == before
         send.wait()
@@ -145,9 +145,7 @@ def what_is_not_plain(rank: int, size: int) -> None:
         ("send", {"x": x, "peer": 1 - rank, "tag": -1}),
     ]:
         assert native(group, verb, **given) is NotImplemented, (verb, given)
-    assert (
-        group.native_sendrecv(shared[:4], 1 - rank, shared[2:6], 1 - rank, 0, 0) is NotImplemented
-    )
+    assert group.fast.sendrecv(shared[:4], 1 - rank, shared[2:6], 1 - rank, 0, 0) is NotImplemented
     for dtype in map(conformance.dtype_of, DTYPES):
         assert native(group, "broadcast", np.zeros(3, dtype)) is not NotImplemented
 
@@ -179,7 +177,7 @@ def ended_by_nobody(rank: int, size: int, count: int) -> bool:
     settle()
     group = current_world().group
     x = np.full(count, 1.0)
-    group.native(CODES["all_reduce"], x, None, "sum", 1.0, 0, 0, True)
+    group.fast.collective(CODES["all_reduce"], x, None, "sum", 1.0, 0, 0, True)
     until = time.monotonic() + 10
     while not record_of(group).ended:
         assert time.monotonic() < until
@@ -201,7 +199,8 @@ def many_at_once(rank: int, size: int) -> None:
     for start in range(200):
         arrays = [np.full(1 + (start * 7 + i) % 5000, float(i + rank)) for i in range(5)]
         works = [
-            group.native(CODES["all_reduce"], x, None, "sum", 1.0, 0, 0, True) for x in arrays[:3]
+            group.fast.collective(CODES["all_reduce"], x, None, "sum", 1.0, 0, 0, True)
+            for x in arrays[:3]
         ]
         group.all_reduce(arrays[3])
         if start % 2:
@@ -227,7 +226,7 @@ def closed_meanwhile(rank: int, size: int) -> list[str]:
     group = world.new_group(range(size))
     ends: list[str] = []
     if rank == 0:
-        work = group.native(CODES["all_reduce"], np.zeros(3), None, "sum", 1.0, 0, 0, True)
+        work = group.fast.collective(CODES["all_reduce"], np.zeros(3), None, "sum", 1.0, 0, 0, True)
 
         def wait() -> None:
             with pytest.raises(GroupClosedError):
@@ -238,7 +237,7 @@ def closed_meanwhile(rank: int, size: int) -> list[str]:
         thread.start()
         group.close()
         thread.join()
-        assert group.native(CODES["barrier"], *[None] * 4, 0, 0, False) is NotImplemented
+        assert group.fast.collective(CODES["barrier"], *[None] * 4, 0, 0, False) is NotImplemented
     world.barrier()
     group.close()
     return ends
@@ -286,7 +285,7 @@ def unequal_parts(rank: int, size: int) -> list[str]:
         assert fl.all_to_all(x, rows=rows[rank], out=out) is out
         assert np.array_equal(out, wanted)
     assert "all_to_all" in record_of(group).what
-    native_way = group.native(CODES["all_to_all"], x, None, table[rank], 1.0, 0, 0, False)
+    native_way = group.fast.collective(CODES["all_to_all"], x, None, table[rank], 1.0, 0, 0, False)
     assert np.array_equal(native_way, wanted)
     errors = []
     with pytest.raises(ValueError, match="arrived from all ranks") if rank == 0 else nullcontext():
@@ -299,7 +298,10 @@ def unequal_parts(rank: int, size: int) -> list[str]:
     errors.append(str(caught.value))
     assert np.array_equal(fl.all_to_all(x, rows=table[rank]), wanted)
     for refused in ([6], [7, -1], [3, 4], [True, 5], [2.0, 4], []):
-        assert group.native(CODES["all_to_all"], x, None, refused, 1, 0, 0, False) is NotImplemented
+        assert (
+            group.fast.collective(CODES["all_to_all"], x, None, refused, 1, 0, 0, False)
+            is NotImplemented
+        )
     return errors
 
 
@@ -317,7 +319,7 @@ def several_at_once(rank: int, size: int) -> int:
         x, out = np.full(count, rank + 1.0), np.zeros((2, count))
         ops = [fl.P2POp("recv", out[0], peer, 5), fl.P2POp("recv", out[1], peer, 6)]
         ops += [fl.P2POp("send", x, peer, 5), fl.P2POp("send", x, peer, 6)]
-        work = group.native_sendrecv(ops)
+        work = group.fast.sendrecv(ops)
         assert isinstance(work, Work)
         assert all(given is one.x for given, one in zip(work.wait(), ops, strict=True))
         assert work.is_completed()
@@ -333,7 +335,7 @@ def several_at_once(rank: int, size: int) -> int:
         [object()],
         (),
     ):
-        assert group.native_sendrecv(refused) is NotImplemented
+        assert group.fast.sendrecv(refused) is NotImplemented
     ops = [fl.P2POp("send", np.zeros(30_000 + rank), peer)]
     ops += [fl.P2POp("recv", np.zeros(30_002), peer)]
     with pytest.raises(MismatchError, match="float64"):
@@ -376,20 +378,20 @@ def receives_of_any(rank: int, size: int) -> None:
 
             arguments = recv, room, None, partial, None, peer_given, 7
             sent(count)
-            check(group.native(*arguments, False))
-            work = group.native(*arguments, True)
+            check(group.fast.collective(*arguments, False))
+            work = group.fast.collective(*arguments, True)
             sent(count)
             check(work.wait())
             assert work.source == peer
             assert work.wait() is work.wait()
-            work = group.native(*arguments, True)
+            work = group.fast.collective(*arguments, True)
             with pytest.raises(CollectiveTimeoutError, match="still running"):
                 work.wait(timeout=0)  # Python takes over
             assert peer_given is not None or work.source is None
             sent(count)
             check(work.wait())
             assert work.source == peer
-            work = group.native(*arguments, True)
+            work = group.fast.collective(*arguments, True)
             sent(count)
             until = time.monotonic() + 10
             while not work.is_completed():
@@ -420,7 +422,7 @@ def batches_with_nobody(rank: int, size: int) -> None:
     ]
     ops.insert(2, fl.P2POp("send", rooms[1], None))  # nobody reads what is being filled
     for python in (False, True):
-        work = group.native_sendrecv(ops)
+        work = group.fast.sendrecv(ops)
         assert isinstance(work, Work)
         if python:
             with pytest.raises(CollectiveTimeoutError, match="still running"):
@@ -440,7 +442,7 @@ def batches_with_nobody(rank: int, size: int) -> None:
         fl.barrier()
     nobody = [fl.P2POp("send", rooms[0], None), fl.P2POp("recv", rooms[1], None)]
     count = len(group.journal.records())
-    work = group.native_sendrecv(nobody)
+    work = group.fast.sendrecv(nobody)
     assert work.is_completed()
     assert [given is got for given, got in zip(rooms, work.wait(), strict=False)] == [True] * 2
     assert len(group.journal.records()) == count
@@ -454,11 +456,11 @@ def halves(rank: int, size: int) -> None:
     """One half of a sendrecv, or none."""
     settle()
     group, x, out = current_world().group, np.full(3, rank + 1.0), np.zeros(3)
-    assert group.native_sendrecv(x, None, out, None, 0, 0) is out
+    assert group.fast.sendrecv(x, None, out, None, 0, 0) is out
     assert not out.any()
     ends: list[tuple[int | None, int | None]] = [(1 - rank, None), (None, 1 - rank)]
     for dst, src in ends if rank == 0 else ends[::-1]:
-        assert group.native_sendrecv(x, dst, out, src, 4, 4) is out
+        assert group.fast.sendrecv(x, dst, out, src, 4, 4) is out
     assert out.tolist() == [2.0 - rank] * 3
     assert [record.what[2] for record in group.journal.records()][-2:] == (
         ["send", "recv"] if rank == 0 else ["recv", "send"]
@@ -530,7 +532,7 @@ def plain_numbers(rank: int, size: int) -> None:
             ("broadcast", None, number),
             ("reduce", "sum", number * size if rank == 0 else number),
         ]:
-            got = group.native(CODES[verb], number, None, op, 1.0, 0, 0, False)
+            got = group.fast.collective(CODES[verb], number, None, op, 1.0, 0, 0, False)
             assert got == wanted, (verb, number)
             assert type(got) is type(number)
     before = [*group.journal.header]
@@ -545,7 +547,7 @@ def plain_numbers(rank: int, size: int) -> None:
         (1.5, "all_gather", None, False),
     ]:
         given = CODES[verb], number, None, op, 1.0, 1 - rank, 0, asynchronous
-        assert group.native(*given) is NotImplemented, (number, verb, op)
+        assert group.fast.collective(*given) is NotImplemented, (number, verb, op)
     assert [*group.journal.header] == before  # nothing has happened
 
 

@@ -168,7 +168,7 @@ def the_short_way(rank: int, size: int) -> None:
         (journal.GATHER_OBJECT, rank, [*range(size)] if rank == 0 else None),
         (journal.SCATTER_OBJECT, [*range(size)], [rank]),
     ]:
-        assert group.native_object(verb.code, given, 0) == wanted
+        assert group.fast.objects(verb.code, given, 0) == wanted
         record = group.journal.records()[-1].as_dict()
         assert record["verb"] == verb.name
         assert record.get("root") == (0 if verb.rooted else None)
@@ -177,9 +177,9 @@ def the_short_way(rank: int, size: int) -> None:
     for each in known:
         assert fl.broadcast_object(each) == each
         assert fl.all_gather_object(each) == [each] * size
-    assert group.native_object(33, 1, size) is NotImplemented
+    assert group.fast.objects(33, 1, size) is NotImplemented
     with pytest.raises(TypeError):
-        group.native_object(33, 1)
+        group.fast.objects(33, 1)
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.device import floating
+from flashlight_py.safetensors import pieces
 
 
 class Tensor:
@@ -80,9 +82,6 @@ def test_state_dicts(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_files_of_safetensors(dtype: str, tmp_path: Any) -> None:
-    from flashlight_py.checkpoint.tensors import pieces
-    from flashlight_py.device import floating
-
     arrays = {name: x.astype(floating(dtype, "")) for name, x in ARRAYS.items()}
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"".join(bytes(each) for each in pieces(arrays)))

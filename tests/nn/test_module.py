@@ -275,12 +275,15 @@ y = list(dict(Held().named_parameters()))
         endless.append(endless)
         assert names_of(Free(endless=endless)) == []
 
-    def test_one_is_found_among_the_first_items(self) -> None:
-        words = {f"w{n}": [n] for n in range(1000)}
+    def test_modules_are_found_behind_any_number_of_other_items(self) -> None:
+        words: dict[str, Any] = {f"w{n}": [n] for n in range(1000)}
         layers = [("one", ReLU()), None, ("two", ReLU())]
         model = Free(words=words, names=[*words], layers=layers, late=[*range(100), ReLU()])
-        assert names_of(model) == ["layers.0.1", "layers.2.1"]
-        assert names_of(Free(of={"words": words, "layer": ReLU()})) == ["of.layer"]
+        assert names_of(model) == ["layers.0.1", "layers.2.1", "late.100"]
+        model.names.append(ReLU())  # type: ignore[attr-defined]
+        words["w7"][0] = Linear(1, 1)
+        expected = ["words.w7.0", "names.1000", "layers.0.1", "layers.2.1", "late.100"]
+        assert names_of(model) == expected
 
     @pytest.mark.parametrize(
         ("items", "name"),

@@ -1,4 +1,4 @@
-"""The kernels of csrc/optim and the statements of rules.inc on arrays give the reference's bits."""
+"""The kernels of csrc/optim have the bits of the NumPy rules in optim/cpu.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from flashlight_py.autograd import Variable, param
 from flashlight_py.device import to_device
 from flashlight_py.optim import cpu, optimizer
 from flashlight_py.optim.cpu import INVERSE, LR
-from tests.optim import reference
 
 MODULE = cpu.native()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="csrc/optim was not built")
@@ -108,7 +107,7 @@ def in_pieces(make: Make, dtype: str) -> list[Any]:
 
 
 @EVERY_RULE
-def test_all_instruction_sets_give_the_bits_of_the_reference(
+def test_all_instruction_sets_have_the_bits_of_numpy_rules(
     make: Make, use: Any, without: Any
 ) -> None:
     found = {}
@@ -129,7 +128,7 @@ def test_all_instruction_sets_give_the_bits_of_the_reference(
 
 @EVERY_SET
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_sums_of_squares_are_the_reference_s(instructions: str, dtype: str, use: Any) -> None:
+def test_sums_of_squares_have_the_bits_of_numpy(instructions: str, dtype: str, use: Any) -> None:
     use(instructions)
     for array in draw(3, dtype, [0, 1, 15, 16, 17, 70, 65535, 65536, 65537, 200_000]):
         total = cpu.sum_of_squares(array)
@@ -160,7 +159,7 @@ def unusual() -> dict[str, tuple[Any, Any]]:
 
 @pytest.mark.parametrize("what", unusual())
 @pytest.mark.parametrize("make", [RULES["adam"], RULES["novograd"]])
-def test_what_does_not_fit_is_stepped_by_the_reference(make: Make, what: str, without: Any) -> None:
+def test_unusual_arrays_are_stepped_by_numpy_rules(make: Make, what: str, without: Any) -> None:
     """Beside one that does."""
 
     def run() -> list[Any]:
@@ -177,19 +176,7 @@ def test_what_does_not_fit_is_stepped_by_the_reference(make: Make, what: str, wi
     assert with_native == run()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@EVERY_RULE
-def test_rules_on_arrays_give_the_bits_of_the_reference(
-    make: Make, dtype: str, without: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reference is a second writing of the rules, which shares no line with rules.inc."""
-    without()
-    found = stepped(make, dtype, SIZES), in_pieces(make, dtype)
-    monkeypatch.setattr(cpu, "change", reference.change)
-    assert found == (stepped(make, dtype, SIZES), in_pieces(make, dtype))
-
-
-def test_what_fits_is_not_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_arrays_are_stepped_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cpu, "change")
     for make in RULES.values():
         stepped(make, "float32", [3, 100])

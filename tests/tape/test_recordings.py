@@ -277,9 +277,10 @@ def test_a_recording_sees_its_own_thread_alone() -> None:
     assert float((weight * X[1]).sum().scalar()) == pytest.approx(X[1].sum())
     fl.random.generator().random(3)
     fl.all_reduce(np.ones(3))
+    assert "grad" not in vars(type(fl.param(np.ones(3))))  # variables of others are as ever
     done.set()
     worker.join()
-    assert type(np.asarray(values)) is np.ndarray
+    assert (type(np.asarray(values)), type(weight)) == (np.ndarray, fl.Variable)
     assert step.reason == ""
     assert step(X[2]).scalar() == pytest.approx(X[2].sum())
     assert step.replays == 1

@@ -14,9 +14,8 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
-from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.grid import Grid, extents_of
-from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of
+from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of, world_fast
 from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
@@ -239,8 +238,7 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
     """
     if (
         timeout is None
-        and (membership.world_native_barrier if group is None else of(group).native_barrier)()
-        is None
+        and (world_fast.barrier if group is None else of(group).fast.barrier)() is None
     ):
         return
     members = of(group)

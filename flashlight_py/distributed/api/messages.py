@@ -12,8 +12,7 @@ from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import Apart, check_rank
 from flashlight_py.distributed.calls.kinds import returned
-from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 
@@ -38,7 +37,7 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
             call of the group if the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if (membership.world_native if group is None else of(group).native)(
+    if (world_fast.collective if group is None else of(group).fast.collective)(
         SEND.code, x, None, None, None, dst, tag, False
     ) is NotImplemented:
         _message(send, x, dst, tag, group)
@@ -70,7 +69,7 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         RECV.code, x, None, partial, None, src, tag, False
     )
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
@@ -87,7 +86,7 @@ def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         SEND.code, x, None, None, None, dst, tag, True
     )
     return _message(isend, x, dst, tag, group) if y is NotImplemented else y
@@ -106,7 +105,7 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         RECV.code, x, None, partial, None, src, tag, True
     )
     return _message(irecv, x, src, tag, group, partial) if y is NotImplemented else y
@@ -150,7 +149,7 @@ def sendrecv(
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
-    y = (membership.world_native_sendrecv if group is None else of(group).native_sendrecv)(
+    y = (world_fast.sendrecv if group is None else of(group).fast.sendrecv)(
         x, dst, out, src, tag, other
     )
     if y is not NotImplemented:
@@ -170,7 +169,7 @@ def sendrecv(
                 call.blocking = False
             ended = AllOf(_begin_all(members, both[::-1])).wait()
             return out if src is None else ended[0]
-        y = members.native_sendrecv(calls[0].array, dst, calls[1].array, src, tag, other)
+        y = members.fast.sendrecv(calls[0].array, dst, calls[1].array, src, tag, other)
         work = members.run_many(calls, "sendrecv") if y is NotImplemented else Done(y)
         return _home(members, both[1], work)
 
@@ -188,9 +187,7 @@ def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list
         TypeError: one of ``ops`` is no ``P2POp``, or as for :func:`send`.
         DistributedError: as for :func:`send` and :func:`recv`.
     """
-    work: Work = (membership.world_native_sendrecv if group is None else of(group).native_sendrecv)(
-        ops
-    )
+    work: Work = (world_fast.sendrecv if group is None else of(group).fast.sendrecv)(ops)
     if work is not NotImplemented:
         return work
     members, ops = of(group), list(ops)
@@ -224,7 +221,7 @@ class _Message(NamedTuple):
 def _message(
     function: Callable[..., Any], x: Any, peer: Any, tag: int, group: Group, partial: bool = False
 ) -> Any:
-    """Do what a public ``function`` does for one message, where there is no short way."""
+    """Do what a public ``function`` does for one message, if there is no fast path."""
     verb, members = function.__name__, of(group)
     op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
     if verb == op.kind and not partial:
@@ -264,7 +261,7 @@ def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
         ops = [
             P2POp(messages[i].op.kind, calls[i].array, calls[i].peer, calls[i].tag) for i in batch
         ]
-        together = members.native_sendrecv(ops)
+        together = members.fast.sendrecv(ops)
         if together is NotImplemented:
             together = members.run_many([calls[i] for i in batch], "batch_isend_irecv")
         works |= dict.fromkeys(batch, together)

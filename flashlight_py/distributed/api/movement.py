@@ -36,8 +36,7 @@ from flashlight_py.distributed.calls.checks import Apart, check_rank, check_rows
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.failures.wording import different_calls
-from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import MismatchError
@@ -65,7 +64,7 @@ def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = Fals
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op
     )
     if y is not NotImplemented:
@@ -96,7 +95,7 @@ def all_gather(
             is raised after all ranks have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op
     )
     if y is not NotImplemented:
@@ -122,7 +121,7 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         GATHER.code, x, out, "sum", 1.0, root, 0, async_op
     )
     if y is not NotImplemented:
@@ -167,7 +166,7 @@ def scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if rows is None:
-        y = (membership.world_native if group is None else of(group).native)(
+        y = (world_fast.collective if group is None else of(group).fast.collective)(
             SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op
         )
         if y is not NotImplemented:
@@ -225,7 +224,7 @@ def all_to_all(
     """
     if not return_rows:
         parts: Any = "sum" if rows is None else rows
-        y = (membership.world_native if group is None else of(group).native)(
+        y = (world_fast.collective if group is None else of(group).fast.collective)(
             ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op
         )
         if y is not NotImplemented:

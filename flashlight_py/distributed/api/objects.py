@@ -25,8 +25,7 @@ from flashlight_py.distributed.failures.journal import (
     GATHER_OBJECT,
     SCATTER_OBJECT,
 )
-from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -179,7 +178,7 @@ def _words_of(error: Exception) -> bytes:
 def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:
     """Return the list of what comes to this rank, which has ``given``; None: nothing does."""
     try:
-        come = (membership.world_native_object if group is None else of(group).native_object)(
+        come = (world_fast.objects if group is None else of(group).fast.objects)(
             verb.code, given, root
         )
     except BaseException as error:

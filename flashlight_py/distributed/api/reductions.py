@@ -35,8 +35,7 @@ from flashlight_py.distributed.calls.checks import NUMBERS, Apart, as_number
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.constants import Op, ReduceOp
-from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -110,7 +109,7 @@ def all_reduce(
     if out is not None:
         _copied(x, out, group)
         x = out
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op
     )
     if y is not NotImplemented:
@@ -155,7 +154,7 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         REDUCE.code, x, None, op, scale, root, 0, async_op
     )
     if y is not NotImplemented:
@@ -198,7 +197,7 @@ def reduce_scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if rows is None:
-        y = (membership.world_native if group is None else of(group).native)(
+        y = (world_fast.collective if group is None else of(group).fast.collective)(
             REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op
         )
         if y is not NotImplemented:
@@ -229,7 +228,7 @@ def scan(
         >>> fl.scan(np.array([1.0, 2.0]))  # one process
         array([1., 2.])
     """
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         SCAN.code, x, None, op, scale, 0, 0, async_op
     )
     if y is not NotImplemented:
@@ -248,7 +247,7 @@ def exscan(
     Arguments, results and errors are those of :func:`scan`.
     """
     members = of(group)
-    y = members.native(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
+    y = members.fast.collective(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
     if y is NotImplemented:
         y = collective(members, EXSCAN, x, op=op, scale=scale, async_op=async_op)
     if members.rank != 0:
@@ -351,7 +350,7 @@ def all_reduce_multiple(
             sent.
     """
     limit = of(group).packed_bytes[bool(async_op)] if contiguous else -1
-    y = (membership.world_native if group is None else of(group).native)(
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
         ALL_REDUCE.code, xs, limit, op, scale, 0, 0, async_op
     )
     if type(y) is list:
@@ -466,7 +465,7 @@ def _together(
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
         root = 1 + (digest >> 34)  # ranks compare it: other shapes may have as many elements
-        y = members.native(ALL_REDUCE.code, flat, None, op, scale, root, 0, async_op)
+        y = members.fast.collective(ALL_REDUCE.code, flat, None, op, scale, root, 0, async_op)
         if y is NotImplemented:
             y = collective(members, ALL_REDUCE, flat, root=root, **how)
         unpack = partial(_unpack, [(flat, *arrays)], [])

@@ -125,7 +125,7 @@ _remembered = functools.lru_cache(256)(reduction)
 def packed_natively(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) -> Any:
     """Let native code do what is plain if it is packed; otherwise return NotImplemented.
 
-    ``how`` are the further arguments of ``native`` of ``Backend.bind``, the last one ``async_op``.
+    ``how`` are the further arguments of ``FastPath.collective``, the last one ``async_op``.
     """
     array, room = as_numpy(x), None if out is None else as_numpy(out)
     filled = array if verb.in_place else room
@@ -135,7 +135,7 @@ def packed_natively(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) 
     if is_read_only or how[0] in LOGICAL or code_of(array.dtype) == MOVED:
         return NotImplemented
     packed, space = pack(array), None if room is None else pack(room)
-    y = group.native(verb.code, packed, space, *how)
+    y = group.fast.collective(verb.code, packed, space, *how)
     if y is NotImplemented:
         return y
 

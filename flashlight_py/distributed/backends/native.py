@@ -6,7 +6,7 @@ Calls go there as the library takes them: a signature, addresses to read and to 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import dropped, left_to_python
 from flashlight_py.distributed.backends.callers import (
     SITE_BYTES,
     Callers,
@@ -41,6 +40,7 @@ from flashlight_py.distributed.backends.native_work import (
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
+from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import (
     NATIVE,
@@ -89,10 +89,10 @@ class NativeBackend(NativeGroup):
         self._next = Describer(native)  # the call that this thread is about to make
         self._callers = Callers(self.name)
         self._first: list[Any] = []  # what is to be done before the next call
-        self._step: Callable[..., Any] | None = None  # native code for steps of calls
+        self._step: EntryPoints | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
 
-    def bind(self, journal: Journal) -> tuple[Callable[..., Any], ...]:
+    def bind(self, journal: Journal) -> FastPath:
         """Let native code read plain arrays by itself; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
@@ -102,13 +102,13 @@ class NativeBackend(NativeGroup):
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
         """Let native code make a step of a call; see ``Backend``. Nothing is recorded."""
-        if (native := self._step) is None:
+        if (path := self._step) is None:
             fast = _native.optional("fast", SLOWER)
-            native = self._step = left_to_python if fast is None else self._bound(fast, Ring())[0]
-        result = native(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
+            path = self._step = EntryPoints() if fast is None else self._bound(fast, Ring())
+        result = path.collective(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
         return super().step(verb, array, seconds) if result is NotImplemented else result
 
-    def _bound(self, fast: Any, ring: Ring) -> tuple[Callable[..., Any], ...]:
+    def _bound(self, fast: Any, ring: Ring) -> EntryPoints:
         fast.verbs(FLAGS)
         group = self._open("bind")
         self._callers.of_native = ring.header
@@ -117,7 +117,7 @@ class NativeBackend(NativeGroup):
         of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
         names = (*own, *of_op, *self.steps)
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
-        return fast.bind(  # type: ignore[no-any-return]
+        functions_of_group = fast.bind(
             *(self._address_of(group), group, self.rank, self.size, self.timeout),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
@@ -125,6 +125,7 @@ class NativeBackend(NativeGroup):
             *(ring.memory, ring.notes, folders(), self._callers.threads),
             (self._first, dropped),
         )
+        return EntryPoints(*functions_of_group)
 
     def _owned(self, group: Any) -> Any:
         """Return ``group`` of the library, which is freed when nothing refers to it any more."""

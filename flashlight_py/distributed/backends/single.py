@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from flashlight_py import _native
-from flashlight_py.distributed.backend import Backend, dropped
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.native import FLAGS, SLOWER
 from flashlight_py.distributed.backends.native_work import light_work
 from flashlight_py.distributed.calls.arrays import require_length, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.call_site import folders
+from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.verbs import SCATTER
@@ -54,14 +52,15 @@ class SingleBackend(Backend):
     def close(self) -> None:
         """Nothing is held."""
 
-    def bind(self, journal: Journal) -> tuple[Callable[..., Any], ...]:
+    def bind(self, journal: Journal) -> FastPath:
         """Let native code do what needs no other rank; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
         journal.open_to_native(fast.clocks)
         fast.verbs(FLAGS)
-        return fast.bind(  # type: ignore[no-any-return]
+        functions = fast.bind(
             *(0, None, 0, 1, 0.0, (0,) * 12, (None,) * 3),
             (AllOf, None, light_work(fast), {}),
             *(journal.memory, journal.notes, folders(), set(), (dropped,)),
         )
+        return EntryPoints(*functions)

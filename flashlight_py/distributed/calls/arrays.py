@@ -423,7 +423,7 @@ def may_overlap(one: Array, other: Array) -> bool:
 
 
 def length(array: Any) -> int:
-    """Return the first dimension of an array, or of what stands for one: see ``Backend.bind``."""
+    """Return the first dimension of an array, or of what stands for one: see ``FastPath``."""
     shape = array[2] if type(array) is tuple else array.shape
     return int(shape[0])
 

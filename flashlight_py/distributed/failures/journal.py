@@ -226,7 +226,7 @@ class Journal(Ring):
         record.ended = monotonic_ns()
 
     def begun(self, verb: str, array: Any, op: ReduceOp) -> Record:
-        """Count and record a call that begins now, for a short way that notes its end."""
+        """Count and record a call that begins now, for a fast path that notes its end."""
         return self._begin((self.name, self._count(), verb, array.dtype, array.shape, op), 4)
 
     def refused(self, verb: str, error: Exception, peer: int | None = None) -> None:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
-from flashlight_py.distributed.backend import Backend, dropped, left_to_python
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.fast_path import EntryPoints, dropped, left_to_python
 from flashlight_py.distributed.calls.self_messages import SelfMessages
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import Journal, name_of_group
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 # collected, are no Python code: what a signal handler raises there would be lost. A dictionary, as
 # threads add to it while others read it.
 _watched: dict[weakref.ref[Membership], list[Backend]] = {}
-
-_SHORT_WAYS = ("native", "native_sendrecv", "native_object", "native_barrier")
-_NO_SHORT_WAYS = (left_to_python,) * len(_SHORT_WAYS)
 
 # Results that are still to be brought home, before it is looked which of them have been.
 _LEAST_UNFINISHED = 8
@@ -70,10 +67,6 @@ class Membership:
 
     rank = -1
     gpus: Backend | None = None  # that of CuPy arrays, once the GPUs are joined
-    native: Callable[..., Any]
-    native_sendrecv: Callable[..., Any]
-    native_object: Callable[..., Any]
-    native_barrier: Callable[..., Any]
     _forked = False
 
     def __init__(
@@ -83,7 +76,8 @@ class Membership:
         joiner: Joiner | None = None,
         first_use: Callable[[], None] | None = None,
     ) -> None:
-        self.on_first_use = first_use  # whoever calls first comes by there, on no short way
+        self.on_first_use = first_use  # the first call calls it; until then there is no fast path
+        self.fast = EntryPoints()
         self._backend, self._joiner = backend, joiner
         self._joined: list[Backend] = []  # what is to be closed, also where the group is dropped
         self._children: dict[weakref.ref[Membership], None] = {}
@@ -94,7 +88,6 @@ class Membership:
         self.packed_bytes = both  # of a blocking call, and of an asynchronous one
         if backend is None:
             self.ranks, self.journal = tuple(ranks or ()), Journal("none of this process", (), "")
-            self._bind(_NO_SHORT_WAYS)
         else:
             self.ranks = tuple(range(backend.size) if ranks is None else ranks)
             self.rank = backend.rank
@@ -103,20 +96,17 @@ class Membership:
             self._joined.append(backend)
             if joiner is not None or backend.size > 1:
                 _watched[weakref.ref(self, dropped.append)] = self._joined
-            self._bind(backend.bind(self.journal) if first_use is None else _NO_SHORT_WAYS)
+            if first_use is None:
+                self.fast.replace_by(backend.bind(self.journal))
             backend.count = self.journal.count
         self.size = len(self.ranks)
 
-    def _bind(self, ways: Sequence[Callable[..., Any]]) -> None:
-        for name, way in zip(_SHORT_WAYS, ways, strict=True):
-            setattr(self, name, way)
-
-    def take_short_ways(self) -> None:
-        """Take the backend's short ways as they are now."""
+    def open_fast_path(self) -> None:
+        """Use the fast path of the backend as it is now."""
         self.on_first_use = None
-        self._bind(self.backend().bind(self.journal))
+        self.fast.replace_by(self.backend().bind(self.journal))
         if self.gpus is not None:
-            self.native_barrier = left_to_python  # it is one of the GPUs too
+            self.fast.barrier = left_to_python  # it is one of the GPUs too
         if self is _world:
             use_as_world(self)
 
@@ -144,7 +134,7 @@ class Membership:
             close_dropped()
         if self.on_first_use is not None:
             first_use = self.on_first_use
-            self.take_short_ways()
+            self.open_fast_path()
             first_use()
         if self._backend is None:
             raise self._unusable()
@@ -181,7 +171,7 @@ class Membership:
                 )
             self.gpus = self._joiner.join_gpus(self.backend())
             self._joined.insert(0, self.gpus)
-            self.take_short_ways()
+            self.open_fast_path()
         return self.gpus
 
     def subgroup(
@@ -234,7 +224,7 @@ class Membership:
             self._joiner = self._joiner.limited(seconds)
         for joined in self._joined:
             joined.limit(seconds)
-        self.take_short_ways()
+        self.open_fast_path()
 
     def run(self, call: Call) -> Work:
         """Start ``call``, and wait for its end if it is blocking; the journal has it."""
@@ -298,7 +288,7 @@ class Membership:
         self._forked |= forked
         backends, self._joined = self._joined, []
         self.gpus = self._backend = None
-        self._bind(_NO_SHORT_WAYS)
+        self.fast.replace_by(EntryPoints())
         _watched.pop(weakref.ref(self), None)
         return backends
 
@@ -369,21 +359,15 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 _world: Membership | None = None
-# The short ways of the world, by Backend.bind: small calls have no time to look for them, and none
-# for a function that does. To be called at once and not kept: whoever has one, as a frame of a
-# traceback does, keeps the library's group from being freed.
-world_native: Callable[..., Any] = left_to_python
-world_native_sendrecv: Callable[..., Any] = left_to_python
-world_native_object: Callable[..., Any] = left_to_python
-world_native_barrier: Callable[..., Any] = left_to_python
+world_fast = EntryPoints()
+"""The fast path of the world, whichever group that is: a call of 0.2 us has no time to ask."""
 
 
 def use_as_world(group: Membership) -> None:
     """Make ``group`` what stands for the world: all ranks as they are now."""
     global _world  # noqa: PLW0603  (the world of the process)
     _world = group
-    for name in _SHORT_WAYS:
-        globals()[f"world_{name}"] = getattr(group, name)
+    world_fast.replace_by(group.fast)
 
 
 def of(group: Membership | None) -> Membership:
@@ -397,30 +381,3 @@ def of(group: Membership | None) -> Membership:
             f"{type(group).__name__}"
         )
     return group
-
-
-class RepeatedCalls:
-    """Repeats ``calls`` with the ``array`` and ``out`` of each, in a group or the present world."""
-
-    def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
-        self._group, self.__name__ = None if group is of(None) else group, name
-        self._calls = [replace(call, array=None, out=None) for call in calls]
-        call = calls[0]  # native code compares names of operations by identity
-        op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
-        self._rest = op, call.scale, call.root, 0, not call.blocking
-
-    def __call__(self, *arrays: Any) -> Any:
-        call, group = self._calls[0], self._group
-        if len(self._calls) == 1 and not call.verb.is_message:
-            native = world_native if group is None else group.native
-            if (y := native(call.verb.code, *arrays, *self._rest)) is not NotImplemented:
-                return y
-        work = self.begin(arrays)
-        return work.wait() if call.blocking else work
-
-    def begin(self, arrays: Sequence[Any]) -> Work:
-        """Start the calls through Python."""
-        given = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
-        calls = [replace(call, array=array, out=out) for call, array, out in given]
-        several, group = len(calls) > 1, of(self._group)
-        return group.run_many(calls, self.__name__) if several else group.run(calls[0])

@@ -48,7 +48,9 @@ class Bucket:
         """Sum an array of any shape and dtype over the ranks, times ``scale``, in place."""
         if not (blocking or self._pays_inline(array)):
             return self.group.all_reduce(array, self.scale, async_op=True)
-        done = self.group.native(ALL_REDUCE.code, array, None, "sum", self.scale, 0, 0, False)
+        done = self.group.fast.collective(
+            ALL_REDUCE.code, array, None, "sum", self.scale, 0, 0, False
+        )
         if done is not array:
             self.group.all_reduce(array, self.scale)
         return Done(array)

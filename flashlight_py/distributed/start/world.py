@@ -65,7 +65,7 @@ def set_world(world: World | None) -> None:
     """Make ``world`` the current one; None: this process alone."""
     global _world  # noqa: PLW0603  (the one piece of process-wide state)
     _world = world
-    _ALONE.group.take_short_ways()  # whoever uses the process alone after this knows
+    _ALONE.group.open_fast_path()  # whoever uses the process alone after this knows
     membership.use_as_world(current_world().group)
 
 
