@@ -236,10 +236,8 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
         CollectiveTimeoutError: a rank (named) did not arrive in time.
         DistributedError: as for :func:`all_reduce`.
     """
-    if (
-        timeout is None
-        and (world_fast.barrier if group is None else of(group).fast.barrier)() is None
-    ):
+    native = (world_fast if group is None else of(group).fast).barrier
+    if timeout is None and native() is None:
         return
     members = of(group)
     with refusing(members, BARRIER):

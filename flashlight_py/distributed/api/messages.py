@@ -37,9 +37,8 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
             call of the group if the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if (world_fast.collective if group is None else of(group).fast.collective)(
-        SEND.code, x, None, None, None, dst, tag, False
-    ) is NotImplemented:
+    native = (world_fast if group is None else of(group).fast).collective
+    if native(SEND.code, x, None, None, None, dst, tag, False) is NotImplemented:
         _message(send, x, dst, tag, group)
 
 
@@ -69,9 +68,8 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        RECV.code, x, None, partial, None, src, tag, False
-    )
+    native = (world_fast if group is None else of(group).fast).collective
+    y = native(RECV.code, x, None, partial, None, src, tag, False)
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -86,9 +84,8 @@ def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        SEND.code, x, None, None, None, dst, tag, True
-    )
+    native = (world_fast if group is None else of(group).fast).collective
+    y = native(SEND.code, x, None, None, None, dst, tag, True)
     return _message(isend, x, dst, tag, group) if y is NotImplemented else y
 
 
@@ -105,9 +102,8 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        RECV.code, x, None, partial, None, src, tag, True
-    )
+    native = (world_fast if group is None else of(group).fast).collective
+    y = native(RECV.code, x, None, partial, None, src, tag, True)
     return _message(irecv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -149,15 +145,14 @@ def sendrecv(
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
-    y = (world_fast.sendrecv if group is None else of(group).fast.sendrecv)(
-        x, dst, out, src, tag, other
-    )
+    native = (world_fast if group is None else of(group).fast).sendrecv
+    y = native(x, dst, out, src, tag, other)
     if y is not NotImplemented:
         return y
     members, both_ops = of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))
     ops = [op for op in both_ops if op.peer is not None]
     with refusing(members, "sendrecv", ops, [x, out]):
-        members.backend()  # a closed group has no neighbours, not even nobody
+        members.backend()  # raises if the group is closed
         both = [_prepare(members, "sendrecv", op, True) for op in ops]
         calls = [message.call for message in both]
         is_pair = len(both) == 2
@@ -187,7 +182,7 @@ def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list
         TypeError: one of ``ops`` is no ``P2POp``, or as for :func:`send`.
         DistributedError: as for :func:`send` and :func:`recv`.
     """
-    work: Work = (world_fast.sendrecv if group is None else of(group).fast.sendrecv)(ops)
+    work: Work = (world_fast if group is None else of(group).fast).sendrecv(ops)
     if work is not NotImplemented:
         return work
     members, ops = of(group), list(ops)
@@ -272,14 +267,12 @@ def _begin(members: Membership, call: Call) -> Work:
     """Begin one message of a NumPy array, or one to this rank itself."""
     if call.peer != members.rank:
         return members.run(call)
-    members.backend()  # a closed group takes no messages
+    members.backend()  # raises if the group is closed
     own, tag = members.messages_to_self, call.tag
     if call.verb is SEND:
         return members.journal.run([call], "send", lambda: own.send(call.array, tag))
     work = members.journal.run([call], "recv", lambda: own.recv(call.array, tag, call.partial))
-    if not call.is_open:
-        return work
-    return Then(work, lambda part: Matched(members.rank, part.shape[0]))
+    return Then(work, lambda part: Matched(members.rank, len(part))) if call.is_open else work
 
 
 def _home(members: Membership, message: _Message, work: Work) -> Any:

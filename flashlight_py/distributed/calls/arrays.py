@@ -16,7 +16,6 @@ from flashlight_py.device import Array, array_module, bfloat16, is_cupy, is_floa
 from flashlight_py.distributed.calls.kinds import BFLOAT16_BYTES, copy_to_fill, is_of, kind_of
 from flashlight_py.distributed.constants import ReduceOp
 
-
 ACCEPTED = (
     "numpy.ndarray, cupy.ndarray, torch.Tensor, jax.Array, flashlight_py.Variable or an array with "
     "DLPack, __cuda_array_interface__ or the buffer protocol, of dtype bool, int8 to int64, uint8 "
