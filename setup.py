@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -17,21 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, ExecError
 
-NEEDED = {
-    "gloo": "Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and ",
-    "shm": "",
-    "fast": "",
-    "tree": "",
-    "tagi": "",
-    "optim": "",
-    "nn": "",
-    "tape": "",
-    "launch": "",
-}
+NEEDED = {"gloo": "Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and "}
 # What a system must have for the extension, as a program that includes it.
 HEADERS = {"gloo": ["gloo/transport/tcp/device.h"], "shm": ["linux/futex.h"]}
 # Of all files. Python's own -g makes nine tenths of a library, and Debian lacks a header of Gloo. A
@@ -173,7 +164,8 @@ class BuildOptionalExtensions(build_ext):
             return
         Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # one from an earlier build
         note.parent.mkdir(parents=True, exist_ok=True)
-        remedy = f"Install {NEEDED[_short_name(ext)]}a C++17 compiler, then install again: {AGAIN}"
+        needed = NEEDED.get(_short_name(ext), "")
+        remedy = f"Install {needed}a C++17 compiler, then install again: {AGAIN}"
         note.write_text(f"{reason}. {remedy}\n", encoding="utf-8", errors="backslashreplace")
         self.warn(f"{ext.name} is left out: {reason}")
 
@@ -253,91 +245,11 @@ class BuildOptionalExtensions(build_ext):
         return [path for path in super().get_outputs() if Path(path).exists()]
 
 
-def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extension:
-    """Return an extension that reads NumPy arrays by itself; also abi3."""
-    import numpy
-
-    return Extension(
-        f"flashlight_py._native._{name}",
-        sources=sources,
-        depends=depends,
-        include_dirs=[numpy.get_include()],
-        define_macros=[("Py_LIMITED_API", "0x030A0000")],
-        extra_compile_args=["-O3", "-fvisibility=hidden"],
-        py_limited_api=True,
-    )
-
-
-FAST = numpy_extension(
-    "fast",
-    [
-        *(f"csrc/fast/{name}.c" for name in ("fast", "call", "alone", "place", "plain")),
-        *(f"csrc/fast/{name}.c" for name in ("uneven", "batch", "several", "objects", "works")),
-    ],
-    [
-        *(f"csrc/fast/{name}.h" for name in ("binding", "plain", "ring")),
-        *("csrc/common/ticks.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"),
-    ],
-)
-TREE = numpy_extension(
-    "tree",
-    [f"csrc/tree/{name}.c" for name in ("module", "pack", "walk")],
-    [f"csrc/tree/{name}.h" for name in ("memo", "text", "tree")],
-)
-OPTIM = numpy_extension(
-    "optim",
-    [f"csrc/optim/{name}.cc" for name in ("module", "prepared", "sets", "tasks")],
-    [
-        *("csrc/optim/kernels.inc", "csrc/optim/optim.h", "csrc/optim/tasks.h"),
-        *("csrc/common/each_set.inc", "flashlight_py/optim/rules.inc"),
-    ],
-)
-# As csrc/tagi/build_tagi.py: the same bits everywhere, and square roots as vectors.
-OPTIM.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
-OPTIM.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
-OPTIM.include_dirs += ["."]
-OPTIM.language = "c++"
-NN = numpy_extension(
-    "nn",
-    [
-        f"csrc/nn/{name}.cc"
-        for name in ("module", "memory", "convolutions", "pools", "norms", "attentions", "elements")
-    ],
-    [
-        *("csrc/nn/nn.h", "csrc/nn/windows.h", "csrc/common/each_set.inc"),
-        *sorted(f"csrc/nn/{path.name}" for path in Path("csrc/nn").glob("*.inc")),
-    ],
-)
-# As csrc/optim.
-NN.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
-NN.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
-NN.include_dirs += ["."]
-NN.language = "c++"
-TAPE = numpy_extension(
-    "tape",
-    [
-        *(f"csrc/tape/{name}.cc" for name in ("module", "program", "instructions", "loops")),
-        *(f"csrc/tape/{name}.cc" for name in ("elements", "products", "watch")),
-    ],
-    [
-        *(f"csrc/tape/{name}.h" for name in ("tape", "program")),
-        *("csrc/tape/products.inc", "csrc/tape/kernels.inc", "csrc/common/each_set.inc"),
-    ],
-)
-# As csrc/optim.
-TAPE.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
-TAPE.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
-TAPE.include_dirs += ["."]
-TAPE.language = "c++"
+BUILD = runpy.run_path("csrc/build.py")
 
 setup(
-    ext_modules=[FAST, NN, OPTIM, TAPE, TREE],
-    cffi_modules=[
-        *(f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")),
-        "csrc/nccl/build_launch.py:ffi",
-    ],
+    ext_modules=BUILD["EXTENSIONS"],
+    cffi_modules=BUILD["BINDINGS"],
     cmdclass={"build_ext": BuildOptionalExtensions},
-    options={
-        "bdist_wheel": {"py_limited_api": "cp310"},
-    },
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

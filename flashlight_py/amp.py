@@ -33,12 +33,11 @@ class autocast(ContextDecorator):
     Products (``matmul``, ``linear`` and what is made of them) take their inputs in ``dtype`` and
     return it; sums, means, exponentials, logarithms, powers, softmax and losses take and return
     float32; other functions compute in the widest dtype that they get. float64 and integers stay as
-    they are. Parameters stay float32, and get gradients of float32; each is cast once a region,
-    and when an optimizer has stepped; ``weight.array[...] = 0`` is not seen until the next one.
+    they are. Parameters stay float32, and get gradients of float32; each is cast once a region, and
+    when an optimizer has stepped; ``weight.array[...] = 0`` is not seen until the next one.
 
-    It holds for this thread, may be nested, and ``enabled=False`` inside makes functions take
-    dtypes as they are. The backward pass needs no autocast. A captured step may enter it, or be
-    called in it.
+    It holds for this thread and may be nested; ``enabled=False`` switches an outer one off. The
+    backward pass needs no autocast. A captured step may enter it, or be called in it.
 
     Args:
         dtype: ``"float16"`` or ``"bfloat16"``, which needs ml_dtypes; or the dtype itself.
@@ -170,9 +169,8 @@ class DynamicScaler(HoldsState):
     def unscale(self, optimizer: Any) -> None:
         """Divide the gradients of the optimizer's parameters by the scale, in place.
 
-        For what looks at gradients before the step, such as ``clip_grad_norm``; ``step`` does it
-        where it was not done. Collective in a world of several ranks, as with parameters of a
-        sharded module; blocks until the gradients are known.
+        For what looks at gradients before the step, such as ``clip_grad_norm``. Collective in a
+        world of several ranks; blocks until the gradients are known.
 
         Raises:
             RuntimeError: it was done since the last ``update``, or the optimizer has stepped.
@@ -254,10 +252,7 @@ class DynamicScaler(HoldsState):
         self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, the factors and the steps since it has changed, by torch's names.
-
-        Empty where the scaler is not enabled.
-        """
+        """Return the scale, the factors and the steps since it has changed, by torch's names."""
         factors = self.growth_factor, self.backoff_factor
         values = self.get_scale(), *factors, self.growth_interval, self._tracker.item()
         return dict(zip(_STATE, values, strict=True)) if self.enabled else {}

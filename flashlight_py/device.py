@@ -1,7 +1,5 @@
 """The array library of an array. CuPy is never imported before a CuPy array exists."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any, TypeAlias

@@ -6,8 +6,6 @@ one of these; the class says whose fault it is, the message says what was being 
 of how many, what was expected, what was received, and what to do next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flashlight_py.tracebacks import folded

@@ -3,8 +3,6 @@
 They are compiled by CuPy when first used. Narrower types than float32 are computed in float32.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -13,8 +13,8 @@ _SPELLINGS = ("scipy_{}64_", "{}64_", "scipy_{}", "{}")
 _RTLD_DI_LINKMAP = 2
 
 
-def paths_of(name: str) -> list[str]:
-    """Return the paths of loaded libraries whose file names contain ``name``, NumPy's own first."""
+def mapped(name: str) -> Iterator[ctypes.CDLL]:
+    """Yield the loaded libraries whose file names contain ``name``, NumPy's own first."""
     # dl_iterate_phdr(3) holds a lock in its callback: deadlock with an import that holds the GIL.
     paths, link, process = set[str](), ctypes.c_void_p(), ctypes.CDLL(None)
     process.dlinfo(ctypes.c_void_p(process._handle), _RTLD_DI_LINKMAP, ctypes.byref(link))
@@ -23,12 +23,7 @@ def paths_of(name: str) -> list[str]:
         _, text, _, address = (ctypes.c_void_p * 4).from_address(address)
         paths.add(os.fsdecode(ctypes.string_at(text or b"")))
     named = [path for path in paths if name in os.path.basename(path)]
-    return sorted(named, key=lambda path: ("numpy" not in path, path))
-
-
-def mapped(name: str) -> Iterator[ctypes.CDLL]:
-    """Yield the loaded libraries whose file names contain ``name``, NumPy's own first."""
-    for path in paths_of(name):
+    for path in sorted(named, key=lambda path: ("numpy" not in path, path)):
         yield ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 

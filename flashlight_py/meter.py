@@ -1,7 +1,5 @@
 """Meters: values gathered while a model trains, alone or summed over processes."""
 
-from __future__ import annotations
-
 import abc
 import math
 import time
@@ -33,10 +31,9 @@ class _Valued(Protocol[Value_co]):
 class Meter(Structured, abc.ABC):
     """Gathers something while a model trains.
 
-    ``state`` holds sums only: the element-wise sum of the states of several meters is the state
-    of one that had seen everything. So what all processes have seen together is
-    ``meter.value_of(sum of every process's meter.state())``. The meter itself is left as it is,
-    and the same can be asked again at any time.
+    ``state`` holds sums only: the element-wise sum of the states of several meters is the state of
+    one that had seen everything. So what all processes have seen together is ``meter.value_of(sum
+    of every process's meter.state())``, which changes no meter.
     """
 
     @abc.abstractmethod
@@ -70,7 +67,6 @@ class _Sums(Meter):
             self._device_sums[:] = 0
 
     def state(self) -> State:
-        """Return the sums, in the order in which ``value_of`` takes them."""
         return self._all_sums().copy()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,9 +108,9 @@ class AverageValueMeter(_Sums):
     The variance takes weights as reliabilities: with V1 and V2 the sums of weights and of their
     squares, sum(w (x - mean)^2) / (V1 - V2 / V1). With equal weights it is the usual n - 1.
 
-    ``value_of`` works on sums of x and x^2, so the variance of synchronised meters loses digits
-    where the mean is many times the standard deviation; ``value`` does not, since mean and
-    squared deviations are updated one by one (West 1979, doi:10.1145/359146.359153).
+    ``value_of`` works on sums of x and x^2, so the variance of synchronised meters loses digits if
+    the mean is many times the standard deviation; ``value`` updates mean and squared deviations one
+    by one instead (West 1979, doi:10.1145/359146.359153).
     """
 
     def __init__(self) -> None:
@@ -124,8 +120,7 @@ class AverageValueMeter(_Sums):
     def add(self, value: SupportsFloat | Array, weight: float = 1.0) -> None:
         """Add a number, or every element of an array of any shape, with ``weight`` each.
 
-        A variable counts as its array. A CuPy array is added without waiting for the device. Only
-        ``value``, ``state``, copies and pickles wait.
+        A variable counts as its array. A CuPy array is added without waiting for the device.
 
         Raises:
             ValueError: ``weight`` is negative.
@@ -149,8 +144,8 @@ class AverageValueMeter(_Sums):
         if on_device:
             kernels.add_moments(self._sums_on_device(value), mean, squares, weight, count)
             return
-        known: Any = self._sums
-        sums = known
+        sums: Any = self._sums
+        known = sums
         if type(sums) is np.ndarray:  # Python's numbers take a third of the time of NumPy's
             known, mean = sums.tolist(), float(mean)
             squares = float(squares) if is_array else squares
@@ -256,8 +251,7 @@ class MSEMeter(_Sums):
 class TimeMeter(_Sums):
     """A stopwatch in seconds, which starts stopped; with ``unit`` the seconds per unit counted.
 
-    The value of several synchronised meters is the mean of their seconds, or with ``unit`` all
-    seconds over all units.
+    Of several synchronised meters: the mean of their seconds, or all seconds over all units.
     """
 
     def __init__(self, unit: bool = False) -> None:
@@ -267,7 +261,6 @@ class TimeMeter(_Sums):
         self.reset()
 
     def reset(self) -> None:
-        """Stop, and forget seconds and units."""
         super().reset()
         self._resumed[0] = np.nan
 
@@ -312,9 +305,8 @@ class TimeMeter(_Sums):
 class TopKMeter(_Sums):
     """The share, in percent, of samples whose target is among the ``k`` highest scores.
 
-    A target counts if fewer than ``k`` classes have a higher score than it, so ties are in its
-    favour and the result depends on no order. A NaN is higher than everything, and as the
-    target's own score it never counts.
+    A target counts if fewer than ``k`` classes have a higher score, so ties are in its favour. A
+    NaN is higher than everything, and as the target's own score it never counts.
 
     Raises:
         ValueError: ``k`` < 1.

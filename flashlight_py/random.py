@@ -1,7 +1,5 @@
 """The random numbers of this process: one generator per array library, one seed for all."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ begins with ``$``: ``{"$array": name}`` stands for an array, ``$scalar`` for a N
 hold as it is. Nothing is ever pickled.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -4,8 +4,6 @@ A replay finds arrays where they lie. Its structure shows in no array: which mod
 which modes, with which hooks and options. Their owners say when it changes.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading

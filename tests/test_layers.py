@@ -83,15 +83,14 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("backend", "failures", "memory"), ("backends",), ("groups",), ("api",)),
         *(("start",), ("reducers",)),
     ),
-    "parallel": (
-        ("agreement", "data_container", "failing"),
-        ("epochs", "functional", "gradient_pass", "shard_memory"),
-        ("gradcheck", "leaf_tree", "optimizer", "shard_linear", "sharder", "tree"),
-        ("synchronize",),
-        ("gathered_shards", "join", "leaf_sync"),
-        ("data_parallel",),
-        ("fully_sharded",),
-        ("workers",),
+    "parallel": tuple(
+        (part,)
+        for part in (
+            *("data_container", "agreement", "leaf_tree", "failing", "epochs", "gradient_pass"),
+            *("functional", "shard_memory", "optimizer", "gradcheck", "shard_linear", "batch_norm"),
+            *("sharder", "tree", "synchronize", "gathered_shards", "leaf_sync", "join"),
+            *("data_parallel", "fully_sharded", "workers"),
+        )
     ),
 }
 OPTIONAL = {
@@ -104,7 +103,7 @@ OPTIONAL = {
 WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")
 
 # What gathers the public names of every layer, and imports them when they are used.
-GATHER = ("", "tagi", "tagi.nn", "torch")
+GATHER = ("", "nn", "tagi", "tagi.nn", "torch")
 
 
 def name_of(module: Path) -> str:

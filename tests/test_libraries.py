@@ -12,7 +12,7 @@ OPENS_AND_LISTS = """
 import ctypes, os, sys, threading
 from flashlight_py import libraries
 
-listing = threading.Thread(target=lambda: [libraries.paths_of("blas") for _ in range(500)])
+listing = threading.Thread(target=lambda: [[*libraries.mapped("blas")] for _ in range(500)])
 listing.start()
 for path in sys.argv[1:]:
     assert ctypes.PyDLL(None).dlopen(path.encode(), 2)

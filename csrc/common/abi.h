@@ -6,4 +6,5 @@
 
 extern "C" {
 #include "types.cdef.h"
+#include "group.cdef.h"
 }

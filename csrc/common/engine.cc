@@ -252,7 +252,7 @@ bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
 }
 
 // Until it is done, or `until`. A failure ends the messages of its group.
-void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, Port::Interrupt interrupt) {
+void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, InterruptCheck interrupt) {
   const struct Caller {
     Engine& engine;
     explicit Caller(Engine& engine) : engine(engine) {
@@ -274,7 +274,7 @@ void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point
         const Lock lock(mutex_);
         ++port.failing_;
       }
-      fail(port, {FL_CLOSED, {}, "a signal handler interrupted the operation"}, nullptr);
+      fail(port, {FL_CLOSED, {}, kInterrupted}, nullptr);
     }
     look_around();
   } while (!burn(awaited, port.transport_.patience(), hot) && Clock::now() < until);

@@ -154,6 +154,12 @@ struct Given {
   fl_match* match = nullptr;
 };
 
+// The output of a receive may be its match.
+inline Given given_by(const Request& call, const fl_site& site) {
+  fl_match* const match = call.signature.verb == FL_RECV ? static_cast<fl_match*>(call.output) : nullptr;
+  return {call.signature, call.data, call.peer, site, match};
+}
+
 // One send or receive that is open, or a handle of one that has ended.
 class Message final : public fl_op {
  public:
@@ -246,17 +252,16 @@ class Port {
   // End what is open, with FL_CLOSED.
   void close();
 
-  using Interrupt = int (*)();
   // On the caller's thread, to its end. Null: it has ended well, and there is nothing to fetch.
-  Handle run(const Given& given, double seconds, Interrupt interrupt);
+  Handle run(const Given& given, double seconds, InterruptCheck interrupt);
   Handle start(const Given& given, double seconds);
-  std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, Interrupt interrupt);
+  std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, InterruptCheck interrupt);
   std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds);
   // exchange() in two steps: post() never sleeps; it is empty where all have ended well within so many
   // looks in a row without any progress, none if `spins` is negative.
   using Posted = std::vector<Message*>;
   Posted post(const fl_message* messages, int count, double seconds, int spins);
-  std::vector<Handle> finish(const Posted& posted, Interrupt interrupt);
+  std::vector<Handle> finish(const Posted& posted, InterruptCheck interrupt);
 
   // What an earlier send of this rank met after it had returned, once; null: nothing.
   Handle refused();
@@ -409,7 +414,7 @@ class Engine {
   void cancel(Message& message);
   void send_answers(Port& port);
   bool burn(const Awaited& awaited, Patience patience, int hot);
-  void wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, Port::Interrupt interrupt);
+  void wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, InterruptCheck interrupt);
   bool sleep(bool as_caller, long milliseconds, const Awaited& awaited);
   void look_around();
   void fail(Port& port, const Failure& failure, const Message* about);

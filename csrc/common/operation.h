@@ -38,6 +38,22 @@ constexpr const char* kIsLeaving = "it waits in distributed_shutdown() and has n
 // No clock comes near it, nor overflows where it is waited for.
 constexpr Clock::time_point kNever{std::chrono::hours{1000000}};
 
+// Called now and then while a caller's own thread waits; not 0: give up (a signal handler said so).
+using InterruptCheck = int (*)();
+constexpr const char* kInterrupted = "a signal handler interrupted the operation";
+constexpr const char* kWasClosed = "the group was closed";
+
+// A call as a group is given it: see fl_run.
+struct Request {
+  fl_signature signature;
+  void* data;
+  void* output;
+  int peer;
+  double seconds;
+  const fl_site* site = nullptr;  // null: not known
+  bool is_ahead = false;
+};
+
 // What moves the bytes of a group, and whether it still can.
 class Transport {
  public:

@@ -9,7 +9,7 @@ namespace {
 
 const Outcome kNothing;
 
-Failure closed_by_this_rank() { return {FL_CLOSED, {}, "the group was closed"}; }
+Failure closed_by_this_rank() { return {FL_CLOSED, {}, kWasClosed}; }
 
 // What was wrong with a call that no Message stands for.
 Handle ended(fl_status status, Outcome outcome) {
@@ -170,7 +170,7 @@ Message* Port::unless_well(Message* message) {
   return message;
 }
 
-Handle Port::run(const Given& given, double seconds, Interrupt interrupt) {
+Handle Port::run(const Given& given, double seconds, InterruptCheck interrupt) {
   Message* message;
   int hot = kNobody;
   {
@@ -211,7 +211,7 @@ Port::Posted Port::post(const fl_message* messages, int count, double seconds, i
   return std::all_of(posted.begin(), posted.end(), is_nothing) ? Posted() : posted;
 }
 
-std::vector<Handle> Port::finish(const Posted& posted, Interrupt interrupt) {
+std::vector<Handle> Port::finish(const Posted& posted, InterruptCheck interrupt) {
   int hot = kNobody;
   if (posted.size() == 1) {
     const Engine::Lock lock(engine_.mutex_);
@@ -224,7 +224,7 @@ std::vector<Handle> Port::finish(const Posted& posted, Interrupt interrupt) {
 }
 
 std::vector<Handle> Port::exchange(const fl_message* messages, int count, double seconds,
-                                   Interrupt interrupt) {
+                                   InterruptCheck interrupt) {
   const Posted posted = post(messages, count, seconds, -1);
   return posted.empty() ? std::vector<Handle>(count) : finish(posted, interrupt);
 }

@@ -4,11 +4,6 @@
 #include <utility>
 
 namespace fl {
-namespace {
-
-constexpr const char* kWasClosed = "the group was closed";
-
-}  // namespace
 
 Crew::~Crew() {
   {

@@ -10,6 +10,8 @@ namespace fl {
 // The sequence of call `number`, a counter that wraps. It is never 0, which says that there is none.
 inline uint64_t sequence_of(uint32_t number) { return number != 0 ? number : uint64_t{1} << 32; }
 
+inline bool is_message(const fl_signature& call) { return call.verb == FL_SEND || call.verb == FL_RECV; }
+
 // The ranks may differ in the first dimension of what they give.
 inline bool first_dimension_is_free(int verb) {
   return verb == FL_ALL_GATHER || verb == FL_GATHER || verb == FL_ALL_TO_ALL_UNEVEN;

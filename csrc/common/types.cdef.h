@@ -1,4 +1,4 @@
-/* What every native backend shares: statuses, verbs, and operations that can be waited for.
+/* What both native backends have: statuses, verbs, groups, and operations that can be waited for.
 
    CFFI reads these files, the compiler includes them: no drift. No exception crosses this ABI.
    A function that makes something returns NULL if it fails, one that returns an int -1, unless it says
@@ -12,9 +12,9 @@ typedef enum {
   FL_TIMEOUT = 4,     /* the missing ranks did not join in time */
   FL_CLOSED = 5,      /* the group was closed, or broke in an earlier operation */
   FL_FAILED = 6,      /* anything else; the message says what */
-  FL_RAISED = 7,      /* a rank gave up in words of its own: fl_..._give_up's */
+  FL_RAISED = 7,      /* a rank gave up in words of its own: see fl_give_up */
   FL_HOST_LOST = 8,   /* the hosts of the missing ranks cannot be reached */
-  FL_LEAVING = 9,     /* the missing ranks begin no more messages: see fl_..._leave */
+  FL_LEAVING = 9,     /* the missing ranks begin no more messages: see fl_leave */
 } fl_status;
 
 typedef enum {
@@ -146,3 +146,6 @@ void fl_op_free(fl_op *op);
    op do not go together. See csrc/reduce/reduce.h. */
 int fl_reduce(int dtype, int op, double scale, void *into, const void *const *from, int ranks,
               size_t count);
+
+/* A group of processes in a library: see group.cdef.h. */
+typedef struct fl_group fl_group;

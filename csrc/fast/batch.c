@@ -1,16 +1,9 @@
 /* Several messages of plain arrays, begun at once. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define NO_IMPORT_ARRAY
-#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
-#include <numpy/arrayobject.h>
 #include <limits.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "binding.h"
+#include "verbs.h"
 
 static PyObject *text_send;
 
@@ -24,6 +17,7 @@ typedef struct {
   PyObject *matches; /* bytes: the fl_match of each, of those that need one; or NULL */
   started_op *ops;   /* of each; without a peer where that is nobody */
   fl_message *messages;
+  plain_span *spans;
   fl_op **results;
   int count, sent; /* P2POps, and those of them that are messages */
 } batch;
@@ -57,12 +51,12 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
                      binding->rank, binding->size, &call)) {
     return 0;
   }
-  fl_message *message = &all->messages[all->sent];
-  message->signature = call.signature;
-  message->data = call.data;
-  message->peer = call.peer;
-  message->match = NULL;
-  *one = (started_op){.verb = call.signature.verb, .root = call.signature.root, .peer = call.peer};
+  static const fl_site not_known = {""};
+  const fl_signature *s = &call.signature;
+  const char *data = call.data;
+  fill_message(&all->messages[all->sent], &call, &not_known);
+  all->spans[all->sent] = (plain_span){data, data + s->count * s->itemsize, !sends};
+  *one = (started_op){.verb = s->verb, .root = s->root, .peer = call.peer};
   if (call.output != NULL && !add_match(all, &call.match, count)) return 0;
   ++all->sent;
   return 1;
@@ -72,40 +66,19 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
 static int allocate(batch *all, Py_ssize_t count) {
   all->arrays = PyList_New(0);
   all->messages = PyMem_Malloc((size_t)count * sizeof *all->messages);
+  all->spans = PyMem_Malloc((size_t)count * sizeof *all->spans);
   all->ops = PyMem_Malloc((size_t)count * sizeof *all->ops);
   all->results = PyMem_Malloc((size_t)count * sizeof(fl_op *));
-  return all->arrays && all->messages && all->ops && all->results;
+  return all->arrays && all->messages && all->spans && all->ops && all->results;
 }
 
 static void release(batch *all) {
   Py_XDECREF(all->arrays);
   Py_XDECREF(all->matches);
   PyMem_Free(all->messages);
+  PyMem_Free(all->spans);
   PyMem_Free(all->ops);
   PyMem_Free(all->results);
-}
-
-static int by_address(const void *one, const void *other) {
-  const char *a = (*(fl_message *const *)one)->data, *b = (*(fl_message *const *)other)->data;
-  return (a > b) - (a < b);
-}
-
-/* Whether an array that is filled shares memory with another one, which is an error that Python words. */
-static int is_mixed_up(const batch *all) {
-  const fl_message **sorted = (const fl_message **)(void *)all->results; /* not yet used */
-  for (int i = 0; i < all->sent; ++i) sorted[i] = &all->messages[i];
-  qsort(sorted, (size_t)all->sent, sizeof *sorted, by_address);
-  const char *end = NULL, *end_filled = NULL;
-  for (int i = 0; i < all->sent; ++i) {
-    const fl_signature *s = &sorted[i]->signature;
-    const char *begin = sorted[i]->data, *own_end = begin + s->count * s->itemsize;
-    if (own_end == begin) continue;
-    const int is_filled = s->verb == FL_RECV;
-    if (begin < end_filled || (is_filled && begin < end)) return 1;
-    if (end == NULL || own_end > end) end = own_end;
-    if (is_filled && (end_filled == NULL || own_end > end_filled)) end_filled = own_end;
-  }
-  return 0;
 }
 
 static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
@@ -122,7 +95,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
   }
   if (all->sent > 0) { /* else a refusal would be told of in nobody's message */
     Py_BEGIN_ALLOW_THREADS;
-    binding->exchange(binding->group, all->messages, all->sent, binding->seconds, 1, all->results);
+    binding->library.exchange(binding->group, all->messages, all->sent, binding->seconds, 1, all->results);
     Py_END_ALLOW_THREADS;
   }
   fl_op **result = all->results;
@@ -134,7 +107,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
     if (one->op == NULL) {
       ring_end(row, one->id, 0);
     } else {
-      binding->stamp(one->op, &row->ended, -(int64_t)one->id);
+      binding->library.stamp(one->op, &row->ended, -(int64_t)one->id);
     }
   }
   PyObject *work = make_work(self, all->ops, all->count, all->arrays, all->matches);
@@ -151,7 +124,7 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
     plain = read_message(binding, PyList_GetItem(ops, i), &all, count);
   }
   PyObject *work = NULL;
-  if (plain && !is_mixed_up(&all)) {
+  if (plain && !plain_mixed_up(all.spans, all.sent)) {
     work = begin_all(self, binding, &all);
   } else {
     PyErr_Clear(); /* which Python raises again, in its words */

@@ -1,24 +1,205 @@
-/* The module: binding a group of a native library to functions that Python calls. */
+/* The module: every verb of plain NumPy arrays, without a detour through Python.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
-#include <numpy/arrayobject.h>
+   In shared memory a small collective takes some 200 ns; to look at an array from Python, to
+   describe it and to call a library takes 5 us. This reads the array itself (NumPy's C API) and calls
+   the library. Whatever is not plain is left to Python, which also words the errors. */
+
+#define FAST_IMPORTS_NUMPY
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
-#include "binding.h"
-#include "plain.h"
+#include "verbs.h"
 
-static PyMethodDef call_def = {"native", (PyCFunction)(void (*)(void))native_call, METH_FASTCALL, NULL};
-static PyMethodDef sendrecv_def = {"native_sendrecv", (PyCFunction)(void (*)(void))native_sendrecv,
-                                   METH_FASTCALL, NULL};
+/* What the library reads or writes later, as an object; None where there is nothing. */
+static PyObject *kept_room(plain_call *call) {
+  const size_t bytes = call->output == &call->room    ? sizeof call->room
+                       : call->output == &call->match ? sizeof call->match
+                                                      : 0;
+  if (bytes == 0) Py_RETURN_NONE;
+  PyObject *room = PyBytes_FromStringAndSize(call->output, (Py_ssize_t)bytes);
+  if (room != NULL) call->output = PyBytes_AsString(room);
+  return room;
+}
 
-static PyMethodDef object_def = {"native_object", (PyCFunction)(void (*)(void))native_object, METH_FASTCALL,
-                                 NULL};
-static PyMethodDef barrier_def = {"native_barrier", (PyCFunction)(void (*)(void))native_barrier, METH_FASTCALL,
-                                  NULL};
+/* Through `run` without waiting: a Work, in which everything lives that the operation uses. */
+static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
+  Binding *binding = binding_of(self);
+  const fl_signature *s = &call->signature;
+  PyObject *place = NULL, *room = kept_room(call);
+  const fl_site *site;
+  if (room == NULL || (!is_alone(binding) && !place_and_site(binding, &place, &site))) {
+    Py_XDECREF(call->result);
+    Py_XDECREF(room);
+    return NULL;
+  }
+  started_op one = start_one(binding, call, place, site);
+  PyObject *result = call->result == NULL ? Py_None : call->result, *work = NULL;
+  const int makes_result = s->verb == FL_GATHER || s->verb == FL_ALL_GATHER || s->verb == FL_SCATTER;
+  if (one.op != NULL && makes_result) {
+    work = work_for(binding, one.op, &one, x, out, result, room);
+  } else {
+    PyObject *kept = PyTuple_Pack(3, x, out, room);
+    if (kept != NULL) work = make_work(self, &one, 0, result, kept);
+    Py_XDECREF(kept);
+  }
+  Py_XDECREF(call->result);
+  Py_DECREF(room);
+  return work;
+}
+
+/* Whether it is an all_to_all of unequal parts: there are other verbs of rows, which Python does. */
+static int has_rows(PyObject *const *args) {
+  int overflow;
+  return (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3])) && PyLong_Check(args[0]) &&
+         PyLong_AsLongAndOverflow(args[0], &overflow) == FL_ALL_TO_ALL;
+}
+
+enum { MOST_ARGUMENTS = 9 };
+
+/* As native_call, of what is neither left to Python nor a number. */
+static PyObject *call_arrays(PyObject *self, PyObject *const *args, double seconds) {
+  Binding *binding = binding_of(self);
+  PyObject *x = args[1], *out = args[2];
+  plain_call call;
+  const int is_async = PyObject_IsTrue(args[7]);
+  if (is_async < 0) return NULL;
+  if (PyLong_CheckExact(out) && PyLong_Check(args[0]) && PyLong_AsLong(args[0]) == FL_ALL_REDUCE) {
+    return native_several(self, args, is_async);
+  }
+  if (!is_async && has_rows(args)) return native_uneven(binding, x, out, args[3]);
+  const int plain = plain_read(args, binding->rank, binding->size, &call);
+  if (plain < 0) return NULL;
+  if (!plain) Py_RETURN_NOTIMPLEMENTED;
+  if (is_alone(binding) && !can_run_alone(&call, out)) {
+    Py_XDECREF(call.result);
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  call.seconds = seconds;
+  const int is_one = is_message(call.signature.verb);
+  if (is_one) { /* a blocking send has no result */
+    call.result = call.signature.verb == FL_SEND && !is_async ? Py_None : x;
+    Py_INCREF(call.result);
+  }
+  if (is_async) return start(self, x, out, &call);
+  if (is_one) return run_message(binding, x, out, &call);
+  return run_collective(binding, x, out, &call);
+}
+
+/* A call of a number: the result is one of its kind. */
+static PyObject *call_number(PyObject *self, PyObject *const *args, double seconds) {
+  PyObject *given[MOST_ARGUMENTS - 1], *array = plain_of_number(args[1]);
+  if (array == NULL) return NULL;
+  memcpy(given, args, sizeof given);
+  given[1] = array;
+  PyObject *result = call_arrays(self, given, seconds);
+  if (result == array) {
+    Py_DECREF(result);
+    result = plain_number_of((PyArrayObject *)array, args[1]);
+  }
+  Py_DECREF(array);
+  return result;
+}
+
+/* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
+   and nothing has happened, where Python must do it. A ninth argument, `seconds`, is what a collective
+   that blocks may take. In the place of `op` an all_to_all may have `rows`, a
+   list or a tuple, which no operation is, and a receive `partial`. In the place of `out` an all_reduce of
+   a list has a number: see native_several. */
+static PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  const Binding *binding = binding_of(self);
+  if (binding == NULL) return NULL;
+  if (count != MOST_ARGUMENTS - 1 && count != MOST_ARGUMENTS) {
+    PyErr_SetString(PyExc_TypeError,
+                    "expected (verb, x, out, op, scale, root or peer, tag, async_op[, seconds])");
+    return NULL;
+  }
+  const double seconds = count == MOST_ARGUMENTS ? PyFloat_AsDouble(args[8]) : binding->seconds;
+  if (seconds == -1.0 && PyErr_Occurred()) return NULL;
+  const int is_left = is_left_to_python(binding);
+  if (is_left < 0) return NULL;
+  if (is_left) Py_RETURN_NOTIMPLEMENTED;
+  const int is_number = args[7] == Py_False && plain_has_number(args);
+  return is_number ? call_number(self, args, seconds) : call_arrays(self, args, seconds);
+}
+
+/* native_barrier(): None, or NotImplemented. */
+static PyObject *native_barrier(PyObject *self, PyObject *args) {
+  Binding *binding = binding_of(self);
+  (void)args;
+  const int is_left = binding == NULL ? -1 : is_left_to_python(binding);
+  if (is_left < 0) return NULL;
+  if (is_left) Py_RETURN_NOTIMPLEMENTED;
+  plain_call call;
+  plain_barrier(&call);
+  call.seconds = binding->seconds;
+  return run_collective(binding, Py_None, Py_None, &call);
+}
+
+/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented, where a rank that is None is nobody;
+   native_sendrecv(ops): the Work of all of them. */
+static PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  Binding *binding = binding_of(self);
+  plain_call sent, received;
+  if (binding == NULL) return NULL;
+  if (count != 6 && count != 1) {
+    PyErr_SetString(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag), or (ops)");
+    return NULL;
+  }
+  const int is_left = is_left_to_python(binding);
+  if (is_left < 0) return NULL;
+  if (is_left || is_alone(binding)) Py_RETURN_NOTIMPLEMENTED;
+  if (count == 1) return native_batch(self, args[0]);
+  const int rank = binding->rank, size = binding->size;
+  const int sends = args[1] != Py_None, receives = args[3] != Py_None, is_pair = sends && receives;
+  if ((sends && !plain_message(FL_SEND, args[0], args[1], args[4], Py_False, rank, size, &sent)) ||
+      (receives && !plain_message(FL_RECV, args[2], args[3], args[5], Py_False, rank, size, &received)) ||
+      (is_pair && plain_overlap(&sent, &received))) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  if (!sends && !receives) {
+    Py_INCREF(args[2]);
+    return args[2];
+  }
+  PyObject *place;
+  const fl_site *site;
+  if (!place_and_site(binding, &place, &site)) return NULL;
+  const plain_call *first = sends ? &sent : &received; /* as somebody waits for it */
+  fl_signature shown = first->signature;
+  if (is_pair) shown.verb = RING_SENDRECV;
+  const recorded made = record(binding, &shown, first->peer, 0, place);
+  fl_message messages[2];
+  fl_op *ops[2] = {NULL, NULL};
+  fill_message(&messages[0], first, site);
+  if (is_pair) fill_message(&messages[1], &received, site);
+  if (!exchange(binding, messages, sends + receives, ops)) {
+    ring_end(made.row, made.id, 1);
+    return NULL;
+  }
+  PyObject *result = args[2];
+  if (ops[0] == NULL && ops[1] == NULL) {
+    Py_INCREF(result);
+  } else {
+    PyObject *handles = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)ops[0],
+                                      (unsigned long long)(uintptr_t)ops[1]);
+    result = handles == NULL ? NULL
+                             : PyObject_CallFunction(binding->ended, "OiOOOiKd", handles, RING_SENDRECV,
+                                                     args[0], args[2], args[2], 0,
+                                                     (unsigned long long)made.id, binding->seconds);
+    Py_XDECREF(handles);
+  }
+  ring_end(made.row, made.id, result == NULL);
+  return result;
+}
+
+#define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL
+
+static PyMethodDef functions[] = {
+    {"native", FAST(native_call)},
+    {"native_sendrecv", FAST(native_sendrecv)},
+    {"native_object", FAST(native_object)},
+    {"native_barrier", native_barrier, METH_NOARGS, NULL},
+};
 
 static void free_binding(PyObject *capsule) {
   Binding *binding = PyCapsule_GetPointer(capsule, NULL);
@@ -39,42 +220,32 @@ static int check(Binding *binding) {
   return 1;
 }
 
-static int parse(PyObject *args, Binding *binding) {
-  unsigned long long group, run, exchange, stamp, wait, signatures, output, free_op;
-  unsigned long long begin, ready, finish, post, deliver;
-  PyObject *owner;
-  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKKKK)(OOO)(OOOO!)O!O!O!O!O!", &group, &owner, &binding->rank,
-                        &binding->size, &binding->seconds, &run, &exchange, &stamp,
-                        &wait, &signatures, &output, &free_op, &begin, &ready,
-                        &finish, &post, &deliver, &binding->ended, &binding->started, &binding->here,
-                        &binding->together, &binding->forked, &binding->work, &PyDict_Type,
-                        &binding->running, &PyArray_Type, &binding->memory, &PyList_Type, &binding->notes,
-                        &PyTuple_Type, &binding->folders, &PySet_Type, &binding->inside, &PyTuple_Type, &binding->first)) {
+static int parse(PyObject *args, Binding *b) {
+  PyObject *group, *owner, *addresses;
+  if (!PyArg_ParseTuple(args, "OOiidO!(OOO)(OOOO!)O!O!O!O!O!", &group, &owner, &b->rank, &b->size, &b->seconds,
+                        &PyTuple_Type, &addresses, &b->ended, &b->started, &b->here, &b->together, &b->forked,
+                        &b->work, &PyDict_Type, &b->running, &PyArray_Type, &b->memory, &PyList_Type,
+                        &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside, &PyTuple_Type,
+                        &b->first)) {
     return 0;
   }
-  binding->group = (void *)(uintptr_t)group;
-  binding->run = (fl_run)(uintptr_t)run;
-  binding->exchange = (fl_exchange)(uintptr_t)exchange;
-  binding->stamp = (void (*)(fl_op *, int64_t *, int64_t))(uintptr_t)stamp;
-  binding->wait = (fl_status (*)(fl_op *, double))(uintptr_t)wait;
-  binding->signatures = (const fl_signature *(*)(fl_op *))(uintptr_t)signatures;
-  binding->output = (void *(*)(fl_op *, size_t *))(uintptr_t)output;
-  binding->free = (void (*)(fl_op *))(uintptr_t)free_op;
-  binding->begin =
-      (int (*)(void *, const fl_signature *, const void *, double, const fl_site *))(uintptr_t)begin;
-  binding->ready = (int (*)(void *, int))(uintptr_t)ready;
-  binding->finish = (fl_op * (*)(void *, const fl_signature *, void *, void *))(uintptr_t)finish;
-  binding->post = (void *(*)(void *, const fl_message *, int, double, int))(uintptr_t)post;
-  binding->deliver = (void (*)(void *, fl_op **))(uintptr_t)deliver;
-  return check(binding);
+  size_t library[sizeof b->library / sizeof(size_t)];
+  const Py_ssize_t count = sizeof library / sizeof *library;
+  if (PyTuple_Size(addresses) != count) {
+    PyErr_Format(PyExc_ValueError, "expected the addresses of %zd functions", count);
+    return 0;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) library[i] = PyLong_AsSize_t(PyTuple_GetItem(addresses, i));
+  memcpy(&b->library, library, sizeof library);
+  b->group = PyLong_AsVoidPtr(group);
+  return !PyErr_Occurred() && check(b);
 }
 
 /* bind(group, owner, rank, size, seconds,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
    (ended, started, here), (together, forked, work, running), memory, notes, folders, inside, first):
    (native, native_sendrecv, native_object, native_barrier). The group and the library's functions are addresses;
-   `owner`
-   keeps the group. */
+   `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;
   Binding *binding = calloc(1, sizeof *binding);
@@ -87,12 +258,11 @@ static PyObject *bind(PyObject *module, PyObject *args) {
   PyObject *kept = PyTuple_Pack(2, capsule, args);
   Py_DECREF(capsule);
   if (kept == NULL) return NULL;
-  PyMethodDef *const defs[] = {&call_def, &sendrecv_def, &object_def, &barrier_def};
-  enum { WAYS = sizeof defs / sizeof *defs };
-  PyObject *all = PyTuple_New(WAYS);
-  for (Py_ssize_t i = 0; all != NULL && i < WAYS; ++i) {
-    PyObject *way = PyCFunction_New(defs[i], kept);
-    if (way == NULL || PyTuple_SetItem(all, i, way) < 0) Py_CLEAR(all);
+  const Py_ssize_t count = sizeof functions / sizeof *functions;
+  PyObject *all = PyTuple_New(count);
+  for (Py_ssize_t i = 0; all != NULL && i < count; ++i) {
+    PyObject *function = PyCFunction_New(&functions[i], kept);
+    if (function == NULL || PyTuple_SetItem(all, i, function) < 0) Py_CLEAR(all);
   }
   Py_DECREF(kept);
   return all;
@@ -136,7 +306,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__fast(void) {
   import_array();
-  if (!plain_names() || !place_names() || !batch_names() || !object_names()) return NULL;
+  if (!plain_names() || !binding_names() || !batch_names() || !object_names()) return NULL;
   PyObject *module = PyModule_Create(&definition), *type = work_type();
   if (module != NULL && type != NULL && PyModule_AddObject(module, "Started", type) == 0) return module;
   Py_XDECREF(type);

@@ -2,15 +2,9 @@
 
    Frames are those of backends/exchange.py, which makes and reads them where this does not. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define NO_IMPORT_ARRAY
-#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
-#include <numpy/arrayobject.h>
 #include <string.h>
 
-#include "binding.h"
+#include "verbs.h"
 
 /* As in exchange.py and api/objects.py. */
 enum { ALIGNED = 16, APART_BYTES = 4096, SHORT_BYTES = 1024, MOST_PADDING = 65536 };
@@ -177,7 +171,7 @@ static void own_array(received *all, PyObject *array) {
 }
 
 static void release(received *all) {
-  if (all->op != NULL) all->binding->free(all->op);
+  if (all->op != NULL) all->binding->library.free(all->op);
   Py_XDECREF(all->owner);
 }
 
@@ -191,7 +185,7 @@ static PyObject *part_of(received *all, char *data, int64_t bytes) {
   if (all->owner == NULL) {
     all->owner = PyCapsule_New(all->op, NULL, free_op);
     if (all->owner == NULL) return NULL;
-    PyCapsule_SetContext(all->owner, (void *)all->binding->free);
+    PyCapsule_SetContext(all->owner, (void *)all->binding->library.free);
     all->op = NULL;
   }
   npy_intp dims[] = {(npy_intp)bytes};
@@ -269,14 +263,11 @@ static PyObject *left_over(const object_call *call, received *all, uint64_t id) 
 static plain_call call_of(const object_call *call) {
   static const int verbs[] = {FL_BROADCAST, FL_ALL_GATHER, FL_ALL_GATHER, FL_SCATTER};
   plain_call step;
-  memset(&step, 0, sizeof step);
+  plain_begin(&step, verbs[call->verb - BROADCAST]);
   fl_signature *s = &step.signature;
-  s->verb = verbs[call->verb - BROADCAST];
   s->part_of = 1 + call->verb - BROADCAST;
-  s->scale = 1.0;
   s->root = call->root;
   s->ndim = FL_ANY;
-  step.peer = -1;
   step.seconds = call->binding->seconds;
   if (call->given == Py_None) return step;
   s->dtype = CODE_UINT8;
@@ -288,14 +279,8 @@ static plain_call call_of(const object_call *call) {
 }
 
 static fl_signature shown_of(const object_call *call) {
-  fl_signature shown;
-  memset(&shown, 0, sizeof shown);
-  shown.verb = call->verb;
-  shown.root = call->root;
-  shown.ndim = FL_ANY;
-  shown.count = call->frame == Py_None ? 0 : bytes_of(call->frame);
-  shown.itemsize = 1;
-  return shown;
+  const int64_t bytes = call->frame == Py_None ? 0 : bytes_of(call->frame);
+  return (fl_signature){.verb = call->verb, .root = call->root, .ndim = FL_ANY, .count = bytes, .itemsize = 1};
 }
 
 /* The array that is filled where all ranks give as much as this one, as they often do; NULL with an
@@ -331,9 +316,9 @@ static int run(const object_call *call, received *all, recorded *made) {
     return 1;
   }
   Py_XDECREF(room);
-  if (binding->wait(op, 0) == FL_OK) {
+  if (binding->library.wait(op, 0) == FL_OK) {
     all->op = op;
-    all->data = binding->output(op, &all->bytes);
+    all->data = binding->library.output(op, &all->bytes);
     return 1;
   }
   step.signature.verb = call->verb;
@@ -341,12 +326,6 @@ static int run(const object_call *call, received *all, recorded *made) {
   PyObject *array = fetch(binding, op, call->given, Py_None, &step, *made);
   if (array != NULL) own_array(all, array);
   return array != NULL;
-}
-
-static PyObject *list_of(PyObject *object) {
-  PyObject *list = PyList_New(0);
-  if (list != NULL && (object == NULL || PyList_Append(list, object) < 0)) Py_CLEAR(list);
-  return list;
 }
 
 static PyObject *result_of(const object_call *call) {
@@ -358,8 +337,9 @@ static PyObject *result_of(const object_call *call) {
   if (alone) made = record_alone(call->binding, &shown);
   if (alone || run(call, &all, &made)) {
     if (alone || (!gathers(call) && is_root(call))) {
-      const int own = call->binding->rank;
-      result = list_of(call->verb == SCATTER ? PyList_GetItem(call->object, own) : call->object);
+      PyObject *own = call->object;
+      if (call->verb == SCATTER) own = PyList_GetItem(own, call->binding->rank);
+      result = own == NULL ? NULL : Py_BuildValue("[O]", own);
     } else {
       if (call->verb == BROADCAST && made.row->id == made.id) made.row->bytes = (int64_t)all.bytes;
       result = objects_of(call, &all);
@@ -387,9 +367,6 @@ static int pickle_own(object_call *call) {
   return call->given != NULL;
 }
 
-/* native_object(verb, object, root): the list of the objects that have come; None where they are the root's;
-   (array of frames, number of the call, this rank's frame or None) where Python must go on; NotImplemented,
-   and nothing has happened, where it must do all of it. */
 PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   object_call call = {.binding = binding_of(self)};
   if (call.binding == NULL) return NULL;
@@ -397,9 +374,9 @@ PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count)
     PyErr_SetString(PyExc_TypeError, "expected (verb, object, root)");
     return NULL;
   }
-  const int inside = is_inside(call.binding);
-  if (inside < 0) return NULL;
-  if (inside || is_left_to_python(call.binding) || !plain_int(args[0], SCATTER, &call.verb) ||
+  const int is_left = is_left_to_python(call.binding);
+  if (is_left < 0) return NULL;
+  if (is_left || !plain_int(args[0], SCATTER, &call.verb) ||
       call.verb < BROADCAST || !plain_int(args[2], call.binding->size - 1, &call.root)) {
     Py_RETURN_NOTIMPLEMENTED;
   }

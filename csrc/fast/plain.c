@@ -1,13 +1,8 @@
 /* Which calls are plain: exact NumPy arrays in one piece, or memory by its address, and arguments that need
    no conversion. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define NO_IMPORT_ARRAY
-#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
-#include <numpy/arrayobject.h>
 #include <limits.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "plain.h"
@@ -26,6 +21,14 @@ enum {
   OF_COMPLEX = 1 << OP_SUM | 1 << OP_PROD | 1 << OP_AVG,
 };
 
+/* NumPy's number of each code's dtype. It has no bfloat16: an array of that has the same bytes. */
+static const int types[CODES_END] = {
+    NPY_BOOL,   NPY_INT8,       NPY_INT16,  NPY_INT32,   NPY_INT64,  NPY_UINT8,
+    NPY_UINT16, NPY_UINT32,     NPY_UINT64, NPY_HALF,    NPY_UINT16, NPY_FLOAT,
+    NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
+};
+
+static signed char codes[NPY_HALF + 1]; /* by NumPy's number: the code of csrc/reduce/reduce.h, or -1 */
 static PyObject *names[OPS];
 static unsigned char verbs[FL_VERBS];
 
@@ -36,6 +39,13 @@ PyObject *plain_verbs(PyObject *module, PyObject *flags) {
   if (PyBytes_AsStringAndSize(flags, &data, &count) < 0) return NULL;
   memcpy(verbs, data, count < FL_VERBS ? (size_t)count : FL_VERBS);
   Py_RETURN_NONE;
+}
+
+void plain_begin(plain_call *call, int verb) {
+  memset(call, 0, sizeof *call);
+  call->signature.verb = verb;
+  call->signature.scale = 1.0;
+  call->peer = -1;
 }
 
 int plain_needs_nobody(const plain_call *call, int rank) {
@@ -54,6 +64,14 @@ int plain_needs_nobody(const plain_call *call, int rank) {
 }
 
 int plain_names(void) {
+  memset(codes, -1, sizeof codes);
+  for (int code = 0; code < CODES_END; ++code) {
+    if (code != CODE_BFLOAT16) codes[types[code]] = (signed char)code;
+  }
+  codes[NPY_INT] = codes[NPY_INT32]; /* C has several types of one size */
+  codes[NPY_UINT] = codes[NPY_UINT32];
+  codes[NPY_LONGLONG] = codes[NPY_INT64];
+  codes[NPY_ULONGLONG] = codes[NPY_UINT64];
   static const char *const text[OPS] = {"sum", "prod", "min", "max", "avg", "and", "or", "xor"};
   for (int op = 0; op < OPS; ++op) {
     names[op] = PyUnicode_InternFromString(text[op]);
@@ -74,30 +92,10 @@ static int is_bfloat16(const PyArray_Descr *descr) {
   return number == descr->type_num;
 }
 
-/* The codes of csrc/reduce/reduce.h, or -1 for what is left to Python. */
+/* The code of a dtype, or -1 for what is left to Python. */
 static int dtype_code(const PyArray_Descr *descr) {
-  enum { LONG = sizeof(long) == 8 ? 4 : 3 };
-  switch (descr->type_num) {
-    case NPY_BOOL: return CODE_BOOL;
-    case NPY_BYTE: return 1;
-    case NPY_SHORT: return 2;
-    case NPY_INT: return 3;
-    case NPY_LONG: return LONG;
-    case NPY_LONGLONG: return 4;
-    case NPY_UBYTE: return 5;
-    case NPY_USHORT: return 6;
-    case NPY_UINT: return 7;
-    case NPY_ULONG: return LONG + 4;
-    case NPY_ULONGLONG: return 8;
-    case NPY_HALF: return CODE_FLOAT;
-    case NPY_FLOAT: return 11;
-    case NPY_DOUBLE: return 12;
-    case NPY_LONGDOUBLE: return 13;
-    case NPY_CFLOAT: return CODE_COMPLEX;
-    case NPY_CDOUBLE: return 15;
-    case NPY_CLONGDOUBLE: return 16;
-    default: return PyTypeNum_ISUSERDEF(descr->type_num) && is_bfloat16(descr) ? CODE_BFLOAT16 : -1;
-  }
+  if (descr->type_num < (int)sizeof codes) return codes[descr->type_num];
+  return PyTypeNum_ISUSERDEF(descr->type_num) && is_bfloat16(descr) ? CODE_BFLOAT16 : -1;
 }
 
 int plain_int(PyObject *given, int limit, int32_t *out) {
@@ -198,14 +196,8 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
   return 1;
 }
 
-/* A new array of `shape`, and of the dtype of `like` where that is an array. NumPy has no bfloat16: then
-   it has the same bytes. */
+/* A new array of `shape`, and of the dtype of `like` where that is an array. */
 static PyObject *new_array(PyObject *like, const fl_signature *shape) {
-  static const int types[CODES_END] = {
-      NPY_BOOL,   NPY_INT8,       NPY_INT16,  NPY_INT32,   NPY_INT64,  NPY_UINT8,
-      NPY_UINT16, NPY_UINT32,     NPY_UINT64, NPY_HALF,    NPY_UINT16, NPY_FLOAT,
-      NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
-  };
   npy_intp dims[SHAPE];
   for (int d = 0; d < shape->ndim; ++d) dims[d] = (npy_intp)shape->shape[d];
   PyArray_Descr *descr;
@@ -240,6 +232,25 @@ int plain_overlap(const plain_call *one, const plain_call *other) {
   return overlap(one->data, a->count * a->itemsize, other->data, b->count * b->itemsize);
 }
 
+static int by_address(const void *one, const void *other) {
+  const char *a = ((const plain_span *)one)->begin, *b = ((const plain_span *)other)->begin;
+  return (a > b) - (a < b);
+}
+
+int plain_mixed_up(plain_span *spans, int count) {
+  int is_in_order = 1;
+  for (int i = 1; i < count; ++i) is_in_order &= spans[i - 1].begin <= spans[i].begin;
+  if (!is_in_order) qsort(spans, (size_t)count, sizeof *spans, by_address);
+  const char *end = NULL, *end_written = NULL;
+  for (const plain_span *one = spans; one < spans + count; ++one) {
+    if (one->begin == one->end) continue;
+    if (one->begin < end_written || (one->is_written && one->begin < end)) return 1;
+    if (end == NULL || one->end > end) end = one->end;
+    if (one->is_written && (end_written == NULL || one->end > end_written)) end_written = one->end;
+  }
+  return 0;
+}
+
 PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows) {
   fl_signature all = call->signature;
   all.shape[0] = rows;
@@ -265,10 +276,7 @@ static int read_output(PyObject *out, const fl_signature *wanted, int first, int
 
 int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
   fl_signature *s = &call->signature;
-  memset(call, 0, sizeof *call);
-  s->verb = FL_ALL_TO_ALL;
-  s->scale = 1.0;
-  call->peer = -1;
+  plain_begin(call, FL_ALL_TO_ALL);
   call->data = read_memory(x, 0, s);
   if (call->data == NULL || s->ndim == 0) return 0;
   return out == Py_None ? PyArray_CheckExact(x) : read_output(out, s, 1, -1, call);
@@ -379,9 +387,7 @@ PyObject *plain_number_of(PyArrayObject *array, PyObject *like) {
 int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, PyObject *partial, int rank,
                   int size, plain_call *call) {
   fl_signature *s = &call->signature;
-  memset(call, 0, sizeof *call);
-  s->verb = verb;
-  s->scale = 1.0;
+  plain_begin(call, verb);
   int32_t other = -1;
   const int is_any = verb == FL_RECV && peer == Py_None && size > 1, is_partial = partial == Py_True;
   if (!is_any && (!plain_int(peer, size - 1, &other) || other == rank)) return 0;
@@ -405,15 +411,8 @@ PyObject *plain_matched(PyObject *array, const fl_match *match) {
   return array;
 }
 
-static void begin_call(plain_call *call, int verb) {
-  memset(call, 0, sizeof *call);
-  call->signature.verb = verb;
-  call->signature.scale = 1.0;
-  call->peer = -1;
-}
-
 void plain_barrier(plain_call *call) {
-  begin_call(call, FL_BARRIER);
+  plain_begin(call, FL_BARRIER);
   Py_INCREF(Py_None);
   call->result = Py_None;
 }
@@ -428,7 +427,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
     return plain_message(verb, x, args[5], args[6], args[3], rank, size, call);
   }
   if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
-  begin_call(call, verb);
+  plain_begin(call, verb);
   const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* a digest of packed arrays; or the root */
   if ((verb == FL_ALL_REDUCE || (flags & VERB_ROOTED) != 0) && !plain_int(args[5], most, &s->root)) return 0;
   if (verb == FL_BARRIER) {

@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "numpy.h"
+
 #include "../common/types.cdef.h"
 
 enum { SHAPE = sizeof((fl_signature *)0)->shape / sizeof(int64_t) };
@@ -24,6 +26,8 @@ typedef struct {
 /* Read (verb, x, out, op, scale, root or peer, tag) of rank `rank` of `size`: 1, or 0 for what is not
    plain, of which Python says what is wrong with it if anything is; -1: an exception. */
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call);
+/* A call of `verb` without arguments yet. */
+void plain_begin(plain_call *call, int verb);
 /* A barrier, which has no arguments. */
 void plain_barrier(plain_call *call);
 
@@ -56,6 +60,15 @@ int plain_int(PyObject *given, int limit, int32_t *out);
 int plain_needs_nobody(const plain_call *call, int rank);
 
 int plain_overlap(const plain_call *one, const plain_call *other);
+
+/* The memory of an array, and whether it is written to. */
+typedef struct {
+  const char *begin, *end;
+  int is_written;
+} plain_span;
+
+/* Whether one that is written to shares memory with another one, which is an error that Python words; sorts them. */
+int plain_mixed_up(plain_span *spans, int count);
 
 /* What must be known of a verb, by its code: from the table of the verbs, in Python. */
 enum { VERB_KNOWN = 1, VERB_ROOTED = 2, VERB_IN_PLACE = 4, VERB_REDUCES = 8, VERB_PREFIX = 16 };

@@ -1,54 +1,27 @@
 /* all_reduce of several plain arrays: one after another, or small ones of one dtype in one message. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define NO_IMPORT_ARRAY
-#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
-#include <numpy/arrayobject.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "binding.h"
+#include "verbs.h"
 
 typedef struct {
   plain_call call;
   PyObject *x; /* a reference */
-  int is_done;
+  int is_done, is_first; /* of its message */
 } item;
 
 typedef struct {
   item *items;
   Py_ssize_t count;
-  const item **order;   /* room for all: by their addresses */
   const item **message; /* room for all: those of one message */
+  plain_span *spans;    /* of each */
   int64_t limit;        /* bytes of an array that travels with others */
 } list;
 
 static int64_t bytes_of(const item *one) {
   return one->call.signature.count * one->call.signature.itemsize;
-}
-
-static int by_address(const void *one, const void *other) {
-  const char *a = (*(const item *const *)one)->call.data, *b = (*(const item *const *)other)->call.data;
-  return (a > b) - (a < b);
-}
-
-/* Whether two of them share memory, which is an error that Python words. */
-static int is_mixed_up(const list *all) {
-  Py_ssize_t filled = 0;
-  int is_in_order = 1;
-  for (Py_ssize_t i = 0; i < all->count; ++i) {
-    if (bytes_of(&all->items[i]) == 0) continue;
-    all->order[filled++] = &all->items[i];
-    is_in_order &= filled < 2 || by_address(&all->order[filled - 2], &all->order[filled - 1]) < 0;
-  }
-  if (!is_in_order) qsort(all->order, (size_t)filled, sizeof *all->order, by_address);
-  for (Py_ssize_t i = 1; i < filled; ++i) {
-    if (plain_overlap(&all->order[i - 1]->call, &all->order[i]->call)) return 1;
-  }
-  return 0;
 }
 
 /* 1, or 0 if one of the arrays is not plain. */
@@ -63,8 +36,10 @@ static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args,
       all->count = i;
       return 0;
     }
+    const char *data = call->data;
     one->x = call->result;
-    one->is_done = 0;
+    one->is_done = one->is_first = 0;
+    all->spans[i] = (plain_span){data, data + bytes_of(one), 1};
     call->seconds = binding->seconds;
     if (call->is_scattered || (is_alone(binding) && !can_run_alone(call, Py_None))) {
       all->count = i + 1;
@@ -205,6 +180,7 @@ static int pack_message(const list *all, item *first, PyObject *arrays, PyObject
   }
   Py_XDECREF(x);
   first->call = call;
+  first->is_first = 1;
   return is_good;
 }
 
@@ -216,14 +192,15 @@ static PyObject *start_all(PyObject *self, const list *all) {
   started_op *ops = PyMem_Malloc((size_t)all->count * sizeof *ops);
   int is_good = arrays != NULL && packs != NULL && ops != NULL;
   is_good = is_good && (is_alone(binding) || place_and_site(binding, &place, &site));
-  int number = 0;
-  for (item *first = all->items; is_good && first < all->items + all->count; ++first) {
-    if (first->is_done) continue;
-    is_good = pack_message(all, first, arrays, packs);
-    all->order[number++] = first;
+  item *const end = all->items + all->count;
+  for (item *one = all->items; is_good && one < end; ++one) {
+    if (!one->is_done) is_good = pack_message(all, one, arrays, packs);
   }
   if (is_good) {
-    for (int i = 0; i < number; ++i) ops[i] = start_one(binding, &all->order[i]->call, place, site);
+    int number = 0;
+    for (item *one = all->items; one < end; ++one) {
+      if (one->is_first) ops[number++] = start_one(binding, &one->call, place, site);
+    }
     PyObject *work = make_work(self, ops, number, arrays, NULL);
     result = work == NULL ? NULL : PyTuple_Pack(2, work, packs);
     Py_XDECREF(work);
@@ -240,19 +217,20 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
   enum { FEW = 8 };
   Binding *binding = binding_of(self);
   item few[FEW];
-  const item *room[2 * FEW];
+  const item *few_of_message[FEW];
+  plain_span few_spans[FEW];
   PyObject *xs = args[1], *result = Py_NotImplemented;
   const Py_ssize_t count = PyList_CheckExact(xs) || PyTuple_CheckExact(xs) ? PySequence_Size(xs) : 0;
-  list all = {few, count, room, room + FEW, is_alone(binding) ? -1 : PyLong_AsLongLong(args[2])};
+  list all = {few, count, few_of_message, few_spans, is_alone(binding) ? -1 : PyLong_AsLongLong(args[2])};
   if (all.limit == -1 && PyErr_Occurred()) return NULL;
   if (count <= 0 || count >= INT_MAX) Py_RETURN_NOTIMPLEMENTED;
   if (count > FEW) {
-    all.items = PyMem_Malloc((size_t)count * (sizeof(item) + 2 * sizeof(item *)));
+    all.items = PyMem_Malloc((size_t)count * (sizeof(item) + sizeof(plain_span) + sizeof(item *)));
     if (all.items == NULL) return PyErr_NoMemory();
-    all.order = (const item **)(void *)(all.items + count);
-    all.message = all.order + count;
+    all.spans = (plain_span *)(void *)(all.items + count);
+    all.message = (const item **)(void *)(all.spans + count);
   }
-  if (!read_all(binding, xs, args, &all) || is_mixed_up(&all)) {
+  if (!read_all(binding, xs, args, &all) || plain_mixed_up(all.spans, (int)count)) {
     PyErr_Clear(); /* which Python raises again, in its words */
     Py_INCREF(result);
   } else {

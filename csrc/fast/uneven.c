@@ -1,15 +1,7 @@
 /* An all_to_all of unequal parts of plain arrays: the ranks let each other know how many rows they have for
    each, and then move them. Both steps are what Python does (backends/native.py), call by call. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define NO_IMPORT_ARRAY
-#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
-#include <numpy/arrayobject.h>
-#include <string.h>
-
-#include "binding.h"
+#include "verbs.h"
 
 #include "../shm/shm.cdef.h"
 
@@ -35,16 +27,13 @@ static int read_rows(PyObject *rows, int size, int64_t have, int64_t *counts) {
 /* How many rows each rank has for each. */
 static plain_call table_of(int size, int64_t *counts, int64_t *table) {
   plain_call call;
-  memset(&call, 0, sizeof call);
+  plain_begin(&call, FL_ALL_GATHER);
   fl_signature *s = &call.signature;
-  s->verb = FL_ALL_GATHER;
   s->dtype = CODE_INT64;
-  s->scale = 1.0;
   s->count = s->shape[0] = size;
   s->itemsize = sizeof(int64_t);
   s->ndim = 1;
   s->part_of = PART_OF_ROWS;
-  call.peer = -1;
   call.data = counts;
   call.room = (fl_room){table, sizeof(int64_t) * (size_t)size * (size_t)size};
   return call;
@@ -52,12 +41,12 @@ static plain_call table_of(int size, int64_t *counts, int64_t *table) {
 
 /* A step that must follow, of which no other thread may be in the way. */
 static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row) {
-  if (binding->begin(binding->group, &call->signature, call->data, binding->seconds, NULL)) {
+  if (binding->library.begin(binding->group, &call->signature, call->data, binding->seconds, NULL)) {
     return finish_collective(binding, call, row);
   }
   fl_op *op;
   Py_BEGIN_ALLOW_THREADS;
-  op = binding->run(binding->group, &call->signature, call->data, call->output, -1, binding->seconds, 0,
+  op = binding->library.run(binding->group, &call->signature, call->data, call->output, -1, binding->seconds, 0,
                     NULL);
   Py_END_ALLOW_THREADS;
   return op;
@@ -66,13 +55,12 @@ static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row)
 /* Join the others in what they wait for, as this rank cannot: there is no memory for its result. */
 static void refuse(Binding *binding, ring_call *row) {
   plain_call call;
-  memset(&call, 0, sizeof call);
-  call.signature.verb = FL_BARRIER;
+  plain_begin(&call, FL_BARRIER);
   call.signature.ndim = FL_REFUSED;
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   fl_op *op = run_step(binding, &call, row);
-  if (op != NULL) binding->free(op);
+  if (op != NULL) binding->library.free(op);
   PyErr_Restore(type, value, trace);
 }
 
@@ -108,14 +96,14 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
   const int size = binding->size;
   plain_call call;
   int64_t counts[MOST_RANKS], table[MOST_RANKS * MOST_RANKS];
-  if (binding->begin == NULL || size > MOST_RANKS || !plain_uneven(x, out, &call) ||
+  if (binding->library.begin == NULL || size > MOST_RANKS || !plain_uneven(x, out, &call) ||
       !read_rows(rows, size, call.signature.shape[0], counts)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   call.seconds = binding->seconds;
   plain_call step = table_of(size, counts, table);
   step.output = &step.room;
-  if (!binding->begin(binding->group, &step.signature, step.data, binding->seconds, NULL)) {
+  if (!binding->library.begin(binding->group, &step.signature, step.data, binding->seconds, NULL)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   const recorded made = record(binding, &call.signature, -1, 0, NULL);

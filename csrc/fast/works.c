@@ -2,16 +2,10 @@
 
    A failure, or a wait of limited time, is Python's: then Works of backends/native_work.py take over. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define NO_IMPORT_ARRAY
-#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
-#include <numpy/arrayobject.h>
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "binding.h"
+#include "works.h"
 
 enum { LEAST_RUNNING = 8 }; /* before it is looked which have ended */
 
@@ -42,7 +36,7 @@ static void count_fork(void) { ++forks; }
 /* All has ended well, and nobody needs anything but the result any more. */
 static void release(work_object *work) {
   for (int i = 0; i < ops_of(work); ++i) {
-    if (work->ops[i].op != NULL) work->binding->free(work->ops[i].op);
+    if (work->ops[i].op != NULL) work->binding->library.free(work->ops[i].op);
     work->ops[i].op = NULL;
   }
   Py_CLEAR(work->kept);
@@ -108,6 +102,19 @@ static int settle(work_object *work) {
   Py_DECREF(given);
   release(work);
   return 1;
+}
+
+PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
+                   PyObject *result, PyObject *room) {
+  PyObject *work = PyObject_CallFunction(
+      binding->started, "KiOOOOiiKK", (unsigned long long)(uintptr_t)op, (int)one->verb, x, out, result, room,
+      (int)one->root, (int)one->peer, (unsigned long long)one->id,
+      (unsigned long long)one->number);
+  if (work == NULL && op != NULL) {
+    PyObject *const used[] = {x, out, result, room};
+    for (int i = 0; i < 4; ++i) Py_INCREF(used[i]);
+  }
+  return work;
 }
 
 PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *result, PyObject *kept) {
@@ -189,7 +196,7 @@ static fl_status status_of(work_object *work, double seconds) {
   fl_status found = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {
     fl_op *op = work->ops[i].op;
-    const fl_status status = op == NULL ? FL_OK : work->binding->wait(op, seconds);
+    const fl_status status = op == NULL ? FL_OK : work->binding->library.wait(op, seconds);
     if (status == FL_PENDING) return FL_PENDING;
     if (found == FL_OK) found = status;
   }

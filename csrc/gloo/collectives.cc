@@ -53,7 +53,7 @@ void Collectives::Unmap::operator()(Frame* memory) const { munmap(memory, bytes)
 
 void Collectives::open() {
   last_.reset(size_);
-  compares_at_once_ = mesh_.checks_at_once();
+  compares_at_once_ = mesh_.compares_at_once();
   const uint32_t leaving = passes_on_ ? 1 : kLeaving;
   for (int r = 0; r < size_; ++r) {
     outgoing_buffers_[r] = mesh_.buffer(&outgoing_[r * leaving], leaving * sizeof(Frame));

@@ -30,20 +30,6 @@ struct Call {
   size_t bytes() const { return static_cast<size_t>(mine.count) * mine.itemsize; }
 };
 
-class Collectives;
-
-// What does a verb: `data` and `output` are those of fl_gloo_run. The table is in verbs.cc; a file that
-// has a verb of its own enters it, when the library is loaded.
-using Does = Bytes (*)(Collectives&, Call&, void* data, void* output);
-struct Entry {
-  Entry(fl_verb verb, Does does);
-};
-Bytes do_verb(Collectives&, Call&, void* data, void* output);
-
-// The verb of a file of its own: a friend of what all share.
-template <fl_verb verb>
-struct Verb;
-
 // Each throws Failure, or Mismatch before any payload has moved, or what Gloo throws where a
 // connection is broken already. One thread at a time may call.
 class Collectives {
@@ -63,9 +49,11 @@ class Collectives {
   // What the other ranks have called last, as far as is known here, and how long ago.
   Seen last_calls() const;
 
+  // The verbs; see common/verbs.h.
   void barrier(Call& call);
   void all_reduce(Call& call, void* data);
   void reduce(Call& call, void* data);
+  void scan(Call& call, void* data);
   void reduce_scatter(Call& call, const void* data, void* output);
   void reduce_scatter_uneven(Call& call, const fl_sections& sections, void* output);
   Bytes broadcast(Call& call, void* data);
@@ -77,8 +65,6 @@ class Collectives {
   void all_to_all_uneven(Call& call, const fl_sections& sections, void* output);
 
  private:
-  template <fl_verb verb>
-  friend struct Verb;
   // Payloads up to this size travel inside the header, in one step instead of two. Copying more
   // takes longer than the step.
   static constexpr size_t kInlineBytes = 65 << 10;
@@ -150,6 +136,7 @@ class Collectives {
   Parts equal_sections(size_t bytes) const;
 
   void reduce_inline(const Call& call, const void* data, size_t skip, size_t count, void* into);
+  void scan_inline(const Call& call, void* data);
   void reduce_sections(Call& call, const void* data, void* output, const Parts& sections);
   void reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts,
                        int collector);

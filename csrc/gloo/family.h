@@ -23,7 +23,7 @@ namespace fl {
 
 class Mesh;
 
-// What the C ABI knows of the hosts of `size` ranks; for addresses and key see fl_gloo_connect.
+// What the C ABI knows of the hosts of `size` ranks; for addresses and key see fl_connect.
 std::shared_ptr<const Hosts> read_hosts(const fl_hosts& given, int size, const char* addresses,
                                         size_t bytes, const char* key);
 

@@ -5,20 +5,12 @@
 #include <utility>
 
 #include "../common/signature.h"
+#include "../common/verbs.h"
 
 namespace fl {
 namespace {
 
-bool is_message(const fl_signature& signature) {
-  return signature.verb == FL_SEND || signature.verb == FL_RECV;
-}
-
-// As its port takes it: `output` of a receive that has to find out who sends, or how much.
-Given given_to_port(const fl_message& message, void* output) {
-  const bool has_match = message.signature.verb == FL_RECV;
-  return {message.signature, message.data, message.peer, message.site,
-          has_match ? static_cast<fl_match*>(output) : nullptr};
-}
+fl_site site_of(const Request& call) { return call.site != nullptr ? *call.site : fl_site{}; }
 
 // Whether the one rank that is missing has begun the same call: what is it waiting for?
 bool waits_in(const Failure& timeout, const fl_signature& call) {
@@ -90,17 +82,17 @@ void Group::give_up(const std::string& why) {
   mesh_->fail(Failure(FL_RAISED, {mesh_->rank}, why));
 }
 
-Handle Group::start(const fl_message& given, void* output, double seconds) {
-  if (is_message(given.signature)) return port_->start(given_to_port(given, output), seconds);
+Handle Group::start(const Request& call) {
+  if (is_message(call.signature)) return port_->start(given_by(call, site_of(call)), call.seconds);
   if (auto refused = port_->refused()) return refused;
-  return handle_of(queue_.submit(seconds, collective(given, output, nullptr)));
+  return handle_of(queue_.submit(call.seconds, collective(call, nullptr)));
 }
 
-Handle Group::run(const fl_message& given, void* output, double seconds) {
-  if (is_message(given.signature)) return port_->run(given_to_port(given, output), seconds, interrupt_);
+Handle Group::run(const Request& call) {
+  if (is_message(call.signature)) return port_->run(given_by(call, site_of(call)), call.seconds, interrupt_);
   if (auto refused = port_->refused()) return refused;
-  if (!queue_.enter()) return start(given, output, seconds);
-  auto result = run_here(seconds, collective(given, output, interrupt_));
+  if (!queue_.enter()) return start(call);
+  auto result = run_here(call.seconds, collective(call, interrupt_));
   queue_.leave();
   return handle_of(std::move(result));
 }
@@ -125,25 +117,25 @@ void Group::close() {
   mesh_->leave();  // and is not the rank that was lost where another one is
   port_->close();
   queue_.close();
-  if (!queue_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, "the group was closed"));
+  if (!queue_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, kWasClosed));
 }
 
 // Collectives ---------------------------------------------------------------------------------
 
-Group::Task Group::collective(const fl_message& given, void* output, InterruptCheck interrupt) {
-  return [this, given = given, output, interrupt](Operation& operation) mutable {
-    given.signature.sequence = sequence_of(++calls_);
+Group::Task Group::collective(const Request& request, InterruptCheck interrupt) {
+  return [this, request = request, site = site_of(request), interrupt](Operation& operation) mutable {
+    request.signature.sequence = sequence_of(++calls_);
     with_waiter(*mesh_, operation, interrupt, [&](Waiter& waiter) {
-      Call call{given.signature, given.site, operation.seen, waiter};
+      Call call{request.signature, site, operation.seen, waiter};
       try {
-        operation.output = dispatch(call, given.data, output);
+        operation.output = dispatch(call, request.data, request.output);
       } catch (Failure& failure) {
         const bool is_late = failure.status == FL_TIMEOUT;
         if (is_late || failure.status == FL_PEER_LOST) {
           failure.seen = collectives_.last_calls();
-          failure.seen.calls[mesh_->rank] = given.signature;
+          failure.seen.calls[mesh_->rank] = request.signature;
         }
-        if (is_late && waits_in(failure, given.signature)) failure.missing = mesh_->cause_of(failure);
+        if (is_late && waits_in(failure, request.signature)) failure.missing = mesh_->cause_of(failure);
         throw;
       }
     });
@@ -151,7 +143,7 @@ Group::Task Group::collective(const fl_message& given, void* output, InterruptCh
 }
 
 Bytes Group::dispatch(Call& call, void* data, void* output) {
-  if (!is_compared(call.mine)) return do_verb(collectives_, call, data, output);
+  if (!is_compared(call.mine)) return do_verb(collectives_, call, call.mine.verb, data, output);
   collectives_.barrier(call);
   return shapes_are_wanted(call.mine.verb) ? make_bytes(0) : Bytes{};
 }

@@ -19,21 +19,15 @@ class Group {
   // One of `ranks` of another; see Mesh.
   Group(const Group& whole, const std::vector<int>& ranks, uint64_t number);
 
+  Mesh& mesh() { return *mesh_; }
   int size() const { return mesh_->size; }
-  const std::vector<char>& address() const { return mesh_->address(); }
   void call_ranks(std::vector<int> numbers) { mesh_->call_ranks(std::move(numbers)); }
-  // Ask `check` now and then while run() waits; not 0: give up. Before the first run().
+  void compare_at_once() { mesh_->compare_at_once(); }
+  // Before the first run().
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes,
                                      std::string key, bool lazily, double seconds);
-  // Which rank connect() waits for; -1: for none.
-  int awaited() const { return mesh_->awaited(); }
-  // See Mesh.
-  void check_at_once() { mesh_->check_at_once(); }
-  int listen_for_hosts() { return mesh_->listen_for_hosts(); }
-  void watch_hosts(std::shared_ptr<const Hosts> hosts) { mesh_->watch_hosts(std::move(hosts)); }
-  void take_along(Companion companion) { mesh_->take_along(std::move(companion)); }
   // Whether `rank` has begun a collective that nobody has called here, and which.
   bool is_ahead(int rank, fl_signature& call);
   // Null while the group can be used; else why it cannot, because of another rank for example.
@@ -49,25 +43,22 @@ class Group {
   // In a forked child: close the descriptors, without any lock.
   void abandon() noexcept { mesh_->close_descriptors(); }
 
-  // Of a collective `given` has no peer.
   // Start an operation; collectives run on a thread, in turn.
-  Handle start(const fl_message& given, void* output, double seconds);
+  Handle start(const Request& call);
   // Run an operation on the caller's thread, unless others must come first: then it is started.
   // Null where it has ended well and there is nothing to fetch.
-  Handle run(const fl_message& given, void* output, double seconds);
+  Handle run(const Request& call);
   // Several messages at once; see Port.
-  std::vector<Handle> exchange(const fl_message* messages, int count, double seconds) {
-    return port_->exchange(messages, count, seconds, interrupt_);
-  }
-  std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds) {
-    return port_->start_exchange(messages, count, seconds);
+  std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {
+    return async ? port_->start_exchange(messages, count, seconds)
+                 : port_->exchange(messages, count, seconds, interrupt_);
   }
 
  private:
   using Task = std::function<void(Operation&)>;
   explicit Group(std::unique_ptr<Mesh> mesh);
   std::shared_ptr<Operation> run_here(double seconds, Task task);
-  Task collective(const fl_message& given, void* output, InterruptCheck interrupt);
+  Task collective(const Request& request, InterruptCheck interrupt);
   Bytes dispatch(Call& call, void* data, void* output);
 
   std::unique_ptr<Mesh> mesh_;

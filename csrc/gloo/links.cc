@@ -169,7 +169,7 @@ bool Links::await(int peer, Clock::time_point end) {
   changed_.wait_until(lock, end, [&] {
     return states_[peer] == kConnected || states_[peer] == kFailed || !is_open_;
   });
-  if (!is_open_) throw Failure(FL_CLOSED, {}, "the group was closed");
+  if (!is_open_) throw Failure(FL_CLOSED, {}, kWasClosed);
   if (states_[peer] == kFailed) throw Failure(FL_PEER_LOST, {peer}, problems_[peer]);
   return states_[peer] == kConnected;
 }

@@ -46,7 +46,7 @@ class Links : public gloo::transport::tcp::Context {
 
   // Before open(): have the kernel watch over the connections; see keep_alive.
   void keep_alive_for(double seconds) { seconds_ = seconds; }
-  // Begin to answer; for `addresses` and `key` see fl_gloo_connect.
+  // Begin to answer; for `addresses` and `key` see fl_connect.
   void open(const char* addresses, size_t bytes, const char* key, Made made, Pair::Told told, Calls calls,
             Parcels& parcels);
   // Close all connections, and make none any more; what the hooks need must live until then.

@@ -308,7 +308,7 @@ Clock::time_point Mesh::end_of(int peer) const {
   return std::min(pair != nullptr ? pair->ended_at() : kNever, known(peer).closed_at);
 }
 
-void Mesh::stop() { end(Failure(FL_CLOSED, {}, "the group was closed")); }
+void Mesh::stop() { end(Failure(FL_CLOSED, {}, kWasClosed)); }
 
 // A peer may have closed a connection because it has found out that a host is lost: then news of that
 // are on their way. Where nobody answers, the heartbeats are about to say which host that is, and since

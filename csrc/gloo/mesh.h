@@ -56,7 +56,7 @@ class Mesh : public Transport, public Connections, public Route {
   // Where peers connect to.
   const std::vector<char>& address() const { return family_->links->address(); }
   // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each; for `key` see
-  // fl_gloo_connect. `lazily`: the neighbours too are connected when they are needed first.
+  // fl_connect. `lazily`: the neighbours too are connected when they are needed first.
   void connect(const char* addresses, size_t bytes, const char* key, bool lazily,
                Clock::time_point deadline);
   bool is_connected(int peer) const { return links_.is_connected(ranks_[peer]); }
@@ -75,8 +75,8 @@ class Mesh : public Transport, public Connections, public Route {
     for (int peer : neighbours()) links_.pair(ranks_[peer])->hurry();
   }
   // No call of this rank ends before the others have made it: from the beginning, of a group and its parts.
-  void check_at_once() { family_->engine.check_at_once(); }
-  bool checks_at_once() const { return family_->engine.checks_at_once(); }
+  void compare_at_once() { family_->engine.check_at_once(); }
+  bool compares_at_once() const { return family_->engine.checks_at_once(); }
   // The threads of its operations.
   const std::shared_ptr<Crew>& crew() const { return family_->crew; }
   // That of its messages, which ends before it.

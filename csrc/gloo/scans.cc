@@ -141,38 +141,26 @@ class Chain {
 
 }  // namespace
 
-template <>
-struct Verb<FL_SCAN> {
-  // Small: every rank has what those before it have given.
-  static Bytes run(Collectives& group, Call& call, void* data, void*) {
-    const int rank = group.rank_, size = group.size_;
-    const bool small = call.bytes() * (size - 1) <= Collectives::kInlineBytes;
-    Parts give(size);
-    for (int r = rank + 1; r < size && small; ++r) give[r] = {0, call.bytes()};
-    group.meet(call, data, give);
-    if (small) combine(group, call, data);
-    group.await_given();
-    if (!small) Chain(group.mesh_, call, static_cast<char*>(data)).run();
-    return {};
-  }
+// Small: every rank has what those before it have given.
+void Collectives::scan(Call& call, void* data) {
+  const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
+  Parts give(size_);
+  for (int r = rank_ + 1; r < size_ && small; ++r) give[r] = {0, call.bytes()};
+  meet(call, data, give);
+  if (small) scan_inline(call, data);
+  await_given();
+  if (!small) Chain(mesh_, call, static_cast<char*>(data)).run();
+}
 
-  static void combine(Collectives& group, const Call& call, void* data) {
-    const fl_signature& mine = call.mine;
-    const int terms = group.rank_ + (mine.verb == FL_SCAN ? 1 : 0);
-    Parts take(group.size_);
-    for (int r = 0; r < terms; ++r) take[r].bytes = call.bytes();
-    group.fetch(take);
-    std::vector<const void*> from;
-    for (int r = 0; r < terms; ++r) {
-      from.push_back(r == group.rank_ ? data : group.payload(r));
-    }
-    if (terms > 0) fl::reduce(mine.dtype, mine.op, mine.scale, data, from.data(), terms, mine.count);
-  }
-};
+void Collectives::scan_inline(const Call& call, void* data) {
+  const fl_signature& mine = call.mine;
+  const int terms = rank_ + (mine.verb == FL_SCAN ? 1 : 0);
+  Parts take(size_);
+  for (int r = 0; r < terms; ++r) take[r].bytes = call.bytes();
+  fetch(take);
+  std::vector<const void*> from;
+  for (int r = 0; r < terms; ++r) from.push_back(r == rank_ ? data : payload(r));
+  if (terms > 0) fl::reduce(mine.dtype, mine.op, mine.scale, data, from.data(), terms, mine.count);
+}
 
-namespace {
-
-const Entry scan_entries[] = {{FL_SCAN, Verb<FL_SCAN>::run}, {FL_EXSCAN, Verb<FL_SCAN>::run}};
-
-}  // namespace
 }  // namespace fl

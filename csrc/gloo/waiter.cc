@@ -174,9 +174,7 @@ bool Waiter::should_know(Clock::time_point now) const {
 
 void Waiter::look_around(int peer) {
   if (const auto reason = connections_.reason()) throw Failure(*reason);
-  if (is_interrupted()) {
-    throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
-  }
+  if (is_interrupted()) throw Failure(FL_CLOSED, {}, kInterrupted);
   if (Clock::now() >= deadline_) throw TimedOut(peer);
   if (!connections_.is_lost(peer)) return;
   // Gloo notifies only some of those who wait on a broken connection.

@@ -17,9 +17,6 @@
 
 namespace fl {
 
-// Called now and then while a caller's own thread waits; not 0: give up (a signal handler said so).
-using InterruptCheck = int (*)();
-
 // How often a wait is looked after, and the longest that its end may come late.
 constexpr std::chrono::milliseconds kTick{100};
 

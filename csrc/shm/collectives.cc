@@ -49,7 +49,7 @@ void Collectives::read(int r, size_t begin, void* into, size_t bytes) {
 // waits, here or in end_reading(); nothing else goes through the slots meanwhile, as all ranks have
 // called.
 void Collectives::ask_for(int r, size_t begin, char* into, size_t bytes) {
-  Request& request = segment_.block(rank_).request;
+  ReadRequest& request = segment_.block(rank_).request;
   for (size_t done = 0; done < bytes;) {
     const size_t size = std::min(segment_.chunk_bytes(), bytes - done);
     request.owner = r;
@@ -67,7 +67,7 @@ void Collectives::ask_for(int r, size_t begin, char* into, size_t bytes) {
 bool Collectives::serve() {
   bool served = false;
   for (int r = 0; r < size_; ++r) {
-    Request& request = segment_.block(r).request;
+    ReadRequest& request = segment_.block(r).request;
     const uint32_t number = request.asked.value();
     if (r == rank_ || number == request.served.value() || request.owner != rank_) continue;
     const char* own = reinterpret_cast<const char*>(call_of(rank_).large.address);

@@ -1,7 +1,6 @@
 // The collectives between the ranks of one host, each written once on a Segment.
 //
-// entering.cc: how a call is entered; verbs.cc: which function does which verb; collectives.cc: the memory of
-// large arrays; the others: the verbs.
+// entering.cc: how a call is entered; collectives.cc: the memory of large arrays; the others: the verbs.
 #pragma once
 
 #include <array>
@@ -41,20 +40,6 @@ constexpr uint32_t kCanRead = 1u << 31;  // it can read the memory of all others
 // they bring.
 enum class Progress { kAwaited, kCalled, kComplete };
 
-class Collectives;
-
-// What does a verb, whose call has been made: `data` and `output` are those of fl_shm_run. The table is
-// in verbs.cc; a file that has a verb of its own enters it, when the library is loaded.
-using Does = Bytes (*)(Collectives&, const fl_signature& mine, void* data, void* output);
-struct Entry {
-  Entry(fl_verb verb, Does does);
-};
-Bytes do_verb(Collectives&, const fl_signature& mine, void* data, void* output);
-
-// The verb of a file of its own: a friend of what all share.
-template <fl_verb verb>
-struct Verb;
-
 // All throw Failure, or Mismatch before anything has changed. One thread at a time may call, and
 // says how long with begin() first.
 class Collectives {
@@ -76,9 +61,11 @@ class Collectives {
   // From now on no call ends before all others have called.
   void compare_at_once() { compares_at_once_ = true; }
 
+  // The verbs, whose call has been made; see common/verbs.h.
   void barrier(const fl_signature& mine) { receive_calls(mine); }
   void all_reduce(const fl_signature& mine, void* data);
   void reduce(const fl_signature& mine, void* data);
+  void scan(const fl_signature& mine, void* data);
   void reduce_scatter(const fl_signature& mine, const void* data, void* output);
   void reduce_scatter_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
   // A rank that does not know what comes has no `data`: it is returned.
@@ -113,8 +100,7 @@ class Collectives {
   void drop_region(const void* array);
 
  private:
-  template <fl_verb verb>
-  friend struct Verb;
+  struct Scan;
   struct Chunks;
   struct Rows;
   struct Sections;

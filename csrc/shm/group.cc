@@ -4,16 +4,10 @@
 #include <utility>
 
 #include "../common/signature.h"
+#include "../common/verbs.h"
 
 namespace fl {
 namespace {
-
-bool is_message(const fl_signature& s) { return s.verb == FL_SEND || s.verb == FL_RECV; }
-
-// Of a receive that has to find out who sends, or how much.
-fl_match* match_of(const fl_signature& s, void* output) {
-  return s.verb == FL_RECV ? static_cast<fl_match*>(output) : nullptr;
-}
 
 std::vector<int> all_ranks(int size) {
   std::vector<int> ranks(size);
@@ -54,39 +48,32 @@ void ShmGroup::close() {
     const Turn::Held held(starting_);
     begun = std::exchange(begun_, nullptr);
   }
-  if (begun != nullptr) fl::finish(*begun, FL_CLOSED, "the group was closed");
+  if (begun != nullptr) fl::finish(*begun, FL_CLOSED, kWasClosed);
   queue_.close();
   port_.close();
   family_->leave(*this, number_);
   const bool nothing_runs = turn_.try_take_for(kLeavingMilliseconds);
   if (nothing_runs) peers_.give_up(Failure(FL_OK, {}, "left"));
-  peers_.fail(Failure(FL_CLOSED, {}, "the group was closed"));
+  peers_.fail(Failure(FL_CLOSED, {}, kWasClosed));
   if (nothing_runs) turn_.give();
 }
 
-Handle ShmGroup::run(const fl_signature& signature, void* data, void* output, int peer, double seconds,
-                     const fl_site* site) {
-  if (is_message(signature)) {
-    return port_.run({signature, data, peer, asked(site), match_of(signature, output)}, seconds, interrupt_);
-  }
+Handle ShmGroup::run(const Request& call) {
+  if (is_message(call.signature)) return port_.run(given_by(call, asked(call.site)), call.seconds, interrupt_);
   if (auto refused = port_.refused()) return refused;
-  return handle_of(run_collective(signature, data, output, seconds, site));
+  return handle_of(run_collective(call));
 }
 
-Handle ShmGroup::start(const fl_signature& signature, void* data, void* output, int peer, double seconds,
-                       const fl_site* site, bool is_ahead) {
-  if (is_message(signature)) {
-    return port_.start({signature, data, peer, asked(site), match_of(signature, output)}, seconds);
-  }
+Handle ShmGroup::start(const Request& call) {
+  if (is_message(call.signature)) return port_.start(given_by(call, asked(call.site)), call.seconds);
   if (auto refused = port_.refused()) return refused;
-  return handle_of(start_collective(signature, data, output, seconds, asked(site), is_ahead));
+  return handle_of(start_collective(call, asked(call.site)));
 }
 
 // On the caller's own thread, unless operations are queued: they come first.
-ShmGroup::Result ShmGroup::run_collective(const fl_signature& signature, void* data, void* output,
-                                          double seconds, const fl_site* site) {
+ShmGroup::Result ShmGroup::run_collective(const Request& call) {
   if (queued_.load(std::memory_order_relaxed) != 0 && !has_caught_up()) {
-    return start_collective(signature, data, output, seconds, asked(site));
+    return start_collective(call, asked(call.site));
   }
   if (turn_.is_mine()) return ended(FL_FAILED, kInTheMiddle, {}, {});
   bool was_late = false;  // another thread has begun one meanwhile, or it has been queued
@@ -94,10 +81,9 @@ ShmGroup::Result ShmGroup::run_collective(const fl_signature& signature, void* d
     const Running running(*this, interrupt_);
     was_late = is_begun_;
     if (was_late) return Bytes();
-    return dispatch(signature, data, output, seconds, interrupt_, site, seen);
+    return dispatch(call, interrupt_, call.site, seen);
   });
-  if (!was_late) return result;
-  return start_collective(signature, data, output, seconds, asked(site));
+  return was_late ? start_collective(call, asked(call.site)) : result;
 }
 
 fl_site ShmGroup::asked(const fl_site* site) const {
@@ -177,11 +163,10 @@ ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data, voi
   });
 }
 
-Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, double seconds,
-                         InterruptCheck interrupt, const fl_site* site, Seen& seen) {
-  collectives_.begin(seconds, interrupt);
-  collectives_.call(s, data, site);
-  return reporting(site, [&] { return complete(s, data, output, seen); });
+Bytes ShmGroup::dispatch(const Request& call, InterruptCheck interrupt, const fl_site* site, Seen& seen) {
+  collectives_.begin(call.seconds, interrupt);
+  collectives_.call(call.signature, call.data, site);
+  return reporting(site, [&] { return complete(call.signature, call.data, call.output, seen); });
 }
 
 Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& seen) {
@@ -193,7 +178,7 @@ Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& 
     collectives_.barrier(s);
     return shapes_are_wanted(s.verb) ? with_shapes(make_bytes(0)) : Bytes{};
   }
-  return with_shapes(do_verb(collectives_, s, data, output));
+  return with_shapes(do_verb(collectives_, s, s.verb, data, output));
 }
 
 void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {

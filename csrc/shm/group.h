@@ -38,22 +38,18 @@ class ShmGroup : private Helper, private Family::Ticking {
   // has interrupted it, and closes the group) ends when that goes on.
   void close();
 
-  // `site` is the caller's; null: it is asked for where that matters.
-  Handle run(const fl_signature& signature, void* data, void* output, int peer, double seconds,
-             const fl_site* site = nullptr);
-  // With `is_ahead` a call that is only compared ends at once; look_back() compares it.
-  Handle start(const fl_signature& signature, void* data, void* output, int peer, double seconds,
-               const fl_site* site = nullptr, bool is_ahead = false);
+  // Where the call is made without a site it is asked for if that matters.
+  Handle run(const Request& call);
+  // A call that is_ahead, and only compared, ends at once; look_back() compares it.
+  Handle start(const Request& call);
   // Compare such calls as far as the others have made them; `is_behind`: they have not made all. Null: the
   // ranks do not differ, and none has been missing for so many seconds.
   Result look_back(double seconds, bool& is_behind);
 
   // Several messages at once; see Port.
-  std::vector<Handle> exchange(const fl_message* messages, int count, double seconds) {
-    return port_.exchange(messages, count, seconds, interrupt_);
-  }
-  std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds) {
-    return port_.start_exchange(messages, count, seconds);
+  std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {
+    return async ? port_.start_exchange(messages, count, seconds)
+                 : port_.exchange(messages, count, seconds, interrupt_);
   }
   Port::Posted post(const fl_message* messages, int count, double seconds, int spins) {
     return port_.post(messages, count, seconds, spins);
@@ -104,24 +100,19 @@ class ShmGroup : private Helper, private Family::Ticking {
     return ended(failure.status, failure.what(), failure.missing, failure.seen);
   }
   fl_site asked(const fl_site* site) const;
-  Bytes dispatch(const fl_signature& signature, void* data, void* output, double seconds,
-                 InterruptCheck interrupt, const fl_site* site, Seen& seen);
+  Bytes dispatch(const Request& call, InterruptCheck interrupt, const fl_site* site, Seen& seen);
   Bytes complete(const fl_signature& signature, void* data, void* output, Seen& seen);
   template <typename Body>
   auto reporting(const fl_site* site, Body body);
-  Result start_collective(const fl_signature& signature, void* data, void* output, double seconds,
-                          const fl_site& site, bool is_ahead = false);
-  Result make_collective(const fl_signature& signature, void* data, void* output, double seconds,
-                         const fl_site& site, bool is_begun);
-  bool begin_small(const fl_signature& signature, void* data, void* output, double seconds,
-                   const fl_site& site, bool is_ahead, Result& result);
+  Result start_collective(const Request& call, const fl_site& site);
+  Result make_collective(const Request& call, const fl_site& site, bool is_begun);
+  bool begin_small(const Request& call, const fl_site& site, Result& result);
   void end_begun(Patience patience, bool or_hand_over);
   void hand_over();
   bool has_caught_up();
   void help(const Operation& operation, bool waits) override;
   void tick() override;
-  Result run_collective(const fl_signature& signature, void* data, void* output, double seconds,
-                        const fl_site* site);
+  Result run_collective(const Request& call);
 
   static constexpr const char* kInTheMiddle =
       "this thread is in the middle of another call of the group";

@@ -13,11 +13,7 @@
 
 namespace fl {
 
-// Called now and then while a caller's own thread waits; not 0: give up (a signal handler said so).
-using InterruptCheck = int (*)();
-inline Failure interrupted() {
-  return {FL_CLOSED, {}, "a signal handler interrupted the operation"};
-}
+inline Failure interrupted() { return {FL_CLOSED, {}, kInterrupted}; }
 
 // How long a sleep lasts before a rank looks around: for farewells, deaths, signals, the deadline.
 constexpr long kSliceMilliseconds = 20;
@@ -59,7 +55,7 @@ class Peers : public Transport {
   // Whether operations of this rank must end: it has closed the group, or it broke.
   bool has_ended() const { return stopped_.load(std::memory_order_relaxed) || is_broken(); }
   Failure why_ended() const {
-    return is_broken() ? why_broken() : Failure(FL_CLOSED, {}, "the group was closed");
+    return is_broken() ? why_broken() : Failure(FL_CLOSED, {}, kWasClosed);
   }
   std::optional<Failure> loss_of(int rank) override { return loss(Concern{rank}); }
   bool has_left(int r) override {

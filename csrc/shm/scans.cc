@@ -6,20 +6,13 @@
 #include "../common/copying.h"
 
 namespace fl {
-template <>
-struct Verb<FL_SCAN> {
+
+struct Collectives::Scan {
   Collectives& group;
   const fl_signature& mine;
   char* const data;
   const int terms;  // so many arrays are combined here, from rank 0 on; of none rank 0 keeps its own
   const size_t item = mine.itemsize, bytes = static_cast<size_t>(mine.count) * item;
-
-  static Bytes run(Collectives& group, const fl_signature& mine, void* data, void*) {
-    const int terms = group.rank_ + (mine.verb == FL_SCAN ? 1 : 0);
-    group.receive_calls(mine);
-    Verb{group, mine, static_cast<char*>(data), terms}.combine();
-    return {};
-  }
 
   void combine() {
     if (bytes <= kInlineBytes) return combine_inline();
@@ -114,9 +107,9 @@ struct Verb<FL_SCAN> {
   }
 };
 
-namespace {
+void Collectives::scan(const fl_signature& mine, void* data) {
+  receive_calls(mine);
+  Scan{*this, mine, static_cast<char*>(data), rank_ + (mine.verb == FL_SCAN ? 1 : 0)}.combine();
+}
 
-const Entry scan_entries[] = {{FL_SCAN, Verb<FL_SCAN>::run}, {FL_EXSCAN, Verb<FL_SCAN>::run}};
-
-}  // namespace
 }  // namespace fl

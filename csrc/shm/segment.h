@@ -99,7 +99,7 @@ struct alignas(kLine) Farewell {
 };
 
 // A part of another rank's array that this rank is to read and cannot: see Collectives::ask_for.
-struct alignas(kLine) Request {
+struct alignas(kLine) ReadRequest {
   Counter asked;   // requests so far, of this rank
   Counter served;  // of these, raised by whoever it has asked
   int32_t owner;   // whom it asks
@@ -114,7 +114,7 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Counter filled;   // chunks that this rank has put into its slots
   alignas(kLine) Counter reduced;  // chunks of which it has reduced its part
   alignas(kLine) Counter drained;  // chunks of the others that it needs no more
-  Request request;
+  ReadRequest request;
   Farewell farewell;
   std::atomic<int64_t> left_at;  // since when, of coarse_now(), it begins no more messages; 0: it does
   alignas(kLine) Futex futex;  // for the threads of this rank that wait for messages

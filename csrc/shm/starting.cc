@@ -31,27 +31,23 @@ class Queued {
 
 }  // namespace
 
-std::shared_ptr<Operation> ShmGroup::make_collective(const fl_signature& signature, void* data,
-                                                     void* output, double seconds,
-                                                     const fl_site& site, bool is_begun) {
+ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& site, bool is_begun) {
   // It counts until it has ended for those who look as well: finish() lets go of what it runs.
   const auto queued = std::make_shared<Queued>(queued_);
-  return queue_.make(seconds, [=, queued = queued](Operation& operation) {
+  return queue_.make(call.seconds, [=, queued = queued](Operation& operation) {
     const Running running(*this, nullptr);
     if (is_begun) {
       is_begun_ = false;
       collectives_.go_on(operation.seconds, nullptr);
-      operation.output =
-          reporting(&site, [&] { return complete(signature, data, output, operation.seen); });
+      operation.output = reporting(
+          &site, [&] { return complete(call.signature, call.data, call.output, operation.seen); });
     } else {
-      operation.output =
-          dispatch(signature, data, output, operation.seconds, nullptr, &site, operation.seen);
+      operation.output = dispatch(call, nullptr, &site, operation.seen);
     }
   });
 }
 
-ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void* data, void* output,
-                                            double seconds, const fl_site& site, bool is_ahead) {
+ShmGroup::Result ShmGroup::start_collective(const Request& call, const fl_site& site) {
   if (starting_.is_mine()) return ended(FL_FAILED, kInTheMiddle, {}, {});
   while (!starting_.try_take_for(kSliceMilliseconds)) {
     if (peers_.has_ended()) return ended(peers_.why_ended());
@@ -59,34 +55,33 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
   const Turn::Held held(starting_);
   end_begun(kLittleTime, true);
   Result result;
-  if (begin_small(signature, data, output, seconds, site, is_ahead, result)) return result;
-  result = make_collective(signature, data, output, seconds, site, false);
+  if (begin_small(call, site, result)) return result;
+  result = make_collective(call, site, false);
   queue_.submit(result);
   return result;
 }
 
 // Where that can be: `result` is what became of it. `starting_` is held.
-bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, double seconds,
-                           const fl_site& site, bool is_ahead, Result& result) {
+bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& result) {
   if (queued_.load(std::memory_order_relaxed) != 0) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   {
     const Running running(*this);
-    if (!collectives_.can_begin(s)) return false;
-    collectives_.begin(seconds, nullptr);
-    collectives_.call(s, data, &site, is_ahead);
+    if (!collectives_.can_begin(call.signature)) return false;
+    collectives_.begin(call.seconds, nullptr);
+    collectives_.call(call.signature, call.data, &site, call.is_ahead);
     if (collectives_.progress() == Progress::kComplete) {
       result = guarded([&](Seen& seen) {
-        return reporting(&site, [&] { return complete(s, data, output, seen); });
+        return reporting(&site, [&] { return complete(call.signature, call.data, call.output, seen); });
       });
-      if (result == nullptr && is_ahead) return true;
+      if (result == nullptr && call.is_ahead) return true;
       // A handle all the same: what was started can be waited for where it was started, and only there.
       if (result == nullptr) result = ended(FL_OK, "", {}, {});
       result->ended = Clock::now();
       return true;
     }
     is_begun_ = true;
-    begun_ = result = make_collective(s, data, output, seconds, site, true);
+    begun_ = result = make_collective(call, site, true);
   }
   begun_->helper = this;
   try {

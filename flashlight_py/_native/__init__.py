@@ -21,7 +21,6 @@ EXTENSIONS = {
     ),
     "gloo": ("Gloo over TCP between hosts", "shared memory and MPI remain"),
     "fast": ("all_reduce of small arrays in a quarter of a microsecond", "it takes a few more"),
-    "tree": ("synchronize in native code", "it is done in Python"),
     "tagi": ("the kernels of fl.tagi", "it computes with NumPy alone, some times slower"),
     "nn": ("the kernels of layers", "they are computed in NumPy, some times slower"),
     "tape": ("captured steps in native code", "fl.capture runs them in NumPy, some times slower"),

@@ -9,8 +9,6 @@ cache: freed blocks of 32 KB or more, at most 32 MB in a process. A block that 8
 have not used returns to the system. An import of this package changes nothing in the process.
 """
 
-from __future__ import annotations
-
 from flashlight_py.autograd import functions, operators  # operators: completes Variable
 from flashlight_py.autograd.engine import on_backward_end
 from flashlight_py.autograd.gradcheck import gradcheck

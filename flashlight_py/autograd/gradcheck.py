@@ -1,7 +1,5 @@
 """Gradients against central differences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from flashlight_py.autograd.functions.dimensions import sum as total

@@ -1,7 +1,5 @@
 """Functions as operators and methods of variables, and as what NumPy's functions do with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import signature
 from typing import Any

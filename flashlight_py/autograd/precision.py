@@ -6,8 +6,6 @@ digits), or ``as_variable`` and ``as_pair`` (the others, which compute in the wi
 they get). Outside of autocast all three are the same.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

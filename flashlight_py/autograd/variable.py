@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 
@@ -32,8 +32,8 @@ from flashlight_py.device import (
 )
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
-Input: TypeAlias = "Variable | Array"
-Operand: TypeAlias = "Variable | Array | float"
+Input: TypeAlias = Union["Variable", Array]
+Operand: TypeAlias = Union["Variable", Array, float]
 _new = object.__new__
 _CUDA = 2  # kDLCUDA in dlpack.h
 
@@ -41,11 +41,11 @@ _CUDA = 2  # kDLCUDA in dlpack.h
 class Variable(Leaf):
     """An array in a computation whose gradient can be asked for.
 
-    The array is NumPy's or CuPy's and is shared, not copied; anything else with DLPack is taken
-    without a copy. The dtype is kept, also beside Python numbers; arrays of two dtypes yield what
-    NumPy makes of them (float16 with float32: float32), and each gets a gradient of its own dtype.
-    A variable made by the user is a leaf; one made by an operation on variables with ``calc_grad``
-    remembers that operation until a backward pass has used it.
+    The array is NumPy's or CuPy's, or another with DLPack; it is shared, not copied. The dtype is
+    kept, also with Python numbers; arrays of two dtypes yield what NumPy makes of them (float16
+    with float32: float32), and each gets a gradient of its own dtype. A variable made by the user
+    is a leaf; one made by an operation on variables with ``calc_grad`` remembers that operation
+    until a backward pass has used it.
 
     Arrays must not be changed between a forward pass and its backward pass. ``backward()`` notices
     changes by this package, but not by NumPy. Indices, targets and lengths are copied.
@@ -124,8 +124,7 @@ class Variable(Leaf):
     def has_history(self) -> bool:
         """Whether a backward pass can go from this variable to those it was computed from.
 
-        False for a leaf, without anything that has ``calc_grad`` below, and once a backward pass
-        has freed the graph.
+        False for a leaf, for a constant, and once a backward pass has freed the graph.
         """
         node = self.node
         return node is not None and (node.edges is not None or isinstance(node, Outline))
@@ -134,10 +133,9 @@ class Variable(Leaf):
     def grad_buffer(self) -> Array | None:
         """Memory for this leaf's gradient, or None (the default): then each pass makes its own.
 
-        With a buffer, the first contribution after ``grad`` was None is written into it (by the
-        matrix product itself where possible), later ones are added in place, and ``grad`` is the
-        buffer itself. It may be a view into a larger array. The gradient of a sharded module's
-        parameter goes elsewhere (see ``fl.fully_shard``): then this is None.
+        With a buffer, which may be a view into a larger array, the first contribution after
+        ``grad`` was None is written into it, later ones are added in place, and ``grad`` is the
+        buffer itself. None for a sharded module's parameter (see ``fl.fully_shard``).
 
         Raises:
             TypeError: the buffer is no array or of another dtype than the variable.
@@ -223,10 +221,9 @@ class Variable(Leaf):
     def register_grad_hook(self, hook: GradHook) -> None:
         """Call ``hook(self)`` in every backward pass once this leaf's gradient is complete.
 
-        That is, right after its last consumer has contributed and while the pass goes on, so
-        the parameters of the last layer come first. The hook may read and replace ``grad``. There
-        is one slot: registering replaces the hook that was there. A pass in which the variable
-        takes no part does not call it.
+        The pass then goes on, so the parameters of the last layer come first. The hook may read and
+        replace ``grad``. A variable has one hook: registering replaces it. A pass in which the
+        variable takes no part does not call it.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -246,15 +243,14 @@ class Variable(Leaf):
     def backward(self, grad: Array | None = None, retain_graph: bool = False) -> None:
         """Add to every leaf's ``grad`` the gradient of this variable with respect to it.
 
-        Blocks the calling thread (on a GPU: until the kernels are queued). Existing gradients
-        are added to in place. The recorded operations are freed along the way unless
-        ``retain_graph``. If a hook raises, the exception ends the pass: some gradients are then
+        Blocks the calling thread (on a GPU: until the kernels are queued). Existing gradients are
+        added to in place. If a hook raises, the exception ends the pass: some gradients are then
         complete, some partial, some absent.
 
         Args:
             grad: gradient of the final objective with respect to this variable, of its shape and
                 dtype, not changed; by default 1, for which this must have exactly one element.
-            retain_graph: keep the graph so that ``backward`` can be called again.
+            retain_graph: keep the graph, which is freed otherwise, for another call.
 
         Raises:
             ValueError: more than one element and no ``grad``, or ``grad`` of another shape.
@@ -373,13 +369,8 @@ def input(array: Array) -> Variable:
     return Variable(array)
 
 
-def no_grad(array: Array) -> Variable:
-    """Return a leaf without gradient that shares ``array``, of any shape and dtype: a constant.
-
-    Raises:
-        TypeError: not an array.
-    """
-    return Variable(array)
+no_grad = input
+"""Another name of ``fl.input``, for constants."""
 
 
 def param(array: Array) -> Variable:
@@ -399,9 +390,7 @@ def shards_of(variables: Iterable[Variable]) -> list[Any]:
     return list(dict.fromkeys(v.placement.shards for v in variables if v.placement is not None))
 
 
-def record(
-    array: Array | np.generic, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
-) -> Variable:
+def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None) -> Variable:
     """Return the result of an operation, which remembers how to reach those inputs that learn.
 
     Args:
@@ -412,8 +401,21 @@ def record(
     """
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
         # NumPy's answer where a result has no dimensions.
-        return record_all(getattr(array, "__array_library__", np).asarray(array), inputs, through)
-    return record_all(array, inputs, through)
+        array = getattr(array, "__array_library__", np).asarray(array)
+    edges: list[tuple[Target, Vjp]] = []
+    for edge in inputs:
+        x, vjp = edge
+        if x._calc_grad:
+            edges.append(edge if x.node is None else (x.node, vjp))
+    result = _new(Variable)
+    result.data = array
+    result.grad = result.hook = result.buffer = result.placement = result.node = None
+    result._calc_grad = bool(edges)
+    if edges and recording.is_outline:
+        result.node = Outline(tuple([source for source, _ in edges]))
+    elif edges:
+        result.node = Node(array.shape, array.dtype, edges, through)
+    return result
 
 
 def record_pair(
@@ -443,30 +445,7 @@ def summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
     return vjp_of_operand
 
 
-def record_all(
-    array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
-) -> Variable:
-    """Return what :func:`record` returns; ``through``: see ``Node``."""
-    edges: list[tuple[Target, Vjp]] = []
-    for edge in inputs:
-        x, vjp = edge
-        if x._calc_grad:
-            edges.append(edge if x.node is None else (x.node, vjp))
-    result = _new(Variable)
-    result.data = array
-    result.grad = result.hook = result.buffer = result.placement = result.node = None
-    if not edges:
-        result._calc_grad = False
-        return result
-    result._calc_grad = True
-    if recording.is_outline:
-        result.node = Outline(tuple([source for source, _ in edges]))
-    else:
-        result.node = Node(array.shape, array.dtype, edges, through)
-    return result
-
-
-def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable:
+def record_in_order(array: Any, *inputs: tuple[Variable, Vjp]) -> Variable:
     """Return what :func:`record` returns, for an operation that does more than compute.
 
     A backward pass visits those below it in the reverse of the order in which they were recorded
@@ -483,14 +462,11 @@ def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) ->
 def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Callable[..., Variable]:
     """Return an operation of your own on variables, with its derivative; a decorator.
 
-    Both parts compute with arrays, NumPy's or CuPy's. ``forward`` is called as the operation is,
-    with arrays in the place of variables, and returns an array and ``backward``. A backward pass
-    calls that once with the gradient of the result, which it must not change. It returns a gradient
-    for each variable or array that was passed by position, in a tuple if there are several, of
-    their shapes; None where it is zero or not needed. It may use whatever ``forward`` has computed.
-
-    ``fl.recompute`` and captured steps, whose replays repeat what NumPy has computed, take it as
-    any other; ``fl.gradcheck`` compares its derivative with differences.
+    ``forward`` is called as the operation is, with arrays (NumPy's or CuPy's) in the place of
+    variables, and returns an array and ``backward``. A backward pass calls that once with the
+    gradient of the result, which it must not change. It returns a gradient for each variable or
+    array that was passed by position, in a tuple if there are several, of their shapes; None where
+    it is zero or not needed. ``fl.gradcheck`` compares the derivative with differences.
 
     Raises:
         TypeError: when called: ``forward`` does not return an array and a function, or a variable
@@ -546,7 +522,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
             }
 
         edges = [(x, lambda found, at=at: found[at]) for at, x in learning.items()]
-        return record_all(result, edges, gradients)
+        return record(result, *edges, through=gradients)
 
     return operation
 

@@ -1,7 +1,5 @@
 """Datasets: samples by index, from arrays, in batches, or in another order."""
 
-from __future__ import annotations
-
 import abc
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +32,7 @@ class Dataset(abc.ABC):
         """Return the sample at ``index``, which is in [0, len): the caller has checked it."""
 
     def take(self, indices: Indices) -> Sample:
-        """Return one batch: the samples at ``indices``, each field stacked along a new first dim.
-
-        The arrays are new. ``indices`` are in [0, len), with shape (batch,).
-        """
+        """Return one batch, the samples at ``indices`` (batch,): each field stacked, copied."""
         return stack([self.get(int(index)) for index in indices])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
@@ -45,7 +40,6 @@ class Dataset(abc.ABC):
 
         Raises:
             IndexError: ``index`` is not in [-len, len).
-            TypeError: ``index`` is no integer.
         """
         position = operator.index(index)
         size = len(self)
@@ -60,10 +54,7 @@ class Dataset(abc.ABC):
         return map(self.get, range(len(self)))
 
     def handed_out(self, index: int) -> None:  # noqa: B027 - most datasets need not know
-        """Be notified that an iteration, or a PrefetchDataset's, hands out sample ``index`` now.
-
-        A dataset that counts what was used overrides it; by itself it does nothing.
-        """
+        """Be notified that an iteration hands out sample ``index`` now; most ignore it."""
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
@@ -85,16 +76,15 @@ def _stack_field(number: int, values: Sequence[Any]) -> Array:
             f"cannot batch field {number}: the samples have shapes {sorted(shapes)}; pass a batch "
             "function for it, which may pad them"
         )
-    stacked: Array = array_module(values[0]).stack(values)
-    return stacked
+    return array_module(values[0]).stack(values)  # type: ignore[no-any-return]
 
 
 class TensorDataset(Dataset):
     """The rows of some arrays: sample ``i`` is ``(arrays[0][i], arrays[1][i], ...)``.
 
-    All arrays have the same first dimension, the number of samples. Samples are views (NumPy
-    scalars where an array has one dimension only); nothing is copied. Of arrays in files (h5py,
-    zarr), only the rows of a sample or batch are read.
+    All arrays have the same first dimension, the number of samples. Samples are views, or NumPy
+    scalars of an array with one dimension; nothing is copied. Of arrays in files (h5py, zarr), only
+    the rows of a sample or batch are read.
 
     Raises:
         TypeError: ``arrays`` is a single array, whose rows would be taken for the arrays, or holds
@@ -128,17 +118,15 @@ class TensorDataset(Dataset):
         return int(self.arrays[0].shape[0])  # arrays of zarr have no len
 
     def get(self, index: int) -> Sample:
-        """Return views of row ``index`` of every array."""
         return tuple([array[index] for array in self.arrays])
 
     def take(self, indices: Indices) -> Sample:
-        """Return the rows at ``indices`` of every array, as new arrays of shape (batch, ...)."""
         return tuple([_rows(array, indices) for array in self.arrays])
 
     def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
         """Iterate over views of ``batch_size`` rows each, up to row ``stop``; the last is shorter.
 
-        No line of Python runs per batch: a training step may take no longer than one would.
+        No line of Python runs for a batch, which would take as long as a training step.
         """
         starts = range(0, stop, batch_size)
         stops = [*starts[1:], stop] if starts else []
@@ -167,15 +155,13 @@ class BatchDataset(Dataset):
     """Groups ``batch_size`` successive samples of ``dataset``; each field gains a first dimension.
 
     ``policy`` says what becomes of a last batch that is not full: "include_last" keeps it, short;
-    "skip_last" drops it; "divisible_only" refuses a dataset that has one. ``batch_functions``
-    has one function per field, which makes an array of a list of values; None (also in place of
-    one function) stacks them.
-
-    Batches of a ``TensorDataset`` without functions are views of its arrays, not copies.
+    "skip_last" drops it; "divisible_only" refuses a dataset that has one. ``batch_functions`` has
+    one function per field, which makes an array of a list of values; None (also in place of one
+    function) stacks them. Batches of a ``TensorDataset`` without functions are views of its arrays.
 
     Raises:
         ValueError: ``batch_size`` < 1, an unknown ``policy``, or the number of samples is no
-            multiple of ``batch_size`` where the policy demands it.
+            multiple of ``batch_size`` if the policy demands it.
     """
 
     def __init__(
@@ -191,13 +177,10 @@ class BatchDataset(Dataset):
             raise ValueError(
                 f"{len(dataset)} samples do not divide into batches of {batch_size}: {rest} remain"
             )
-        self._dataset = dataset
-        self._batch_size = batch_size
-        self._functions = batch_functions
+        self._dataset, self._batch_size, self._functions = dataset, batch_size, batch_functions
         self._stop = len(dataset) - (rest if policy == "skip_last" else 0)
 
     def __len__(self) -> int:
-        """Return the number of batches."""
         return len(range(0, self._stop, self._batch_size))
 
     def get(self, index: int) -> Sample:
@@ -223,7 +206,6 @@ class BatchDataset(Dataset):
         )
 
     def __iter__(self) -> Iterator[Sample]:
-        """Go through all batches in order."""
         if self._functions is None and isinstance(self._dataset, TensorDataset):
             return self._dataset.batches(self._batch_size, self._stop)
         return super().__iter__()
@@ -264,15 +246,12 @@ class ResampleDataset(Dataset):
         self._indices: Indices = checked.astype(np.int64)
 
     def __len__(self) -> int:
-        """Return the number of indices."""
         return len(self._indices)
 
     def get(self, index: int) -> Sample:
-        """Return the sample that the ``index``-th index points to."""
         return self._dataset.get(int(self._indices[index]))
 
     def take(self, indices: Indices) -> Sample:
-        """Return one batch, as the underlying dataset makes it."""
         return self._dataset.take(self._indices[indices])
 
 

@@ -1,7 +1,5 @@
 """Samples made ahead of time, by threads or by processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -34,9 +32,9 @@ class PrefetchDataset(Dataset):
 
     Threads suffice if ``get`` waits for files or computes in NumPy; several threads call it at
     once. Processes serve samples that are computed in Python. An iteration starts them anew
-    ("spawn"), in some tenths of a second, and without a world. They get ``dataset`` and
-    ``transform`` as a pickle, and return pickles of samples. They import the main module of the
-    program, which has to start its work under ``if __name__ == "__main__":``.
+    ("spawn"), in some tenths of a second, without a world. They get ``dataset`` and ``transform``
+    as a pickle, and import the main module of the program, which has to start its work under ``if
+    __name__ == "__main__":``.
 
     Args:
         dataset: makes the samples. If it has ``set_epoch``, ours calls it.
@@ -95,11 +93,9 @@ class PrefetchDataset(Dataset):
         return len(self._dataset)
 
     def get(self, index: int) -> Sample:
-        """Return the sample at ``index``, made now."""
         return self._transformed(index, self._dataset.get(index))
 
     def handed_out(self, index: int) -> None:
-        """Notify ``dataset``."""
         self._dataset.handed_out(index)
 
     def __iter__(self) -> Iterator[Sample]:

@@ -1,7 +1,5 @@
 """Shares of the samples and their order, computed by each process for itself."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashlight_py.dataset.dataset import Indices
@@ -24,11 +22,10 @@ def contiguous_share(n: int, share: int, shares: int) -> range:
 def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> range:
     """Return every ``shares``-th position of ``n``, beginning with number ``share``.
 
-    Positions [s * t, s * t + s) are the t-th of the s shares, one each. So what the shares have
-    consumed when each has taken k is exactly the first s * k positions: if together they take
-    ``batch`` per step, a multiple of s, step t covers [batch * t, batch * (t + 1)), whatever s
-    is. Sizes differ by one at most; with ``drop_last`` the last n % shares positions are left
-    out, and all are equal.
+    Sizes differ by one at most; with ``drop_last`` the last n % shares positions are left out, and
+    all are equal. When each of s shares has taken k positions, they have consumed exactly the first
+    s * k: if together they take ``batch`` per step, a multiple of s, step t covers [batch * t,
+    batch * (t + 1)).
 
     Example:
         >>> [list(strided_share(5, share, 3)) for share in range(3)]
@@ -65,10 +62,8 @@ def partition_by_round_robin(
     round are shared out evenly if they suffice for one each, and dropped otherwise: so every
     partition has the same number of batches, and processes that reduce something per batch stay
     together. With ``allow_empty`` nothing is dropped, and some partitions may have one batch less.
-    The rule is that of flashlight's ``partitionByRoundRobin``.
-
-    Returns:
-        A new int64 array with shape (samples of the partition,), ascending.
+    The rule is that of flashlight's ``partitionByRoundRobin``. The result is a new int64 array with
+    shape (samples of the partition,), ascending.
 
     Raises:
         ValueError: ``n`` < 0, ``batch_size`` < 1, or ``partition`` not in [0, partitions).
@@ -87,16 +82,12 @@ def partition_by_round_robin(
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Indices:
-    """Return a permutation of ``n`` samples that ``seed`` and ``epoch`` alone decide.
+    """Return a permutation of ``n`` samples, int64 (n,), that ``seed`` and ``epoch`` alone decide.
 
-    Each sample draws a key of 64 bits, its number is written into the lowest bits, and the keys
-    are sorted. Only integers take part: those of PCG64 (O'Neill 2014, "PCG: A Family of Simple Fast
-    Space-Efficient Statistically Good Algorithms for Random Number Generation"), whose stream NumPy
-    guarantees for a fixed seed. So the permutation is the same on every platform and with every
-    NumPy, which ``Generator.permutation`` does not promise.
-
-    Returns:
-        A new int64 array of shape (n,).
+    Each sample draws a key of 64 bits, its number is written into the lowest bits, and the keys are
+    sorted. Only integers take part: those of PCG64 (O'Neill, 2014), whose stream NumPy guarantees
+    for a fixed seed. So the permutation is the same on every platform and with every NumPy, which
+    ``Generator.permutation`` does not promise.
 
     Example:
         >>> epoch_order(5, seed=0, epoch=0).tolist()

@@ -15,11 +15,9 @@ _ENGINES = {"dask": "dask", "ray": "ray", "ray_train": "ray", "spark": "spark"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``spawn`` and the engines when they are used: the launcher needs nothing of them."""
+    """Import ``spawn`` and the engines when they are used: the launcher needs none of them."""
     if name in _ENGINES:
         return import_module(f"flashlight_py.engines.{_ENGINES[name]}")
     if name != "spawn":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flashlight_py.launch.spawning import spawn
-
-    return spawn
+    return import_module("flashlight_py.launch.spawning").spawn

@@ -1,7 +1,4 @@
-"""A call of a function on all ranks of a new world: its arguments, attempts and results.
-
-``spawn`` and the engines have this in common, and no more: where and how ranks run is theirs.
-"""
+"""A call of a function on all ranks of a new world, by ``spawn`` or an engine."""
 
 from __future__ import annotations
 
@@ -88,9 +85,8 @@ class SpawnCall(NamedTuple):
 
     def failed(self, rank: int, failure: Failure) -> RankFailedError:
         others = "; the other ranks were ended" if self.size > 1 else ""
-        message = f"{self.name}: rank {rank} of {self.size} {failure.what}{others}"
-        if failure.traceback:
-            message = f"{message}\n\n{failure.traceback}"
+        text = f"\n\n{failure.traceback}" if failure.traceback else ""
+        message = f"{self.name}: rank {rank} of {self.size} {failure.what}{others}{text}"
         return RankFailedError(message, rank, failure.exit_code)
 
     def late(self, ranks: Iterable[int]) -> TimeoutError:

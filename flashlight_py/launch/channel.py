@@ -65,10 +65,10 @@ class Reader:
 
 
 def write_whole(descriptor: int, data: bytes, waited: Callable[[], object] = lambda: None) -> None:
-    """Write ``data``; blocks until it is written, also where the descriptor itself would not.
+    """Write ``data``; blocks until it is written, even if the descriptor does not block.
 
-    A process that shares it, a rank on our terminal for one, may have made it non-blocking for all.
-    Then ``waited`` is called every ``BEAT_SECONDS`` until something can be written.
+    A rank that shares our terminal may have made it non-blocking. Then ``waited`` is called every
+    ``BEAT_SECONDS`` until something can be written.
 
     Raises:
         OSError: the system says so; ``BrokenPipeError`` if nobody is at the other end.
@@ -82,10 +82,9 @@ def write_whole(descriptor: int, data: bytes, waited: Callable[[], object] = lam
 
 
 class Outgoing:
-    """Writes what is put to a copy of ``descriptor``, without blocking, as the other end reads.
+    """Writes to a copy of ``descriptor`` without blocking, as the other end reads.
 
-    ``emptied`` is called whenever all of it has been written. Once nobody is at the other end,
-    further bytes are dropped.
+    ``emptied`` is called whenever all is written. Once the other end is closed, bytes are dropped.
     """
 
     def __init__(
@@ -138,8 +137,7 @@ class Outgoing:
 class Supply:
     """Reads ``descriptor`` in chunks, one for each call of ``ask``, and hands them to ``deliver``.
 
-    So standard input on its way to another host is never more than the other end can take. The last
-    chunk, at the end of the input, is empty.
+    The other end asks when it can take more. The last chunk, at the end of the input, is empty.
     """
 
     def __init__(self, loop: Poll, descriptor: int, deliver: Callable[[bytes], None]) -> None:

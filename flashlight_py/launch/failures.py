@@ -24,8 +24,8 @@ _LINKS = (b"During handling of the above exception", b"The above exception was t
 _HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second: of a SyntaxError
 _PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch.distributed writes it before each line
 
-# How far from a cause is what a rank raises because of another one. One that has waited in vain may
-# be the first to fail, where ranks wait for each other; one that has lost another rank never is.
+# Distance of an error from the cause. A rank that has waited in vain may be the first to fail, if
+# ranks wait for each other; a rank that has lost another one never is.
 _WAITED, LOST = 1, 2
 CONSEQUENCES: Mapping[type[Exception], int] = {
     CollectiveTimeoutError: _WAITED,
@@ -40,9 +40,9 @@ class Failure(NamedTuple):
     """How one rank ended.
 
     ``what`` completes the sentence "rank 1 of 4 ...". ``at`` is when it was noticed, in seconds of
-    ``time.monotonic`` of the launcher's host. ``follows`` is 0 where it is no consequence of
-    another rank's failure, and the larger, the farther it is from the cause. ``exit_code`` is that
-    of a process which ended without raising, or minus the signal.
+    ``time.monotonic`` of the launcher's host. ``follows`` is 0 for a cause, and larger for a
+    failure that follows from another rank's. ``exit_code``, or minus the signal, is set if the
+    process ended without raising.
     """
 
     what: str

@@ -1,9 +1,8 @@
 """Two processes watch over a job, so that a ``kill -9`` of either leaves nothing behind.
 
-The one that the user has started stays in front: it hands signals on and waits. The work is done
-by a copy of it in a session of its own. If the copy is killed, the front ends what it has left; if
-the front is killed, the kernel signals the copy, which ends the job. Both adopt orphans, so that a
-process which has left its session is found too.
+The process that the user has started, the front, hands signals on and waits. A copy of it in a
+session of its own does the work. If the copy is killed, the front ends what it has left; if the
+front is killed, the kernel signals the copy, which ends the job. Both adopt orphans.
 """
 
 from __future__ import annotations

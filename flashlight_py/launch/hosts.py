@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from subprocess import PIPE
 from typing import Any
@@ -128,7 +128,7 @@ class Hosts:
         if local:
             local.report = lambda kind, *values: self.on_message(0, kind, list(values))
 
-    def open(self, numbers: Sequence[int]) -> None:
+    def open(self, numbers: Iterable[int]) -> None:
         """Start the agents of hosts that are not ``here``, unless they are starting already.
 
         Raises:
@@ -151,11 +151,8 @@ class Hosts:
 
     def send_all(self, kind: str, *values: Any) -> None:
         """Send a message to all agents."""
-        line = message(kind, *values)
-        for agent in self._agents.values():
-            agent.put(line)
-        if self._local:
-            getattr(self._local, kind)(*values)
+        for number in [*self._agents] or [0]:
+            self.send(number, kind, *values)
 
     def drop(self, numbers: Sequence[int], seconds: float) -> None:
         """Give up the hosts ``numbers``, which have not answered for ``seconds``."""

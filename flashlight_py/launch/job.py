@@ -6,7 +6,7 @@ The ranks of an attempt start when every host that takes some has reported to be
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -52,10 +52,6 @@ class Job:
         self._hosts, self._loop, self._options = hosts, loop, options
         self._stdin, self._file = stdin, file
         self._awaited: set[int] = set()  # hosts that have not finished
-        of_start = self._on_here, self._on_ready, self._on_cannot_run
-        of_ranks = self._on_output, self._on_exited, self._on_more
-        of_end: tuple[Any, ...] = self._on_record, self._on_left_out, self._on_finished
-        self._handlers = {each.__name__: each for each in (*of_start, *of_ranks, *of_end)}
         hosts.on_message, hosts.on_lost = self._on_message, self._on_lost
 
     def run(self) -> int:
@@ -157,10 +153,8 @@ class Job:
             self._loop.once(ends)
         self._hosts.drop(sorted(self._awaited), grace + _FINISHING_SECONDS)
 
-    # The agents' messages, see ``channel`` -------------------------------------------------------
-
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
-        self._handlers[f"_on_{kind}"](host, *values)
+        self.HANDLERS[kind](self, host, *values)
 
     def _on_here(self, host: int) -> None:
         if host in self._unready:
@@ -228,6 +222,19 @@ class Job:
     def _on_finished(self, host: int, stuck: list[int]) -> None:
         self._awaited.discard(host)
         self._stuck += stuck
+
+    # The agents' messages, see ``channel``.
+    HANDLERS: Mapping[str, Callable[..., None]] = {
+        "here": _on_here,
+        "ready": _on_ready,
+        "cannot_run": _on_cannot_run,
+        "output": _on_output,
+        "exited": _on_exited,
+        "more": _on_more,
+        "record": _on_record,
+        "left_out": _on_left_out,
+        "finished": _on_finished,
+    }
 
     def _on_lost(self, host: int, how: str) -> None:
         """Nothing will be reported of the ranks of ``host`` any more."""

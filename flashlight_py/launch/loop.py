@@ -14,16 +14,11 @@ from selectors import EVENT_READ, EVENT_WRITE
 from flashlight_py import system
 
 HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)  # they do not end a job
-# What users and schedulers send to a job. Those that were ignored when we started stay ignored.
+# Signals from users and schedulers. Those that were ignored when we started stay ignored.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *HARMLESS)
-
-# The kernel waits for events no longer than 24 days.
-MOST_SECONDS = 1e6
-
-# How often each end of a connection shows the other that it is there.
-BEAT_SECONDS = 0.5
-# After so many seconds in which nothing has come from a host it counts as lost.
-LOST_SECONDS = 6.0
+MOST_SECONDS = 1e6  # the kernel waits for events for 24 days at most
+BEAT_SECONDS = 0.5  # between messages that show the other end of a connection that this one lives
+LOST_SECONDS = 6.0  # of silence until a host is declared lost
 
 
 class Poll:
@@ -180,14 +175,13 @@ def kept_exit_codes() -> Iterator[None]:
 class Pulse:
     """Shows the other end of a connection that this one is there, and notices its silence.
 
-    A cut cable ends no connection by itself, and a machine that hangs may still acknowledge what is
-    sent to it. So each end calls ``beat`` every ``BEAT_SECONDS``, from a signal's handler: also
-    while the process waits for a terminal that somebody has stopped. Silence is counted only while
-    this process reads, so that one that was stopped itself first takes what has arrived meanwhile.
+    A cut cable ends no connection, and a machine that hangs may still acknowledge data. So each end
+    calls ``beat`` every ``BEAT_SECONDS``, from a signal's handler: even while the process waits for
+    a terminal. Silence is counted only while this process reads, so that a process that was stopped
+    first takes what has arrived meanwhile.
 
-    ``on_silence`` is called, with words for how long, once nothing was heard for ``seconds``, and
-    ``silent`` is how long that is. They count from now on, or, unless ``is_there``, once the other
-    end was heard for the first time.
+    ``on_silence`` is called, with the duration in words, after ``seconds`` of silence. They count
+    from now on, or, unless ``is_there``, from the first message of the other end.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,9 +68,9 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
                 f"on this host, or over ssh on --hosts A:4,B:4. {_OTHERS}"
             )
     given.ranks, given.env = given.n or usable_cores(), tuple(given.env)
-    given.hosts, given.program = _hosts(parser, given), _program(given, interpreter)
+    hosts = given.hosts = _hosts(parser, given)
+    given.program = _program(given, interpreter)
     options = Options(*(getattr(given, name) for name in Options._fields))
-    hosts = options.hosts
     if given.standalone and hosts:
         parser.error("--standalone is for this host alone; leave it out with --hosts")
     if len(hosts) > MOST_HOSTS:
@@ -86,7 +87,8 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {options.min_n}")
     if given.lost_after < LEAST_SECONDS:
         parser.error(f"--lost-after: expected {LEAST_SECONDS:g} or more, got {given.lost_after:g}")
-    _make_folder(parser, options.output_dir)
+    if options.output_dir is not None:
+        _make_folder(parser, options.output_dir)
     return options
 
 
@@ -100,57 +102,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--version", action="version", version=f"flrun of flashlight_py {__version__}")
-    add(
-        *("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"),
-        dest="n",
-        type=_ranks,
-        metavar="RANKS",
-        help="on this host, or on each; default: its cores",
-    )
-    add(
-        *("--hosts", "-H", "--host"),
-        metavar="A:4,B:4",
-        help="start over ssh on these hosts, so many ranks on each",
-    )
+    names = "-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"
+    text = "on this host, or on each; default: its cores"
+    add(*names, dest="n", type=_ranks, metavar="RANKS", help=text)
+    text = "start over ssh on these hosts, so many ranks on each"
+    add("--hosts", "-H", "--host", metavar="A:4,B:4", help=text)
     ssh = os.environ.get("FLASHLIGHT_SSH", "ssh -T -o BatchMode=yes")
     add("--ssh", type=_ssh, default=ssh, metavar="COMMAND", help="the ssh command (FLASHLIGHT_SSH)")
-    add(
-        *("--env", "-x"),
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="hand NAME on to --hosts too",
-    )
+    text = "hand NAME on to --hosts too"
+    add("--env", "-x", action="append", default=[], metavar="NAME", help=text)
     add("--standalone", action="store_true", help="on this host alone, as without --hosts")
     for name in _TORCHRUNS:
         add(f"--{name}", f"--{name.replace('-', '_')}", help=argparse.SUPPRESS)
-    add(
-        *("--max-restarts", "--max_restarts"),
-        type=_integer,
-        metavar="N",
-        help="start again at most N times on failure",
-    )
-    add("--min-n", type=_positive, metavar="M", help="start again with the ranks that remain, if M")
+    text = "start again at most N times on failure"
+    add("--max-restarts", "--max_restarts", type=_integer, metavar="N", help=text)
+    text = "start again with the ranks that remain, if M"
+    add("--min-n", type=partial(_integer, least=1), metavar="M", help=text)
     add("--output-dir", type=Path, metavar="DIR", help="write rank-R.out and rank-R.err there")
-    add(
-        "--timeout",
-        type=_some_seconds,
-        metavar="SECONDS",
-        help="that each call of the ranks may take: sets FLASHLIGHT_TIMEOUT (default 300)",
-    )
+    text = "that each call of the ranks may take: sets FLASHLIGHT_TIMEOUT (default 300)"
+    add("--timeout", type=_some_seconds, metavar="SECONDS", help=text)
     add("--grace", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
-    add(
-        "--lost-after",
-        type=_seconds,
-        default=LOST_SECONDS,
-        metavar="SECONDS",
-        help=f"of silence, then a host is given up (default {LOST_SECONDS:g})",
-    )
-    add(
-        *("--no-python", "--no_python"),
-        action="store_true",
-        help="PROGRAM is no Python script but a command",
-    )
+    text = f"of silence, then a host is given up (default {LOST_SECONDS:g})"
+    add("--lost-after", type=_seconds, default=LOST_SECONDS, metavar="SECONDS", help=text)
+    text = "PROGRAM is no Python script but a command"
+    add("--no-python", "--no_python", action="store_true", help=text)
     add("-m", "--module", action="store_true", help="PROGRAM is a module, as of python -m")
     add("program", metavar="PROGRAM")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the program")
@@ -159,16 +134,13 @@ def _parser() -> argparse.ArgumentParser:
 
 # Variables of torchrun for defaults of options. Kubeflow sets them in each pod.
 _POD_OPTIONS = {
-    "n": "PET_NPROC_PER_NODE",
-    "nnodes": "PET_NNODES",
+    **{"n": "PET_NPROC_PER_NODE", "nnodes": "PET_NNODES"},
     "max_restarts": "PET_MAX_RESTARTS",
 }
 
 
-def _make_folder(parser: argparse.ArgumentParser, folder: Path | None) -> None:
-    """Make ``folder`` unless it is there; end this process where nothing can be written there."""
-    if folder is None:
-        return
+def _make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Make ``folder`` unless it exists; end this process if nothing can be written there."""
     why = "it is not writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,15 +154,14 @@ def _make_folder(parser: argparse.ArgumentParser, folder: Path | None) -> None:
 
 
 def _program(given: argparse.Namespace, interpreter: str) -> tuple[str, ...]:
+    program = given.program
     if given.module:
-        return (interpreter, "-m", given.program, *given.arguments)
+        return (interpreter, "-m", program, *given.arguments)
     # No file here but a program on the PATH, as in ``python train.py``.
-    is_command = not os.path.exists(given.program) and shutil.which(given.program) is not None
-    if given.no_python or is_command:
-        # Where several are installed, the python meant is that which flrun belongs to.
-        program = interpreter if given.program in ("python", "python3") else given.program
-        return (program, *given.arguments)
-    return (interpreter, given.program, *given.arguments)
+    if given.no_python or (not os.path.exists(program) and shutil.which(program)):
+        # If several are installed, python is the one that flrun belongs to.
+        return (interpreter if program in ("python", "python3") else program, *given.arguments)
+    return (interpreter, program, *given.arguments)
 
 
 def _ssh(text: str) -> tuple[str, ...]:
@@ -211,9 +182,8 @@ def _hosts(
         name, _, slots = entry.partition(":")
         is_number = slots.isdecimal() and len(slots) < 10
         if not name or name.startswith("-") or (slots and not is_number):
-            parser.error(
-                f"--hosts: expected NAME or NAME:RANKS, separated by commas, got {entry!r}"
-            )
+            wanted = "NAME or NAME:RANKS, separated by commas"
+            parser.error(f"--hosts: expected {wanted}, got {entry!r}")
         hosts.append((name, int(slots or given.n or 1)))
     if any(slots < 1 for _, slots in hosts):
         parser.error("--hosts: a host takes at least one rank")
@@ -222,11 +192,7 @@ def _hosts(
 
 def _ranks(text: str) -> int | None:
     """Return a number of ranks; None: the cores, which torchrun calls "auto" and "cpu"."""
-    return None if text in ("auto", "cpu") else _positive(text)
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
+    return None if text in ("auto", "cpu") else _integer(text, 1)
 
 
 def _integer(text: str, least: int = 0) -> int:

@@ -32,12 +32,10 @@ class RankOutput:
     """Takes what ``size`` ranks write, as it arrives, and writes lines.
 
     Each line goes to the descriptor of its stream, or an object like ``sys.stdout``, behind
-    ``[rank]``, or, where ``folder`` is given, as it is into ``rank-R.out`` and ``rank-R.err``
-    there, after what they hold.
+    ``[rank]``. With ``folder``, output is appended to ``rank-R.out`` and ``rank-R.err`` there.
 
-    Where something cannot be written, because nobody reads it, the disk is full or the terminal
-    gone, all that follows is dropped, ``error`` says so, and ``on_error`` is called; nothing is
-    raised.
+    If something cannot be written (nobody reads it, the disk is full), all that follows is dropped,
+    ``error`` says so, and ``on_error`` is called; nothing is raised.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 The ranks meet in FOLDER. TASK and LINK are inherited descriptors: of memory that holds two pickles,
 and of a connection to the parent, whose process number is PARENT. Through the link the parent sends
-the key of multiprocessing, the rank one report, and the parent, when all have returned, that it may
-leave: nobody leaves the world while others compute.
+the key of multiprocessing, the rank one report, and the parent, when all have returned, a message
+that lets the rank leave the world.
 
 Without a FOLDER it is a worker, in no world: it reports that it has its task, or the failure. Then
 the function that the task has returned is called with the link.

@@ -60,10 +60,7 @@ class Notes:
 
 
 def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None:
-    """Report the records at ``paths``, by rank, to the launcher: ``record``s, as far as allowed.
-
-    Of others where they are and why they are ``left_out``.
-    """
+    """Report each ``record`` at ``paths``, by rank, or why it is ``left_out``."""
     left = MOST_BYTES_OF_HOST
     for rank, path in sorted(paths.items()):
         try:
@@ -74,13 +71,11 @@ def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None
                 report("record", rank, str(path.parent), path.read_bytes())
                 left -= size
                 continue
+            limit = f"is left of the {MOST_BYTES_OF_HOST} of a host"
+            limit = f"the {MOST_BYTES} of one record" if size > MOST_BYTES else limit
+            why = f"it has {size} bytes, more than {limit}"
         except OSError as error:
             why = f"it cannot be read ({error.strerror})"
-        else:
-            limit = f"the {MOST_BYTES} of one record"
-            if size <= MOST_BYTES:
-                limit = f"is left of the {MOST_BYTES_OF_HOST} of a host"
-            why = f"it has {size} bytes, more than {limit}"
         report("left_out", rank, str(path), why)
 
 

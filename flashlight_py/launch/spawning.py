@@ -43,10 +43,8 @@ ENDING_SECONDS = 5.0
 _CHUNK = 1 << 16
 
 
-# Processes are started here, each in a session of its own; only the way in which a child becomes
-# the parent's script is multiprocessing's, whose processes leave a resource tracker behind,
-# cannot be given an environment (threads of BLAS), and take what they have started into no death
-# with them.
+# Processes of multiprocessing would leave a resource tracker and children behind, and cannot get an
+# environment (threads of BLAS). Only how a child becomes the parent's script is taken from there.
 def spawn(
     fn: Callable[..., T],
     args: Sequence[Any] = (),

@@ -21,11 +21,10 @@ STAYING_SECONDS = 10.0
 class Supervisor:
     """Follows ``ranks``; ends all of them by SIGTERM when one fails, by SIGKILL ``grace`` s later.
 
-    ``send`` sends a signal to every rank, wherever it is, and to what it has started.
-    ``failures`` are those from before it began to end the ranks, ``undecided`` the ranks that have
-    neither failed nor returned. ``interrupted`` is the signal that was sent to the launcher,
-    SIGPIPE if the output of the ranks could not be written, or 0. ``say``, if any, is called once
-    where some ranks still run long after others: one may hang at its exit, where nobody notices.
+    ``send`` sends a signal to every rank and to its children. ``failures`` are those from before
+    the end began, ``undecided`` the ranks that have neither failed nor returned. ``interrupted`` is
+    the signal that was sent to the launcher, SIGPIPE if output could not be written, or 0. ``say``
+    is called once if some ranks still run long after others: one may hang at its exit.
     """
 
     def __init__(

@@ -8,27 +8,32 @@ _HOMES = {
     "layers": [
         *("Container", "Sequential", "Linear", "ReLU", "Tanh", "Sigmoid", "LogSoftmax", "Dropout"),
         *("View", "Identity", "Embedding", "Residual", "ExponentialMovingAverage", "Softmax"),
-    ],
-    "activations": [
         *("GELU", "SiLU", "ELU", "LeakyReLU", "HardTanh", "PReLU", "GatedLinearUnit", "Softplus"),
-    ],
-    "recurrent": ["RNN"],
-    "losses": [
         *("MeanSquaredError", "MeanAbsoluteError", "BinaryCrossEntropy", "CategoricalCrossEntropy"),
         *("ConnectionistTemporalClassification", "HuberLoss", "KLDivergence"),
     ],
-    "images": ["Conv2D", "Conv1D", "ConvTranspose2D", "Pool2D", "Upsample"],
-    "normalization": ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm"],
-    "transformer": [
-        *("MultiheadAttention", "Transformer", "TransformerLayer"),
+    "sequences": [
+        *("RNN", "MultiheadAttention", "Transformer", "TransformerLayer"),
         *("PositionEmbedding", "SinusoidalPositionEmbedding"),
     ],
+    "images": ["Conv2D", "Conv1D", "ConvTranspose2D", "Pool2D", "Upsample"],
+    "normalization": ["LayerNorm", "RMSNorm", "GroupNorm"],
     "recompute": ["recompute"],
     "loading": ["load_torch"],
 }
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")
     globals().update({name: getattr(_module, name) for name in _names})
+# Of a package above this one, imported when they are used.
+_ABOVE = {"BatchNorm": "flashlight_py.parallel.batch_norm"}
 
-__all__ = ["init"]
+__all__ = ["init", "BatchNorm"]
 __all__ += [name for names in _HOMES.values() for name in names]
+
+
+def __getattr__(name: str) -> object:
+    """Import a layer that communicates."""
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_ABOVE[name]), name)
+    return value

@@ -1,7 +1,5 @@
 """Layers of images: convolution and pooling."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -20,11 +18,10 @@ class Conv2D(Plain):
     """Convolution of images ``[batch, in_channels, height, width]``: see ``functions.conv2d``.
 
     The weight ``[out_channels, in_channels / groups, kernel height, kernel width]`` starts uniform
-    within ``sqrt(3 / fan_in)`` of 0, the bias ``[out_channels]`` uniform within
-    ``1 / sqrt(fan_in)``, as in flashlight; ``fan_in`` is how many elements an output is made of.
-
-    ``kernel`` is the size of windows in pixels, a number or a pair (down, across); ``dtype`` is the
-    dtype of the parameters. ``functions.conv2d`` describes the other arguments.
+    within ``sqrt(3 / fan_in)`` of 0, the bias ``[out_channels]`` uniform within ``1 /
+    sqrt(fan_in)``, as in flashlight; ``fan_in`` is how many elements an output is made of, and
+    ``dtype`` the parameters' dtype. ``kernel`` is the size of windows in pixels, a number or a pair
+    (down, across).
 
     Raises:
         ValueError: a size is too small, or ``groups`` does not divide the channels; when called:
@@ -159,12 +156,7 @@ def _interpolated(x: Variable, axis: int, scale: int) -> Variable:
 
 
 class Pool2D(Function):
-    """The largest element or the mean of windows: see ``functions.pool2d``, also for arguments.
-
-    Raises:
-        ValueError: a size is out of range, or an unknown mode; when called: the input does not fit.
-        TypeError: a size is not an integer.
-    """
+    """The largest element or the mean of windows: see ``functions.pool2d``, also for errors."""
 
     def __init__(
         self, kernel: Pair, stride: Pair | None = None, padding: Pair = 0, mode: str = "max"

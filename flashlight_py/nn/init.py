@@ -4,8 +4,6 @@ All are NumPy arrays; ``Module.to`` moves them, so a seed gives the same values 
 Dtypes are floating ones or their names, ``"bfloat16"`` too; a TypeError otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,10 +29,7 @@ def normal(
 
 
 def kaiming_uniform(shape: Sequence[int], fan_in: int, dtype: Any = "float32") -> Array:
-    """Return values within ``sqrt(3 / fan_in)`` of 0, of variance ``1 / fan_in``.
-
-    The bound is flashlight's; He et al. (ICCV 2015) have an extra gain of 2 for ReLU.
-    """
+    """Return values within ``sqrt(3 / fan_in)`` of 0, as in flashlight: He et al. without gain."""
     bound = math.sqrt(3 / fan_in)
     return uniform(shape, -bound, bound, dtype)
 

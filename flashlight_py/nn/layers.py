@@ -1,6 +1,4 @@
-"""Layers, modules around one function each, and containers of modules."""
-
-from __future__ import annotations
+"""Layers, losses and other modules around one function each, and containers of modules."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +8,8 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.functions import losses
+from flashlight_py.autograd.functions.activations import is_by_tanh
 from flashlight_py.autograd.functions.elementwise import check_ratio
 from flashlight_py.device import widened
 from flashlight_py.nn import init
@@ -20,14 +20,9 @@ from flashlight_py.structure import changed
 class Linear(Module):
     """``y = x @ weight.T + bias``: ``[..., in_features]`` to ``[..., out_features]``.
 
-    The weight ``[out_features, in_features]`` starts uniform within ``sqrt(3 / in_features)`` of
-    0, the bias ``[out_features]`` uniform within ``1 / sqrt(in_features)``, as in flashlight.
-
-    Args:
-        in_features: size of the last dimension of the input, at least 1.
-        out_features: size of the last dimension of the result, at least 1.
-        bias: whether there is a bias.
-        dtype: of the parameters.
+    The weight ``[out_features, in_features]`` starts uniform within ``sqrt(3 / in_features)`` of 0,
+    the bias ``[out_features]`` uniform within ``1 / sqrt(in_features)``, as in flashlight;
+    ``dtype`` is theirs.
 
     Raises:
         ValueError: a size is below 1; when called: the input's last dimension differs.
@@ -110,6 +105,75 @@ class Softmax(Function):
         super().__init__(F.softmax, axis=axis)
 
 
+class SiLU(Function):
+    """``x * sigmoid(x)``, elementwise."""
+
+    def __init__(self) -> None:
+        super().__init__(F.silu)
+
+
+class GELU(Function):
+    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise; ``approximate``: see ``functions.gelu``."""
+
+    def __init__(self, approximate: bool | str = False) -> None:
+        super().__init__(F.gelu, approximate=is_by_tanh(approximate))
+
+
+class ELU(Function):
+    """``x`` above 0, else ``alpha * (exp(x) - 1)``, elementwise."""
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        super().__init__(F.elu, alpha=alpha)
+
+
+class Softplus(Function):
+    """``log(1 + exp(beta * x)) / beta``, elementwise."""
+
+    def __init__(self, beta: float = 1.0) -> None:
+        super().__init__(F.softplus, beta=beta)
+
+
+class LeakyReLU(Function):
+    """``x`` above 0, else ``slope * x``, elementwise."""
+
+    def __init__(self, slope: float = 0.01) -> None:
+        super().__init__(F.leaky_relu, slope=slope)
+
+
+class HardTanh(Function):
+    """``min(max(x, lower), upper)``, elementwise."""
+
+    def __init__(self, lower: float = -1.0, upper: float = 1.0) -> None:
+        super().__init__(F.hardtanh, lower=lower, upper=upper)
+
+
+class GatedLinearUnit(Function):
+    """The first half of ``x`` along ``axis``, of even size, times the sigmoid of the other half."""
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__(F.glu, axis=axis)
+
+
+class PReLU(Module):
+    """``x`` above 0, else ``weight * x``: ``[batch, channels, ...]`` to the same shape.
+
+    The weight ``[channels]``, of ``dtype``, starts as ``value``; with 1 channel it is for all.
+
+    Raises:
+        ValueError: ``channels`` is below 1; when called: the input has another number of them.
+        TypeError: ``channels`` is no integer.
+    """
+
+    def __init__(self, channels: int = 1, value: float = 0.25, dtype: Any = "float32") -> None:
+        self.weight = param(np.full(check_sizes("PReLU", channels=channels), value, dtype))
+
+    def forward(self, x: Variable) -> Variable:
+        return F.prelu(x, self.weight)
+
+    def __repr__(self) -> str:
+        return f"PReLU({self.weight.size})"
+
+
 class Dropout(Plain):
     """Zeroes elements at random while training and scales the others up; else the identity.
 
@@ -127,14 +191,10 @@ class Dropout(Plain):
 
 
 class View(Plain):
-    """Reshapes its input, the batch dimension included.
+    """Reshapes its input to ``shape``, the batch dimension included.
 
-    Args:
-        shape: the new shape; one entry may be -1 and is then computed, so that ``(-1, 784)``
-            takes any batch.
-
-    Raises:
-        ValueError: when called: the number of elements differs.
+    One entry may be -1 and is then computed, so that ``(-1, 784)`` takes any batch. Another number
+    of elements is a ValueError when called.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -152,16 +212,10 @@ class Identity(Plain):
 
 
 class Embedding(Module):
-    """A table of vectors, looked up by integers: ``[...]`` to ``[..., dim]``.
+    """A table of ``n`` vectors of size ``dim``, looked up by integers: ``[...]`` to ``[..., dim]``.
 
-    The weight ``[n, dim]`` starts normal with deviation 1, as in torch.
-
-    Args:
-        n: how many vectors, at least 1.
-        dim: their length, at least 1.
-        padding_idx: an index whose vector starts as 0 and gets no gradient, or None; negative
-            counts from the end.
-        dtype: of the weight.
+    The weight ``[n, dim]`` starts normal with deviation 1, as in torch. Vector ``padding_idx``,
+    which may be negative, starts as 0 and gets no gradient.
 
     Raises:
         ValueError: a size is below 1, or ``padding_idx`` is out of range.
@@ -203,8 +257,7 @@ def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
 class Container(Module):
     """A module that holds others in a list, named by position; a subclass writes ``forward``.
 
-    Args:
-        modules: the first members, in order; a list or tuple of them will do.
+    ``modules`` are the first members, in order, also in lists or tuples.
 
     Raises:
         TypeError: a member is not a module.
@@ -271,11 +324,7 @@ class Sequential(Container):
 
 
 class Residual(Module):
-    """``shortcut(x) + module(x)`` (He et al., CVPR 2016).
-
-    Args:
-        module: takes ``x`` to the result's shape.
-        shortcut: the same; None: ``x`` itself.
+    """``shortcut(x) + module(x)`` (He et al., CVPR 2016); without a shortcut ``x + module(x)``.
 
     Raises:
         TypeError: one is no module.
@@ -332,3 +381,82 @@ class ExponentialMovingAverage(Module):
             if name in state and state[name].shape == variable.shape:
                 state[name] = variable.data + (state[name] - variable.data) * (1 - self.decay)
         self.module.load_state_dict(state)
+
+
+# Losses around the functions of autograd.functions.losses, with their inputs and errors. An unknown
+# ``reduction``, which is ``"mean"``, ``"sum"`` or ``"none"``, is a ValueError.
+
+
+class MeanSquaredError(Function):
+    """The mean of the squared differences over all elements."""
+
+    def __init__(self) -> None:
+        super().__init__(F.mean_squared_error)
+
+
+class MeanAbsoluteError(Function):
+    """The mean of ``abs(prediction - target)``."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(F.mean_absolute_error, reduction=losses.check_reduction(reduction))
+
+
+class HuberLoss(Function):
+    """The mean of ``d * d / 2`` of differences d up to ``delta``, beyond it of the tangent there.
+
+    Raises:
+        ValueError: also if ``delta`` is not above 0.
+    """
+
+    def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
+        if not delta > 0:
+            raise ValueError(f"HuberLoss: delta must be above 0, got {delta}")
+        reduction = losses.check_reduction(reduction)
+        super().__init__(losses.huber_loss, reduction=reduction, delta=delta)
+
+
+class KLDivergence(Function):
+    """``sum(target * (log(target) - log_probabilities))`` over classes, the mean over samples.
+
+    Both have shape ``[..., classes]``, which ``reduction="none"`` makes ``[...]``. A target of 0
+    adds 0. ``"mean"`` is torch's ``"batchmean"``.
+    """
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(losses.kl_divergence, reduction=losses.check_reduction(reduction))
+
+
+class BinaryCrossEntropy(Function):
+    """The mean of ``-target * log(p) - (1 - target) * log(1 - p)`` of probabilities p."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(F.binary_cross_entropy, reduction=losses.check_reduction(reduction))
+
+
+class CategoricalCrossEntropy(Function):
+    """The negative log probability of the right classes, given log probabilities.
+
+    Arguments are those of ``functions.categorical_cross_entropy``. ``label_smoothing`` outside of 0
+    to 1 is a ValueError.
+    """
+
+    def __init__(
+        self, reduction: str = "mean", ignore_index: int = -1, label_smoothing: float = 0.0
+    ) -> None:
+        losses.check_smoothing(label_smoothing)
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        reduction = losses.check_reduction(reduction)
+        super().__init__(F.categorical_cross_entropy, reduction=reduction, **options)
+
+
+class ConnectionistTemporalClassification(Function):
+    """The negative log probability of all alignments of a longer input with a target.
+
+    Arguments are those of ``functions.connectionist_temporal_classification``.
+    """
+
+    def __init__(
+        self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False
+    ) -> None:
+        options = {"reduction": losses.check_reduction(reduction), "zero_infinity": zero_infinity}
+        super().__init__(F.connectionist_temporal_classification, blank=blank, **options)

@@ -1,7 +1,5 @@
 """Weights by name from elsewhere: state dicts of torch, and files of safetensors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +28,7 @@ def load_torch(
         module: takes the values.
         state: names with tensors or arrays (``model.state_dict()``, ``torch.load(...)``), or the
             path of a ``.safetensors`` file, which needs no other library.
-        strict: whether missing and unexpected names are errors; without it they are passed over.
+        strict: whether missing and unexpected names are errors.
         rename: from a name in ``state`` to the module's, such as
             ``lambda name: name.removeprefix("model.")``.
 

@@ -147,10 +147,8 @@ class Module(Structured, ABC):
         """Return the arrays of all parameters and buffers by name: the module's own, not copies.
 
         Parameters that GPUs share (``fl.fully_shard``), or that are cut between ranks
-        (``fl.parallel.shard_linear``), are whole: copies, and collective.
-
-        Raises:
-            TornStateError: the module is sharded, and a rank ended in the middle of a step.
+        (``fl.parallel.shard_linear``), are whole: copies, and collective. A rank that ended in the
+        middle of a sharded step makes it a TornStateError.
         """
         for shards in shards_of(self.params()):
             shards.check("state_dict")
@@ -232,15 +230,12 @@ class Module(Structured, ABC):
         return "\n".join([*lines, f"{end}; {size:,} in buffers, {in_buffers:,} bytes"])
 
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
-        """Cast all parameters and floating buffers; drops gradients. Returns the module.
+        """Cast parameters and floating buffers to ``dtype``; drops gradients. Returns the module.
 
         Optimizers and gradient hooks belong to the arrays of before: make them afterwards.
 
-        Args:
-            dtype: a real floating dtype, or its name; ``"bfloat16"`` needs ml_dtypes.
-
         Raises:
-            TypeError: ``dtype`` is not a real floating dtype.
+            TypeError: ``dtype`` is not a real floating dtype, or the name of one.
             ValueError: the module is sharded.
             BackendUnavailableError: ``"bfloat16"``, and ml_dtypes is not installed.
         """

@@ -3,25 +3,20 @@
 ``eps`` is added to the variance or mean square.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from functools import partial
-from importlib import import_module
 
 import numpy as np
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import as_variable
-from flashlight_py.autograd.functions.normalization import batch_norm_with_moments, few_values
+from flashlight_py.autograd.functions.normalization import batch_norm_with_moments
 from flashlight_py.autograd.variable import Input
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array
 from flashlight_py.nn.layers import Plain, check_sizes
-from flashlight_py.structure import require
 
 
-class _Affine(Plain):
+class Affine(Plain):
     """A layer with a weight of ones and a bias of zeros, or without them."""
 
     channels: int
@@ -31,7 +26,7 @@ class _Affine(Plain):
         self.bias = param(np.zeros(shape, np.float32)) if bias else None
         self.eps = eps
 
-    def _of_channels(self, x: Input) -> Variable:
+    def of_channels(self, x: Input) -> Variable:
         x = as_variable(x)
         if x.ndim < 2 or x.shape[1] != self.channels:
             raise ValueError(
@@ -41,10 +36,8 @@ class _Affine(Plain):
         return x
 
 
-class LayerNorm(_Affine):
-    """Each position less its mean, and divided by its deviation; see ``functions.layer_norm``.
-
-    ``shape`` is that of the last dimensions, those that are normalized; a number for one.
+class LayerNorm(Affine):
+    """Normalization over the last dimensions, of the given ``shape``; see ``functions.layer_norm``.
 
     Raises:
         ValueError: a size is below 1; when called: the input does not end with the shape.
@@ -59,13 +52,11 @@ class LayerNorm(_Affine):
         return F.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(_Affine):
-    """Each position divided by the root of its mean square; see ``functions.rms_norm``.
-
-    ``size`` is that of the last dimension.
+class RMSNorm(Affine):
+    """Division by the root of the mean square of the last dimension; see ``functions.rms_norm``.
 
     Raises:
-        ValueError: the size is below 1; when called: the input's last dimension differs.
+        ValueError: ``size`` is below 1; when called: the input's last dimension differs.
     """
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
@@ -76,10 +67,8 @@ class RMSNorm(_Affine):
         return F.rms_norm(x, self.weight, self.eps)
 
 
-class GroupNorm(_Affine):
-    """Groups of channels of each sample, normalized; see ``functions.group_norm``.
-
-    ``channels`` is the size of the input's second dimension, a multiple of ``groups``.
+class GroupNorm(Affine):
+    """Groups of ``channels``, dimension 1, of each sample normalized; see ``functions.group_norm``.
 
     Raises:
         ValueError: the channels are not divisible by ``groups``; when called: the input has others.
@@ -93,84 +82,40 @@ class GroupNorm(_Affine):
             raise ValueError(f"GroupNorm: {channels} channels are not divisible by {groups} groups")
 
     def forward(self, x: Variable) -> Variable:
-        return F.group_norm(self._of_channels(x), self.groups, self.weight, self.bias, self.eps)
+        return F.group_norm(self.of_channels(x), self.groups, self.weight, self.bias, self.eps)
 
 
-class BatchNorm(_Affine):
-    """Each channel normalized over the batch; see ``functions.batch_norm``.
-
-    In evaluation by ``running_mean`` and ``running_var`` instead: ``(1 - momentum) * running +
-    momentum * new`` of each batch in training, the variance divided by ``n - 1``, from 0 and 1.
-
-    Args:
-        channels: the size of the input's second dimension.
-        momentum: see above.
-        affine: whether there are a weight and a bias.
-        track_statistics: whether there are running statistics.
-        sync: whether a batch is what all ranks of the world have, together: each call in training
-            and its backward pass are collective.
-
-    Raises:
-        ValueError: a size is below 1; when called: the input has another number of channels, or
-            in training one value per channel only.
-    """
-
-    def __init__(
-        self, channels: int, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True,
-        track_statistics: bool = True, sync: bool = False,
-    ) -> None:  # fmt: skip
-        (channels,) = shape = check_sizes("BatchNorm", channels=channels)
-        self.channels, self.momentum = channels, momentum
-        super().__init__(shape, affine, affine, eps)
-        self.track_statistics, self.sync = track_statistics, sync
-        if track_statistics:
-            self.add_buffer("running_mean", np.zeros(channels, np.float32))
-            self.add_buffer("running_var", np.ones(channels, np.float32))
-        if sync:  # by its name: this package lies below that of collectives, and most need none
-            import_module("flashlight_py.parallel.functional")
+class LocalBatchNorm(Affine):
+    """A BatchNorm over this process's batch; see ``flashlight_py.parallel.batch_norm``."""
 
     running_mean: Array
     running_var: Array
 
+    def __init__(
+        self, channels: int, momentum: float, eps: float, affine: bool, track_statistics: bool
+    ) -> None:
+        (channels,) = shape = check_sizes("BatchNorm", channels=channels)
+        self.channels, self.momentum = channels, momentum
+        super().__init__(shape, affine, affine, eps)
+        self.track_statistics = track_statistics
+        if track_statistics:
+            self.add_buffer("running_mean", np.zeros(channels, np.float32))
+            self.add_buffer("running_var", np.ones(channels, np.float32))
+
     def forward(self, x: Variable) -> Variable:
         """Return ``x`` normalized; in training, running statistics are changed in place."""
-        if self.sync and (self.training or not self.track_statistics):
-            calls = import_module("flashlight_py.distributed.api.verb_call")
-            with calls.refusing(calls.of(None), "BatchNorm", given=[x], first=True):
-                return self._synchronized(self._of_channels(x))
-        x = self._of_channels(x)
+        x = self.of_channels(x)
         if not self.training and self.track_statistics:
             running = self.running_mean, self.running_var
             return F.batch_norm(x, self.weight, self.bias, *running, self.eps)
         given = x, self.weight, self.bias, None, None
         out, mean, variance = batch_norm_with_moments(*given, self.eps)
-        count = x.size // self.channels
-        self._track(mean, variance * (count / (count - 1)))
+        self.track(mean, variance, x.size // self.channels)
         return out
 
-    def _synchronized(self, x: Variable) -> Variable:
-        all_reduce = import_module("flashlight_py.parallel.functional").all_reduce
-        xp, axes = array_module(x.data), (0, *range(2, x.ndim))
-        wide = x if x.data.dtype.char in "fd" else F.astype(x, np.float32)
-        own = x.size // self.channels
-        count = xp.full(1, own, wide.dtype)
-        sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
-        count = sums.data[-1:]
-        if own < 2:  # else all ranks have enough values together
-            require(count > 1, count, partial(few_values, "BatchNorm", x.shape))
-        shape = (1, -1, *[1] * (x.ndim - 2))
-        mean = sums[: self.channels] / count
-        deviation = wide - F.reshape(mean, shape)
-        variance = all_reduce(F.sum(deviation * deviation, axes)) / count
-        self._track(mean.data, variance.data * (count / (count - 1)))
-        scale = 1 / F.sqrt(variance + self.eps)
-        if self.weight is not None:
-            scale = scale * self.weight
-        out = deviation * F.reshape(scale, shape)
-        out = out if self.bias is None else out + F.reshape(self.bias, shape)
-        return out if out.dtype == x.dtype else F.astype(out, x.dtype)
-
-    def _track(self, mean: Array, variance: Array) -> None:
+    def track(self, mean: Array, variance: Array, count: int | Array) -> None:
+        """Move the running statistics towards those of ``count`` values per channel."""
         if self.track_statistics:
+            variance = variance * (count / (count - 1))
             for running, new in ((self.running_mean, mean), (self.running_var, variance)):
                 running[...] = running * (1 - self.momentum) + new * self.momentum

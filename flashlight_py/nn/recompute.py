@@ -1,7 +1,5 @@
 """Modules that keep their inputs alone, and compute again what a backward pass needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

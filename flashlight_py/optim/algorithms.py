@@ -1,6 +1,7 @@
-"""The optimizers: each is a rule of rules.inc, its numbers, and its state's names."""
+"""The optimizers: each is a rule of rules.inc, its numbers, and its state's names.
 
-from __future__ import annotations
+Arguments and errors in common: see :class:`FirstOrderOptimizer`.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,14 +18,7 @@ class SGDOptimizer(RuleOptimizer):
 
     ``g = grad + weight_decay * p``; ``v = momentum * v + g``; then ``p -= lr * v``, or with
     Nesterov ``p -= lr * (g + momentum * v)`` (Sutskever et al., ICML 2013, in the form of
-    flashlight and torch). Without momentum ``p -= lr * g``.
-
-    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
-
-    Args:
-        momentum: how much of the last step is kept, at least 0.
-        weight_decay: the factor of the L2 penalty's gradient, at least 0.
-        nesterov: look ahead; needs momentum.
+    flashlight and torch). Without momentum ``p -= lr * g``. ``momentum`` is at least 0.
 
     Raises:
         ValueError: also for Nesterov without momentum.
@@ -52,17 +46,13 @@ class SGDOptimizer(RuleOptimizer):
 class AdamOptimizer(RuleOptimizer):
     """Adam: steps scaled by running means of the gradient and of its square.
 
-    ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; then
-    ``p -= lr * m' / (sqrt(v') + eps)`` where ``m'`` and ``v'`` are ``m / (1 - beta1 ** t)`` and
-    ``v / (1 - beta2 ** t)`` at the parameter's own step ``t``: algorithm 1 of the paper. ``m`` and
-    ``v`` of float16 and bfloat16 parameters are float32.
+    ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; then ``p -= lr *
+    m' / (sqrt(v') + eps)`` where ``m'`` and ``v'`` are ``m / (1 - beta1 ** t)`` and ``v / (1 -
+    beta2 ** t)`` at the parameter's own step ``t``: algorithm 1 of the paper. ``m`` and ``v`` of
+    float16 and bfloat16 parameters are float32.
 
-    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
-
-    Args:
-        weight_decay: at least 0.
-        decoupled: shrink parameters by ``lr * weight_decay`` before the step (AdamW, Loshchilov
-            and Hutter, ICLR 2019; flashlight's way); else add ``weight_decay * p`` to ``g``.
+    If ``decoupled``, parameters shrink by ``lr * weight_decay`` before the step (AdamW, Loshchilov
+    and Hutter, ICLR 2019; as in flashlight); else ``weight_decay * p`` is added to ``g``.
     """
 
     def __init__(
@@ -88,8 +78,6 @@ class AdagradOptimizer(RuleOptimizer):
 
     ``s = s + g * g``; ``p = (1 - weight_decay) * p - lr * g / (sqrt(s) + eps)``. Without
     ``weight_decay`` that is torch's too, whose ``eps`` is 1e-10; torch's decay is an L2 penalty.
-
-    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
     """
 
     def __init__(
@@ -106,14 +94,9 @@ class RMSPropOptimizer(RuleOptimizer):
     """RMSprop (Tieleman and Hinton, 2012): steps scaled by a running mean of squares.
 
     ``s = rho * s + (1 - rho) * g * g``; ``p = (1 - weight_decay) * p - lr * g / (sqrt(s) + eps)``.
-    With ``use_first`` a running mean ``f`` of gradients is kept as well, and ``s - f * f``, at
-    least 0, stands in place of ``s`` (torch: ``centered``). Without ``weight_decay`` that is
-    torch's too; torch's decay is an L2 penalty.
-
-    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
-
-    Args:
-        use_first: scale by the variance instead of the mean of squares.
+    With ``use_first`` a running mean ``f`` of gradients is kept as well, and the variance ``s - f *
+    f``, at least 0, takes the place of ``s`` (torch: ``centered``). Without ``weight_decay`` that
+    is torch's too; torch's decay is an L2 penalty.
     """
 
     def __init__(
@@ -131,18 +114,12 @@ class RMSPropOptimizer(RuleOptimizer):
 class AdadeltaOptimizer(RuleOptimizer):
     """Adadelta (Zeiler, 2012): steps of the size of earlier ones, without a rate to choose.
 
-    ``s = rho * s + (1 - rho) * g * g``; ``d = sqrt((u + eps) / (s + eps)) * g``;
-    ``p = (1 - weight_decay) * p - lr * d``; ``u = rho * u + (1 - rho) * d * d``. Without
-    ``weight_decay`` that is torch's too, whose ``eps`` is 1e-6; torch's decay is an L2 penalty.
-
-    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
-
-    Args:
-        lr: the learning rate, at least 0; 1 in the paper.
-        eps: the first steps' size, above 0.
+    ``s = rho * s + (1 - rho) * g * g``; ``d = sqrt((u + eps) / (s + eps)) * g``; ``p = (1 -
+    weight_decay) * p - lr * d``; ``u = rho * u + (1 - rho) * d * d``. Without ``weight_decay`` that
+    is torch's too, whose ``eps`` is 1e-6; torch's decay is an L2 penalty. ``lr`` is 1 in the paper.
 
     Raises:
-        ValueError: also where ``eps`` is 0.
+        ValueError: also if ``eps``, the size of the first steps, is 0.
     """
 
     def __init__(
@@ -164,8 +141,6 @@ class AMSgradOptimizer(RuleOptimizer):
     ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``;
     ``w = max(w, v)``; ``p = (1 - weight_decay) * p - lr * m / (sqrt(w) + eps)``. As in the paper
     and in flashlight nothing corrects the bias of ``m`` and ``v``; torch's does.
-
-    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
     """
 
     def __init__(
@@ -183,18 +158,12 @@ class AMSgradOptimizer(RuleOptimizer):
 class NovogradOptimizer(RuleOptimizer):
     """NovoGrad (Ginsburg et al., 2019): gradients count by their norm, one for each parameter.
 
-    With ``n``, the sum of the squares of a gradient: ``v = beta2 * v + (1 - beta2) * n``;
-    ``m = beta1 * m + (1 - beta1) * (g / (sqrt(v) + eps) + weight_decay * p)``; ``p -= lr * m``, as
-    in flashlight. The paper begins with ``v = n`` and has no factor ``1 - beta1``.
+    With ``n``, the sum of the squares of a gradient: ``v = beta2 * v + (1 - beta2) * n``; ``m =
+    beta1 * m + (1 - beta1) * (g / (sqrt(v) + eps) + weight_decay * p)``; ``p -= lr * m``, as in
+    flashlight. The paper begins with ``v = n`` and has no factor ``1 - beta1``. If ``eps`` is 0, a
+    gradient of zeros counts as 0.
 
     The norm is a number in Python: on a GPU each parameter is waited for.
-
-    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
-
-    Args:
-        beta2: decay of the mean of squared norms.
-        eps: keeps the divisor from 0, at least 0; where it is 0, a gradient of zeros counts as 0.
-        weight_decay: the coefficient of decay, which is scaled by ``lr``; at least 0.
     """
 
     def __init__(

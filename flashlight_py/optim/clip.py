@@ -1,7 +1,5 @@
 """Limits on gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,11 +23,10 @@ def clip_grad_norm(
     the gradients as they are. Blocks until the norm is computed.
 
     With several processes that have the same parameters, call it after the gradients were reduced,
-    without a group: the norm is the same on every rank. Where ranks have different parameters, as
+    without a group: the norm is the same on every rank. If ranks have different parameters, as
     parts of one model, pass their group: the squares are summed over it, in one small message, and
-    all ranks scale by the same factor. Of a sharded module's parameters each rank scales its own
-    pieces, and returns when all have: that is collective, as it is with parameters that
-    ``shard_linear`` has cut.
+    all ranks scale by the same factor. With parameters of sharded modules, or that ``shard_linear``
+    has cut, it is collective: it returns when each rank has scaled its own pieces.
 
     Args:
         params: the variables whose gradients to scale; of this rank alone, and possibly none,

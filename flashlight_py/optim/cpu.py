@@ -1,7 +1,5 @@
 """The rules of optimizers on the CPU, native or in NumPy, and the sum of a gradient's squares."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -40,8 +38,8 @@ def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale
     """Change the arrays of ``piece`` in place by NumPy or CuPy, to the bit as csrc/optim does.
 
     Narrower types than float32 are computed in float32, and rounded once. ``numbers`` are those of
-    the rule's fields. A piece is (parameter, gradient, *states), all of one shape: the gradient
-    counts times ``grad_scale``, and stays as it is.
+    the rule's fields. A piece is (parameter, gradient, *states), all of one shape. ``grad_scale``
+    is the factor of the gradient, which stays as it is.
     """
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
@@ -162,7 +160,7 @@ def sum_of_squares(grad: Array) -> float:
 def sums_of_squares(grad: Array, mine: slice = slice(None)) -> list[float]:
     """Return the sum of squares of each block of 65,536 elements; of those in ``mine`` alone.
 
-    Added up in order they are the same whoever has computed which. An array on a GPU is one block.
+    Added up in order they are the same on all ranks. An array on a GPU is one block.
     """
     if is_cupy(grad):
         return [sum_of_squares(grad)]

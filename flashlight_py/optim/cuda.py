@@ -4,8 +4,6 @@ The kernels are the rules of rules.inc, compiled by CUDA when first used, withou
 multiply-adds, as for the CPU. float16 is computed in float32.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import struct

@@ -47,15 +47,11 @@ class Shards:
         return nullcontext()
 
     def in_step(self, name: str) -> AbstractContextManager[None]:
-        """Return a block in which ``name`` checks its arguments; if they are wrong, all raise."""
+        """Return the group's block of that name."""
         return self.group.in_step(name)
 
     def check(self, what: str) -> None:
-        """Refuse ``what``, in words, where a process has ended in the middle of a change.
-
-        Raises:
-            TornStateError: one has.
-        """
+        """Raise a TornStateError, for ``what``, if a process has ended during a change."""
 
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which this process sets all parameters of the module."""
@@ -64,8 +60,8 @@ class Shards:
     def changing(self, what: str) -> AbstractContextManager[None]:
         """Return the context in which this process may write its pieces. Collective, blocking.
 
-        Entered and left by all processes of the group: on entering none reads any more what is to
-        change, on leaving all have changed it. ``what``, for errors: such as "AdamOptimizer.step".
+        On entering no process of the group reads any more what is to change, on leaving all have
+        changed it. ``what``, for errors: such as "AdamOptimizer.step".
         """
         return nullcontext()
 
@@ -84,10 +80,7 @@ class Shards:
 
 
 class Placement(HoldsState, ABC):
-    """The place of one parameter, its gradient and its optimizers' state.
-
-    ``shape``: of the whole parameter.
-    """
+    """The place of a parameter, of the whole ``shape``, its gradient and optimizers' state."""
 
     shards: Shards
     shape: tuple[int, ...]
@@ -101,15 +94,11 @@ class Placement(HoldsState, ABC):
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
         """Return what this process steps: each piece is (parameter, gradient, *states).
 
-        All arrays of a piece are contiguous, of one dimension and of one length. They are views: a
-        write to them is one to the parameter.
+        All arrays of a piece are contiguous views, of one dimension and of one length.
         """
 
     def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of the whole gradient, in float64, the same on all processes. Collective.
-
-        For rules that need a norm.
-        """
+        """Return that of the whole gradient, in float64, the same on all processes. Collective."""
         return self.shards.sum_of_squares([variable])
 
     @abstractmethod
@@ -121,10 +110,9 @@ class Placement(HoldsState, ABC):
         """Set ``state`` to ``value``, an array of the parameter's shape that all processes have."""
 
     def part(self, value: Array) -> Array:
-        """Return what of a whole parameter is in the variable's array.
+        """Return the part of a whole parameter that the variable's array holds.
 
-        Raises:
-            ValueError: ``value`` has another shape than the whole parameter.
+        A ``value`` of another shape than the whole parameter is a ValueError.
         """
         return value
 
@@ -342,9 +330,8 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
 class RuleOptimizer(FirstOrderOptimizer):
     """The base of this package's optimizers; each adds its rule and its state's names.
 
-    It steps parameters of sharded modules too, beside others: their state is made by their
-    placement, and each process steps its own pieces. Then making it, ``step``, ``state_dict`` and
-    ``load_state_dict`` are collective.
+    The state of parameters of sharded modules is made by their placement, and each process steps
+    its own pieces. Then making it, ``step``, ``state_dict`` and ``load_state_dict`` are collective.
     """
 
     # The running mean of each parameter's squared gradient norm; None: the rule has none.
@@ -403,7 +390,7 @@ class RuleOptimizer(FirstOrderOptimizer):
     def prepared(self, grad_scale: float, *grads: Array | None) -> Callable[[], None]:
         """Return a function that does one step with ``grads``, as long as all arrays stay there.
 
-        Each of ``grads`` is the gradient of a parameter, which is not sharded, or None. Where there
+        Each of ``grads`` is the gradient of a parameter, which is not sharded, or None. If there
         are native kernels it runs no Python: it reads the rate, and counts, in the optimizer's
         memory.
         """

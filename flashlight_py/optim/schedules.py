@@ -1,7 +1,5 @@
 """Learning-rate schedules: each is a formula of the step, so that any step can be gone on from."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +23,10 @@ class HasRate(Protocol):
 class LearningRateSchedule:
     """Sets ``optimizer.lr`` as a function of how often ``step()`` was called.
 
-    The base rate is the one that the optimizer has when the schedule is made, or, where an earlier
+    The base rate is the one that the optimizer has when the schedule is made, or, if an earlier
     schedule has set that, the base rate of the earlier one (torch's ``initial_lr``). The rate of
-    step 0 is set at once. Momentum stays as it is. In all schedules rates, factors and ``gamma``
-    are at least 0, and lengths such as ``step_size``, ``total_iters`` and ``T_max`` are at least 1,
-    in steps.
+    step 0 is set at once. Momentum stays as it is. Rates, factors and ``gamma`` are at least 0, and
+    lengths such as ``step_size``, ``total_iters`` and ``T_max`` are at least 1, in steps.
 
     Args:
         optimizer: of ``fl.optim``, an ``fl.DistributedOptimizer``, or anything else whose ``lr``
@@ -70,8 +67,7 @@ class LearningRateSchedule:
     def step(self) -> None:
         """Set the rate of the next step: call it after ``optimizer.step()``.
 
-        Raises:
-            ValueError: a ``OneCycleLR`` is over. Nothing was changed.
+        A ``OneCycleLR`` that is over is a ValueError, and nothing is changed.
         """
         self._go_to(self.base_lr, self.last_step + 1)
 
@@ -122,10 +118,7 @@ class StepLR(LearningRateSchedule):
 
 
 class MultiStepLR(LearningRateSchedule):
-    """The rate times ``gamma`` at each of the ``milestones``.
-
-    They are numbers of steps, in any order; one that is there twice counts twice.
-    """
+    """The rate times ``gamma`` at each of the ``milestones``, numbers of steps, in any order."""
 
     def __init__(self, optimizer: HasRate, milestones: Sequence[int], gamma: float = 0.1) -> None:
         at, gamma = sorted(milestones), check_at_least_zero("gamma", gamma)
@@ -143,7 +136,7 @@ class ExponentialLR(LearningRateSchedule):
 class LinearLR(LearningRateSchedule):
     """Warm-up: from ``start_factor`` to ``end_factor`` times the base rate, in a straight line.
 
-    After ``total_iters`` steps the rate stays. :class:`SequentialLR` goes on with another schedule.
+    After ``total_iters`` steps the rate stays.
     """
 
     def __init__(
@@ -173,8 +166,7 @@ class CosineAnnealingLR(LearningRateSchedule):
 class OneCycleLR(LearningRateSchedule):
     """Up from ``max_lr / div_factor`` to ``max_lr``, then down far below (Smith and Topin, 2017).
 
-    The base rate does not matter. Unlike torch's, it leaves momentum as it is: torch's
-    ``cycle_momentum=False``.
+    The base rate does not matter. Momentum stays: torch's ``cycle_momentum=False``.
 
     Args:
         optimizer: see :class:`LearningRateSchedule`.

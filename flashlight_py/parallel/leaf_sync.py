@@ -33,7 +33,7 @@ from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of, ranks_of
 from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
 from flashlight_py.parallel.synchronize import give_state, require_module
-from flashlight_py.parallel.tree.packing import put_buffer
+from flashlight_py.parallel.tree import put_buffer
 from flashlight_py.structure import HoldsState, as_one
 
 _DIGESTED = 1024  # elements of the first and the last row: enough to notice another order

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
@@ -22,14 +23,15 @@ from flashlight_py.parallel.agreement import (
     of_all_ranks,
     refuse_sharded,
 )
-from flashlight_py.parallel.tree.packing import (
-    TreeBuffers,
+from flashlight_py.parallel.tree import (
+    Plan,
     decode_numbers,
     encode_numbers,
+    kinds_by_path,
+    plan_of,
     put_buffer,
     put_numbers,
 )
-from flashlight_py.parallel.tree.walk import Walker, plan_of
 from flashlight_py.structure import Structured, as_one
 
 SomeTree = TypeVar("SomeTree")
@@ -208,12 +210,29 @@ class PeriodicAveraging(Structured):
         self._steps = whole_number("PeriodicAveraging", "steps", state["steps"])
 
 
+# Modules give buffers before each forward pass. A plan of arrays of at most so many bytes is kept,
+# with a buffer as large.
+_KEPT_BYTES = 1 << 20
+_plans: weakref.WeakKeyDictionary[Module, Plan] = weakref.WeakKeyDictionary()
+
+
 @as_one
 def give_state(
     module: Module, state: Mapping[str, Any], root: int, group: ProcessGroup | None
 ) -> None:
     """Synchronize ``state``, entries of ``module.state_dict()``. Collective, blocking."""
-    for name, value in synchronize(dict(state), root, group=group).items():
+
+    def plan_of_state(tree: object, sort_keys: bool) -> Plan:
+        plan = _plans.get(module)
+        if sort_keys or plan is None or not plan.is_of(state):
+            plan = plan_of(tree, sort_keys)
+            if not sort_keys and sum(array.nbytes for array in plan.arrays) <= _KEPT_BYTES:
+                _plans[module] = plan
+        return plan
+
+    with refusing(group_or_world(group), "synchronize", first=True):
+        given = synchronize_for("synchronize", "tree", dict(state), root, group, plan_of_state)
+    for name, value in given.items():
         if value is not state[name]:  # a number, which cannot be changed in place
             put_buffer(module, name, value)
 
@@ -245,7 +264,12 @@ def sync_meter(meter: Meter, *, group: ProcessGroup | None = None) -> Any:
 
 
 def synchronize_for(
-    verb: str, noun: str, tree: SomeTree, root: int, group: ProcessGroup | None
+    verb: str,
+    noun: str,
+    tree: SomeTree,
+    root: int,
+    group: ProcessGroup | None,
+    walk: Callable[[object, bool], Plan] = plan_of,
 ) -> SomeTree:
     """Do what ``synchronize`` does for ``verb``, whose errors call the tree a ``noun``."""
     members = group_or_world(group)
@@ -256,14 +280,14 @@ def synchronize_for(
     for sort_keys in (False, True):
         mine, encoded, packed, error = b"", b"", None, None
         try:
-            plan = plan_of(tree, sort_keys)
+            plan = walk(tree, sort_keys)
             mine = plan.description + root.to_bytes(8, "little")
             numbers = [number for _, _, number in plan.numbers]
             # The root packs before it receives anything from the others, who may still be
             # unpacking what arrived last.
             if members.rank == root:
                 encoded = encode_numbers(numbers)
-                packed = TreeBuffers(plan, len(encoded))
+                packed = plan.buffers(len(encoded))
                 packed.pack(encoded)
         except Exception as found:  # noqa: BLE001 - whatever it is, all ranks raise it
             error = found
@@ -281,7 +305,7 @@ def synchronize_for(
     else:
         raise MismatchError(f"{where}: {_what_differs(noun, tree, root, members)}")
     with refusing(members, verb, how="failed"):
-        buffers = packed or TreeBuffers(plan, number_bytes)
+        buffers = packed or plan.buffers(number_bytes)
     for buffer in buffers.used:
         broadcast(buffer, root, group=members)
     if members.rank == root:
@@ -291,8 +315,8 @@ def synchronize_for(
 
 
 def _what_differs(noun: str, tree: object, root: int, members: ProcessGroup) -> str:
-    alike = Walker(tree, sort_keys=True).entries()
-    in_order = {**Walker(tree).entries(), **alike}  # as users know it
+    alike = kinds_by_path(plan_of(tree, sort_keys=True).facts)
+    in_order = {**kinds_by_path(plan_of(tree).facts), **alike}  # as users know it
     mine = [root, {path: alike[path] for path in in_order if path in alike}]
     roots, trees = zip(*of_all_ranks(mine, members), strict=True)
     if len(set(roots)) > 1:

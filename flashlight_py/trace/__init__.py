@@ -4,8 +4,6 @@
 ``python -m flashlight_py.trace view trace.json`` makes a page of a profile.
 """
 
-from __future__ import annotations
-
 from flashlight_py.distributed.failures.watchdog import dump
 from flashlight_py.trace.profiling import Profile, profile
 

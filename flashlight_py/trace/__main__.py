@@ -1,7 +1,5 @@
 """``python -m flashlight_py.trace``: compare flight records, look at profiles."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal
@@ -17,24 +15,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit status."""
     parser = argparse.ArgumentParser("python -m flashlight_py.trace", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    diff = commands.add_parser(
-        "diff",
-        help="say where ranks parted; exits with 1 where they have, 2 if no record can be read",
-    )
+    words = "say where ranks parted; exits with 1 where they have, 2 if no record can be read"
+    diff = commands.add_parser("diff", help=words)
     diff.add_argument("folder", type=Path, help="of the flight records, rank0.json and so on")
     view = commands.add_parser("view", help="make a page (HTML, by itself) of a timeline")
-    view.add_argument(
-        *("trace",),
-        type=Path,
-        nargs="?",
-        default=Path("trace.json"),
-        help="what fl.profile has written, or a folder of flight records (default: trace.json)",
-    )
-    view.add_argument(
-        *("-o", "--output"),
-        type=Path,
-        help="default: the trace's name with .html; a name with .json is a trace for Perfetto",
-    )
+    words = "what fl.profile has written, or a folder of flight records (default: trace.json)"
+    view.add_argument("trace", type=Path, nargs="?", default=Path("trace.json"), help=words)
+    words = "default: the trace's name with .html; a name with .json is a trace for Perfetto"
+    view.add_argument("-o", "--output", type=Path, help=words)
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "diff":

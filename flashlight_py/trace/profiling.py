@@ -1,8 +1,8 @@
 """A profile: the calls of all ranks in one Chrome trace, which Perfetto reads too, and its page.
 
 The format is the JSON of Chrome's "Trace Event Format": complete events (``"ph": "X"``), times in
-microseconds. A process of the trace is a rank; its first thread is the program, with the calls that
-block it and its waits; the others hold what runs beside it.
+microseconds. A process is a rank; its first thread is the program, with calls and waits that block
+it; other threads hold what runs beside it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class Profile:
 
         Raises:
             RuntimeError: a profile is being taken already.
-            ValueError: this process is not in the group.
-            DistributedError: as for :func:`flashlight_py.all_reduce`.
         """
         if journal.listener is not None:
             raise RuntimeError("profile: one is being taken already; stop it first")
@@ -72,8 +70,7 @@ class Profile:
     def stop(self) -> None:
         """End the recording and write the file on rank 0 of the group; collective, blocking.
 
-        Where another rank is lost, each that is left writes its own part, such as
-        ``trace.rank1.json``.
+        If a rank is lost, each other one writes its own part, such as ``trace.rank1.json``.
 
         Raises:
             RuntimeError: nothing was started.
@@ -132,16 +129,13 @@ def profile(
     """Record every call of every verb, from entering the context to leaving it, into one file.
 
     Collective and blocking at both ends; ``start()`` and ``stop()`` do the same. Rank 0 of the
-    group writes the file: a Chrome trace of the group's ranks, numbered as in the world, with their
-    calls in all groups, on rank 0's clock. Perfetto and Chrome show it, and ``python -m
-    flashlight_py.trace view trace.json`` makes a page. Each call has its verb, bytes, dtype, shape,
-    line of user code and the time it waited for other ranks. ``span(name)`` marks a part of the
-    program. Meanwhile a call takes some 10 us in place of 1 us: it goes through Python. The host
-    times work on a GPU, to within half a millisecond.
-
-    Args:
-        path: of the file; another one that is there is replaced.
-        group: the process group, default the world.
+    group writes the file ``path``, in the place of an older one: a Chrome trace of the group's
+    ranks, numbered as in the world, with their calls in all groups, on rank 0's clock. Perfetto and
+    Chrome show it, and ``python -m flashlight_py.trace view trace.json`` makes a page. Each call
+    has its verb, bytes, dtype, shape, line of user code and the time it waited for other ranks.
+    ``span(name)`` marks a part of the program. Meanwhile a call takes some 10 us in place of 1 us:
+    it goes through Python. The host times work on a GPU, to within half a millisecond. The default
+    group is the world.
 
     Example:
         >>> with fl.profile(folder / "trace.json") as taken:
@@ -156,9 +150,8 @@ def profile(
 def offset_to_rank_0(backend: Backend) -> int:
     """Return the nanoseconds to add to this rank's monotonic clock to get rank 0's. Collective.
 
-    0 on rank 0's host, whose ranks have one clock. Else rank 0 is asked for its time, and taken to
-    have answered halfway (F. Cristian, Probabilistic clock synchronization, 1989), which is wrong
-    by at most half the time of the exchange.
+    0 on rank 0's host. Else rank 0 is asked for its time, and taken to have answered halfway (F.
+    Cristian, 1989), which is wrong by at most half the time of the exchange.
     """
     identities = exchange_bytes(backend, host_identity())
     elsewhere = [rank for rank in range(backend.size) if identities[rank] != identities[0]]
@@ -220,18 +213,10 @@ def chrome_trace(timelines: Sequence[RankTimeline]) -> dict[str, Any]:
         for thread, (name, events) in enumerate(_threads(by_rank[rank])):
             place = {"pid": rank, "tid": thread}
             listed.append({"name": "thread_name", "ph": "M", **place, "args": {"name": name}})
-            listed += [
-                {
-                    "name": event.name,
-                    "cat": event.kind,
-                    "ph": "X",
-                    **place,
-                    "ts": (event.start - zero) / 1e3,
-                    "dur": (event.end - event.start) / 1e3,
-                    "args": event.arguments,
-                }
-                for event in events
-            ]
+            for event in events:
+                times = {"ts": (event.start - zero) / 1e3, "dur": (event.end - event.start) / 1e3}
+                what = {"name": event.name, "cat": event.kind, "ph": "X"}
+                listed.append({**what, **place, **times, "args": event.arguments})
     summary = [{"rank": rank, **_summary(events)} for rank, events in by_rank.items()]
     data = {"format": FORMAT, "summary": summary}
     return {"traceEvents": listed, "displayTimeUnit": "ms", "otherData": data}
@@ -352,11 +337,7 @@ def page(trace: dict[str, Any]) -> str:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Read a trace that ``fl.profile`` or ``trace view`` has written.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Read a trace of ``fl.profile`` or ``trace view``; anything else is a ValueError."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     data = trace.get("otherData", {}) if isinstance(trace, dict) else {}
     if data.get("format") != FORMAT:

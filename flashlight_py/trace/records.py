@@ -1,7 +1,5 @@
 """The records of single ranks, of a profile or of a flight, and where the ranks parted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,12 +42,7 @@ class FlightRecord(RankTimeline):
 
 
 def read_records(folder: Path) -> list[FlightRecord]:
-    """Return the records of the newest job in ``folder``, by rank.
-
-    Raises:
-        OSError: one cannot be read.
-        ValueError: there are none, or a file is none.
-    """
+    """Return the records of the newest job in ``folder``, by rank; none is a ValueError."""
     records = [_read(path) for path in sorted(folder.glob("rank*.json"))]
     if not records:
         raise ValueError(f"{folder} holds no flight records (rank0.json and so on)")

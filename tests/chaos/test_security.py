@@ -185,7 +185,7 @@ def test_memory_of_another_user_is_refused(tmp_path: Path) -> None:
         group = native.lib.fl_shm_open(str(path).encode(), 0, 0, 1, 2)
         if group == native.ffi.NULL:
             return False
-        native.lib.fl_shm_close(group)
+        native.lib.fl_close(group)
         return True
 
     (tmp_path / "link").symlink_to(file)

@@ -17,13 +17,12 @@ from typing import Any
 
 from flashlight_py.distributed.rendezvous import places
 from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.rendezvous.tree import TreeNode
+from flashlight_py.distributed.rendezvous.tree import TreeNode, TreeStore
 from flashlight_py.errors import RendezvousError
 
 Plan = dict[str, Any]
-STORES: dict[str, Callable[[Plan], MeetingPoint]] = {
+STORES: dict[str, Callable[[Plan], TreeStore]] = {
     "file": lambda p: FileStore(p["path"], p["rank"], p["size"], p["timeout"]),
     "tcp": lambda p: TcpStore(p["host"], p["port"], p["rank"], p["size"], p["timeout"]),
 }

@@ -76,7 +76,7 @@ def test_who_has_chosen_keeps_his_choice(tmp_path: Path) -> None:
 def test_another_blas_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in blas._VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(blas.libraries, "paths_of", lambda name: [])
+    monkeypatch.setattr(blas.libraries, "mapped", lambda name: [])
     blas.limit(1)
     try:
         assert blas.reason.startswith("not set: NumPy's is no OpenBLAS")

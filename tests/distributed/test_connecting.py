@@ -50,7 +50,7 @@ class Raw:
         create = self.lib.fl_gloo_create
         self.groups = [create(r, size, HERE.encode(), b"", 20.0) for r in range(size)]
         assert self.ffi.NULL not in self.groups
-        counts = [self.lib.fl_gloo_address(group, room, 1024) for group in self.groups]
+        counts = [self.lib.fl_address(group, room, 1024) for group in self.groups]
         one = [
             self._address(group, count) for group, count in zip(self.groups, counts, strict=True)
         ]
@@ -58,7 +58,7 @@ class Raw:
 
     def _address(self, group: Any, count: int) -> bytes:
         room = self.ffi.new("char[]", 1024)
-        self.lib.fl_gloo_address(group, room, 1024)
+        self.lib.fl_address(group, room, 1024)
         return bytes(self.ffi.buffer(room, count))
 
     def port(self, rank: int) -> int:
@@ -73,9 +73,7 @@ class Raw:
         given = self.addresses[rank]
         key = bytes(32)
         kept = [self.ffi.from_buffer(bytes_) for bytes_ in (b"".join(given), key)]
-        op = self.lib.fl_gloo_connect(
-            self.groups[rank], kept[0], len(given[0]), kept[1], lazily, 20
-        )
+        op = self.lib.fl_connect(self.groups[rank], kept[0], len(given[0]), kept[1], lazily, 20)
         assert self.end(op) == self.lib.FL_OK
 
     def all_reduce(self, rank: int, x: Any, blocking: bool = True) -> Any:
@@ -94,9 +92,7 @@ class Raw:
 
     def _run(self, rank: int, call: Any, data: Any, blocking: bool) -> Any:
         null = self.ffi.NULL
-        return self.lib.fl_gloo_run(
-            self.groups[rank], call, data, null, -1, 20.0, not blocking, null
-        )
+        return self.lib.fl_run(self.groups[rank], call, data, null, -1, 20.0, not blocking, null)
 
     def end(self, op: Any) -> int:
         """Wait for ``op`` and return how it ended."""
@@ -118,9 +114,9 @@ class Raw:
 
     def close(self) -> None:
         for group in self.groups:
-            self.lib.fl_gloo_close(group)
+            self.lib.fl_close(group)
         for group in self.groups:
-            self.lib.fl_gloo_free(group)
+            self.lib.fl_free(group)
 
 
 @pytest.fixture
@@ -148,7 +144,7 @@ def test_a_signal_ends_a_wait_for_a_connection(nobody: socket.socket) -> None:
         raw.connect(rank)
         time.sleep(0.3)  # else it may run on the thread that has connected, where no signal counts
         if rank == 0:
-            raw.lib.fl_gloo_on_interrupt(raw.groups[0], check)
+            raw.lib.fl_on_interrupt(raw.groups[0], check)
         status = raw.end(raw.all_reduce(rank, np.ones(LARGE, np.float32)))
         ended[rank] = status, time.monotonic() - began
         if rank == 0:
@@ -209,8 +205,8 @@ def test_a_call_is_not_reported_before_all_of_it_has_come() -> None:
         cut.cut(2 * PREAMBLE + BEGINNING)
         op = raw.all_reduce(1, np.ones(5, np.float32), blocking=False)
         time.sleep(0.3)
-        assert not raw.lib.fl_gloo_is_ahead(raw.groups[0], 1, call)
-        raw.lib.fl_gloo_close(raw.groups[1])
+        assert not raw.lib.fl_is_ahead(raw.groups[0], 1, call)
+        raw.lib.fl_close(raw.groups[1])
         raw.end(op)
     finally:
         cut.close()

@@ -1,9 +1,10 @@
-"""``python -m flashlight_py.doctor`` as a user runs it: here, and where little is installed."""
+"""``python -m flashlight_py.doctor``: its findings, and its output where little is installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import flashlight_py as fl
+from flashlight_py import _native, doctor
+from flashlight_py.doctor import FAILED, MISSING, OK, WARNING, Finding
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -22,7 +25,209 @@ NEEDS_MPI = pytest.mark.skipif(
 )
 
 
-def doctor(
+def test_table_has_columns_and_wraps() -> None:
+    found = [
+        Finding("gloo", OK, "there"),
+        Finding("shared memory", WARNING, "very little " * 5, "take more of it"),
+    ]
+    assert doctor.table(found, 60).splitlines() == [
+        "  ok       gloo           there",
+        "  warning  shared memory  very little very little very",
+        "                          little very little very little",
+        "                          -> take more of it",
+    ]
+    assert doctor.table([], 60) == ""
+
+
+def test_every_extension_that_setup_py_builds_is_reported() -> None:
+    build = runpy.run_path(str(Path(_native.__file__).parents[2] / "csrc/build.py"))
+    compiled = {extension.name.rpartition("._")[2] for extension in build["EXTENSIONS"]}
+    bindings = {name.rpartition(":")[2] for name in build["BINDINGS"]}
+    assert set(_native.EXTENSIONS) == compiled | bindings
+    reported = [finding.what for finding in doctor.built()]
+    assert set(_native.EXTENSIONS) <= set(reported)
+
+
+def test_host_names_and_interfaces() -> None:
+    addresses = ["127.0.1.1", "::1"], ["127.0.1.1", "10.0.0.1"], []
+    assert [doctor.host_name("a", each)[0] for each in addresses] == [WARNING, OK, WARNING]
+    states = {name: doctor.interface(name)[0] for name in ("lo", "127.0.0.1", "nothing0")}
+    assert states == {"lo": OK, "127.0.0.1": OK, "nothing0": FAILED}
+
+
+def test_the_source_of_the_secret_is_reported_and_not_the_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_SECRET", "short")
+    state, _, remedy = doctor.job_secret()
+    assert (state, "short" in remedy) == (WARNING, False)
+    monkeypatch.setenv("MASTER_SECRET", "a word that is long enough")
+    assert doctor.job_secret() == (OK, "from MASTER_SECRET; every rank needs the same", "")
+    monkeypatch.setenv("MASTER_SECRET", "")
+    assert doctor.job_secret()[0] is FAILED
+    monkeypatch.delenv("MASTER_SECRET")
+    state, detail, _ = doctor.job_secret()
+    assert state is OK
+    assert str(Path(os.environ["XDG_RUNTIME_DIR"])) in detail
+
+
+def test_the_file_system_is_named(tmp_path: Path) -> None:
+    mountinfo = (
+        "1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /data\\040x rw,shared:1 - nfs4 server:/x rw\n"
+        "3 1 0:3 / /\u00e9t\u00e9\udce9 rw - tmpfs none rw\n"
+    )
+    assert doctor.file_system_of(Path("/\u00e9t\u00e9\udce9/x"), mountinfo)[0] == "tmpfs"
+    assert doctor.file_system_of(Path("/data x/run"), mountinfo) == ("nfs4", "/data x")
+    assert doctor.file_system_of(Path("/home"), mountinfo) == ("ext4", "/")
+
+
+def test_a_good_folder_keeps_every_promise_and_stays_as_it_was(tmp_path: Path) -> None:
+    found = list(doctor.folder(tmp_path))
+    assert [each.what for each in found] == ["file system", *doctor.PROMISES]
+    assert all(each.state is OK for each in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_promises_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that breaks its promises cannot be had, so the system calls are changed."""
+    monkeypatch.setattr(os, "O_EXCL", 0)
+    monkeypatch.setattr(os, "listdir", lambda path: [])
+    problems = dict(zip(doctor.PROMISES, doctor.broken_promises(tmp_path), strict=True))
+    assert "created the same file with O_EXCL, expected 1" in problems["exclusive create"]
+    assert "the listing has 0" in problems["listing"]
+    assert problems["rename"] == problems["ownership"] == ""
+
+
+def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "ENOUGH_BYTES", 2**62)
+    state, _, remedy = doctor.shared_memory()
+    assert state is WARNING
+    assert "--shm-size" in remedy
+    monkeypatch.setattr(doctor, "DIRECTORY", tmp_path / "none")
+    state, detail, _ = doctor.shared_memory()
+    assert state is WARNING
+    assert "there is no" in detail
+
+
+def test_a_driver_without_cupy_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: 550.1\nGCC\n")
+    monkeypatch.setattr(doctor, "_DRIVER", driver)
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it fails, whether it is there or not
+    first, second, _ = doctor.gpus()
+    assert (first.state, first.detail) == (OK, "NVRM version: 550.1")
+    assert second.state is WARNING
+
+
+def test_a_command_of_another_mpi_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n")
+    program.chmod(0o755)
+    assert doctor.mpirun("MPICH").state is WARNING
+    assert doctor.mpirun("Open MPI").state is OK
+    assert doctor.mpirun_command(2) == [
+        *(str(program), "--allow-run-as-root", "--oversubscribe", "-n", "2")
+    ]
+
+
+@NEEDS_MPI
+def test_the_mpi_that_is_here() -> None:
+    found = {each.what: each for each in doctor.mpi()}
+    assert list(found) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
+    assert found["library"].state is found["ABI"].state is found["GPU memory"].state is OK
+    abi, standard, path = found["ABI"].detail.split("; ")
+    assert abi
+    assert standard.startswith("MPI ")
+    assert Path(path).name.startswith("libmpi")
+
+
+@NEEDS_MPI
+@pytest.mark.parametrize("cuda", [None, True, False])
+def test_an_mpi_and_the_memory_of_gpus(monkeypatch: pytest.MonkeyPatch, cuda: bool | None) -> None:
+    """The facts that another process reports are constants here: one MPI is of one kind."""
+    facts = {"library": "x", "ABI": "x", "vendor": "x", "threads": False, "cuda": cuda}
+    monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", facts, ""))
+    found = {each.what: each for each in doctor.mpi()}
+    detail = found["GPU memory"].detail
+    assert ("params={'BACKEND': 'mpi', 'MPI_CUDA_AWARE': 1}" in detail) == (cuda is True)
+    assert ("it does not say" in detail, "does not take" in detail) == (cuda is None, cuda is False)
+    assert found["threads"].state is WARNING
+
+
+@NEEDS_MPI
+def test_an_mpi_that_cannot_be_loaded_is_missing_and_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = "libmpi.so.12: cannot open"
+    monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", {}, problem))
+    monkeypatch.setattr(doctor, "TRIALS", {"mpi": doctor.TRIALS["mpi"]})
+    (library,) = doctor.mpi()
+    (way,) = doctor.trials(1.0, [library])
+    assert library.state is way.state is MISSING
+    assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
+    assert way.detail.startswith("needs what is not here: library")
+
+
+SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
+
+
+FAILS = """
+echo 'Traceback (most recent call last):'
+echo 'OSError: no such file'
+echo 'mpirun noticed that a process has failed'
+exit 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "script", "timeout", "state", "words"),
+    [
+        (
+            "mpi",
+            f"echo '{SPEED}'; echo '{{a leak}}'",
+            10,
+            OK,
+            "1 us and 1 ms (4.2 GB/s); 2 ranks, shm",
+        ),
+        ("mpi", f"echo '{SPEED}' | sed s/2,/1,/", 10, FAILED, "1 of 2 ranks have met"),
+        ("mpi", "echo hello", 10, FAILED, "exit code 0: hello"),
+        ("mpi", "true", 10, FAILED, "exit code 0: it wrote nothing"),
+        ("mpi", FAILS, 10, FAILED, "exit code 3: OSError: no such"),
+        ("mpi", "sleep 99", 0.1, FAILED, "has not ended within 0.1"),
+        ("no", "", 30, FAILED, "exit code 1: flrun: rank"),
+    ],
+)
+def test_the_ranks_of_a_trial_are_reported_by_what_they_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    script: str,
+    timeout: float,
+    state: str,
+    words: str,
+) -> None:
+    """Libraries may write other lines: the line of rank 0 is found, or the cause of the failure."""
+    monkeypatch.setattr(doctor, "TRIALS", {"a path": (2, backend, ())})
+    monkeypatch.setattr(doctor, "mpirun_command", lambda size: ["sh", "-c", script])
+    (finding,) = doctor.trials(timeout, [])
+    assert (finding.what, finding.state) == ("a path", state)
+    assert finding.detail.startswith(words)
+
+
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        doctor.main(["--timeout", "0"])
+    assert "expected a positive number of seconds" in capsys.readouterr().err
+
+
+# As a user runs it --------------------------------------------------------------------------------
+
+
+def run(
     *options: object, python: Path = Path(sys.executable), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -65,7 +270,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_without_mpi_gloo_or_gpu_it_says_each_and_succeeds(bare: Path) -> None:
-    done = doctor(python=bare, PATH="/nowhere", PYTHONPATH="")
+    done = run(python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
     found = states(done.stdout)
     missing = {name for name, state in found.items() if state == "missing"}
@@ -79,7 +284,7 @@ def test_without_mpi_gloo_or_gpu_it_says_each_and_succeeds(bare: Path) -> None:
 
 @pytest.mark.slow
 def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path) -> None:
-    done = doctor("--run", python=bare, PATH="/nowhere", PYTHONPATH="")
+    done = run("--run", python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
     found = states(done.stdout)
     ways = {name: found[name] for name in ("single", "shm", "gloo", "hierarchical", "mpi", "nccl")}
@@ -88,7 +293,7 @@ def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path)
     library = next(bare.parent.parent.glob("lib/python*/site-packages/flashlight_py/distributed"))
     broken = library / "backends" / "shm.py"
     broken.write_text(broken.read_text().replace("fl_shm_open(", "fl_shm_opened("))
-    done = doctor("--run", python=bare, PATH="/nowhere", PYTHONPATH="")
+    done = run("--run", python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 1
     assert states(done.stdout)["shm"] == "FAILED"
     assert "Does not work, and should: shm" in done.stdout
@@ -97,7 +302,7 @@ def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path)
 @pytest.mark.slow
 @NEEDS_MPI
 def test_every_way_that_is_here_works_and_reports_its_speed() -> None:
-    done = doctor("--run")
+    done = run("--run")
     assert done.returncode == 0, done.stdout + done.stderr
     found = states(done.stdout)
     assert all(found[way] == "ok" for way in ("single", "shm", "gloo", "hierarchical", "mpi"))
@@ -106,6 +311,7 @@ def test_every_way_that_is_here_works_and_reports_its_speed() -> None:
 
 
 def test_a_folder_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
-    done = doctor("--folder", tmp_path / "nowhere")
+    done = run("--folder", tmp_path / "nowhere")
     assert done.returncode == 1
     assert "Does not work, and should: writable" in done.stdout
+    assert "No such file or directory" in done.stdout

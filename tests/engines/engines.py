@@ -23,19 +23,25 @@ Run = Callable[..., list[Any]]
 
 
 @contextmanager
-def dask() -> Iterator[Run]:
+def dask_client(workers: int, threads: int = 1, **options: Any) -> Iterator[Any]:
+    """A client of a new cluster of Dask on this machine."""
     distributed = pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
     import dask
 
+    where = {"dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "threads_per_worker": threads}
     with (
         # A LocalCluster closes the nanny of a worker that is not there so long after it was lost;
         # by default 15 s, when a later test may just have killed it again.
         dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"}),
-        distributed.LocalCluster(
-            n_workers=SIZE, threads_per_worker=2, dashboard_address="127.0.0.1:0", host="127.0.0.1"
-        ) as cluster,
+        distributed.LocalCluster(n_workers=workers, **where, **options) as cluster,
         distributed.Client(cluster) as client,
     ):
+        yield client
+
+
+@contextmanager
+def dask() -> Iterator[Run]:
+    with dask_client(SIZE, threads=2) as client:
 
         def run(*args: Any, **options: Any) -> list[Any]:
             client.wait_for_workers(SIZE, timeout=60)  # a test may have killed one

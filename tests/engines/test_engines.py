@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ import flashlight_py as fl
 from flashlight_py.engines import rank as engine_rank
 from flashlight_py.errors import RankFailedError
 from tests.engines import tasks
-from tests.engines.engines import SIZE, Run, dask, ended, ray, spark
+from tests.engines.engines import SIZE, Run, dask, dask_client, ended, ray, spark
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,24 +81,8 @@ def test_arguments_that_make_no_sense(run: Run) -> None:
         run(tasks.total, (1,), max_restarts=-1)
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("FLASHLIGHT_TEST_KILLS", "3"))))
-def test_a_killed_training_goes_on_to_the_same_bits(run: Run, tmp_path: Path, seed: int) -> None:
-    """At a random step of a random rank; from the last checkpoint, on as many ranks."""
-    for name in ("undisturbed", "killed"):
-        (tmp_path / name).mkdir()
-    draw = random.Random(seed)
-    expected = fl.spawn(tasks.train_alone, (str(tmp_path / "undisturbed"),), SIZE)
-    arguments = (str(tmp_path / "killed"), draw.randrange(20), draw.randrange(SIZE))
-    assert run(tasks.train, arguments, max_restarts=1) == expected
-
-
 def test_dask_needs_a_process_for_each_rank() -> None:
-    distributed = pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
-    options = {"dashboard_address": "127.0.0.1:0", "threads_per_worker": 1}
-    with (
-        distributed.LocalCluster(n_workers=2, processes=False, **options) as cluster,
-        distributed.Client(cluster) as client,
-    ):
+    with dask_client(2, processes=False) as client:
         with pytest.raises(ValueError, match="and the cluster has 1; start more with proc"):
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=2)
         with pytest.raises(ValueError, match="5 ranks need as many worker processes"):
@@ -120,12 +102,7 @@ def _listeners() -> list[str]:
 
 def test_dask_leaves_nothing_where_a_rank_never_runs() -> None:
     """Rank 0's worker is busy with other tasks; the other rank waits for it until it is killed."""
-    distributed = pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
-    options = {"dashboard_address": "127.0.0.1:0", "threads_per_worker": 1, "host": "127.0.0.1"}
-    with (
-        distributed.LocalCluster(n_workers=2, **options) as cluster,
-        distributed.Client(cluster) as client,
-    ):
+    with dask_client(2) as client:
         first = min(client.nthreads())
         other = client.submit(time.sleep, 10, workers=[first])
         with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 had not returned"):
@@ -139,12 +116,7 @@ def test_dask_leaves_nothing_where_a_rank_never_runs() -> None:
 
 @pytest.mark.parametrize("when", ["before", "running"])
 def test_dask_does_not_wait_for_a_worker_that_is_stopped(when: str) -> None:
-    distributed = pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
-    options = {"dashboard_address": "127.0.0.1:0", "threads_per_worker": 1, "host": "127.0.0.1"}
-    with (
-        distributed.LocalCluster(n_workers=2, **options) as cluster,
-        distributed.Client(cluster) as client,
-    ):
+    with dask_client(2) as client:
         pids = client.run(os.getpid)
         last = pids[max(pids)]
         if when == "before":

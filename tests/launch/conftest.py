@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.launcher import write
+
 
 @pytest.fixture(autouse=True)
 def temporary_folder(
@@ -22,3 +24,10 @@ def temporary_folder(
     yield folder
     # A pool of ranks that stays for other tests has its own folder there.
     assert [each for each in folder.iterdir() if not each.name.startswith("ranks-")] == []
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> str:
+    """``ssh HOST COMMAND`` on this host; "down" cannot be reached, and ``pid-HOST`` is made."""
+    script = f'[ "$1" = down ] && exit 255\necho $$ >> {tmp_path}/pid-$1\nexec sh -c "$2"\n'
+    return f"sh {write(tmp_path, script, 'ssh')}"

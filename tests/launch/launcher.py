@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,23 @@ def write(folder: Path, program: str, name: str = "program.py") -> Path:
 
 def launch(*arguments: object, timeout: float = 30.0, **options: Any) -> Any:
     """Run to the end, with what it prints as text."""
-    command = [*LAUNCH, *map(str, arguments)]
     if "input" not in options:
         options.setdefault("stdin", subprocess.DEVNULL)
+    return run([*LAUNCH, *arguments], timeout=timeout, **options)
+
+
+def run(command: Sequence[object], timeout: float = 60.0, **options: Any) -> Any:
+    """Run a command to the end, with what it prints as text."""
+    words = [*map(str, command)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, **options
+        words, capture_output=True, text=True, timeout=timeout, check=False, **options
     )
+
+
+def begin(*arguments: object, **options: Any) -> subprocess.Popen[Any]:
+    """Start the launcher; what it prints is text in pipes."""
+    pipes: Any = {
+        "stdin": subprocess.DEVNULL,
+        **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE),
+    }
+    return subprocess.Popen([*LAUNCH, *map(str, arguments)], **{**pipes, "text": True, **options})

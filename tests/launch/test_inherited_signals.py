@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch.launcher import LAUNCH, write
+from tests.launch.launcher import begin, launch, run, write
 
 SPAWN = """
 import os, signal, sys
@@ -59,18 +58,16 @@ def block() -> None:
 @pytest.mark.parametrize("before", [ignore, block])
 def test_flrun_knows_exit_codes(before: Callable[[], None], tmp_path: Path) -> None:
     program = write(tmp_path, RANKS)
-    command = [*LAUNCH, "-n", "2", str(program)]
-    done = subprocess.run(command, preexec_fn=before, capture_output=True, text=True, check=False)
+    done = launch("-n", 2, program, preexec_fn=before)
     assert done.returncode == 7, done.stderr
     assert "rank 1 of 2" in done.stderr
 
 
 def test_flrun_and_its_ranks_end_by_signals_that_were_blocked(tmp_path: Path) -> None:
     program = write(tmp_path, "import signal; print('here', flush=True); signal.pause()")
-    command = [*LAUNCH, "-n", "1", "--grace", "60", str(program)]
-    with subprocess.Popen(command, preexec_fn=block, stdout=subprocess.PIPE) as process:  # noqa: PLW1509 - one thread
+    with begin("-n", 1, "--grace", 60, program, preexec_fn=block) as process:
         assert process.stdout is not None
-        assert b"here" in process.stdout.readline()
+        assert "here" in process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 128 + signal.SIGTERM
 
@@ -91,16 +88,14 @@ if __name__ == "__main__":
 
 
 def test_ranks_of_spawn_end_by_signals_that_were_blocked(tmp_path: Path) -> None:
-    command = [sys.executable, str(write(tmp_path, BLOCKED))]
-    done = subprocess.run(command, preexec_fn=block, capture_output=True, text=True, check=False)
+    done = run([sys.executable, write(tmp_path, BLOCKED)], preexec_fn=block)
     assert done.stdout.startswith("ended"), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("how", ["inherited", "ignored here", "reaped here"])
 def test_spawn_knows_exit_codes(how: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(write(tmp_path, SPAWN)), how]
     before = ignore if how == "inherited" else None
-    done = subprocess.run(command, preexec_fn=before, capture_output=True, text=True, check=False)
+    done = run([sys.executable, write(tmp_path, SPAWN), how], preexec_fn=before)
     if how == "reaped here":
         assert done.stdout.startswith(("1 7\n", "1 None\n")), done.stderr
     else:

@@ -1,13 +1,17 @@
-"""The pure parts of the launcher: variables, exits, causes."""
+"""Parts of the launcher: variables, exits, causes, messages."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
+import socket
+import threading
 
 import pytest
 
 from flashlight_py.errors import CollectiveTimeoutError, PeerLostError, RankFailedError
+from flashlight_py.launch.channel import Reader, message, write_whole
 from flashlight_py.launch.failures import Failure, describe_exit, first_cause
 from flashlight_py.launch.ranks import rank_variables
 
@@ -61,11 +65,13 @@ def test_what_a_rank_prints_while_it_handles_a_consequence_is_one() -> None:
     assert failure.follows
 
 
-def test_a_long_cause_is_not_reported_twice() -> None:
+def test_a_cause_is_one_line_that_is_not_too_long() -> None:
     what = Failure.of_exit(1, ["ValueError: " + "x" * 1000]).what
     assert what.startswith("raised ValueError: xxx")
     assert len(what) < 300
     assert what.endswith("x [...]")
+    error = SyntaxError("invalid syntax", ("file.py", 1, 2, "x y\n"))
+    assert Failure.of_exception(error, 0.0).what == "raised SyntaxError: invalid syntax"
 
 
 def test_what_is_raised_while_a_consequence_is_handled_is_one() -> None:
@@ -77,11 +83,21 @@ def test_what_is_raised_while_a_consequence_is_handled_is_one() -> None:
     assert not Failure.of_exception(error, at=0.0).follows
 
 
-def test_a_summary_is_the_line_of_the_class() -> None:
-    error = SyntaxError("invalid syntax", ("file.py", 1, 2, "x y\n"))
-    assert Failure.of_exception(error, 0.0).what == "raised SyntaxError: invalid syntax"
-
-
 def test_the_error_can_be_sent_on() -> None:
     sent = pickle.loads(pickle.dumps(RankFailedError("message", 3, -9)))
     assert (str(sent), sent.rank, sent.exit_code) == ("message", 3, -9)
+
+
+def test_an_agent_says_all_through_a_socket_that_it_also_reads() -> None:
+    """sshd gives a command one socket for both: what makes reading not block does so to writing."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Reader(theirs.fileno())
+        assert not os.get_blocking(theirs.fileno())
+        said = message("output", 0, "out", "x" * 1_000_000)
+        speaker = threading.Thread(target=write_whole, args=(theirs.fileno(), said))
+        speaker.start()
+        with ours.makefile("rb") as stream:
+            received = stream.readline()
+        speaker.join()
+    assert received == said

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launcher import LAUNCH, launch, write
+from tests.launch.launcher import begin, launch, run, write
 
 # Rank 1 does ``what``, the others wait to be ended.
 PROGRAM = """
@@ -163,15 +163,9 @@ def test_a_rank_that_does_not_go_is_killed(tmp_path: Path, stubborn: str) -> Non
     assert "rank 1 of 2" in done.stderr
 
 
-def start(program: Path, *arguments: str, **options: object) -> subprocess.Popen[str]:
+def start(program: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start the launcher, of which every rank prints a line when it is ready."""
-    process = subprocess.Popen(
-        [*LAUNCH, *arguments, str(program)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = begin(*arguments, program)
     assert process.stdout
     for _ in range(2):
         assert "ready" in process.stdout.readline()
@@ -236,12 +230,9 @@ if os.environ["RANK"] == "1":
 
 def test_a_rank_that_hangs_at_its_exit_is_reported_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     launcher = write(tmp_path, IMPATIENT, "flrun.py")
-    program = write(tmp_path, HANGING_AT_EXIT)
+    command = [sys.executable, launcher, "-n", "3", write(tmp_path, HANGING_AT_EXIT)]
     with subprocess.Popen(
-        [sys.executable, launcher, "-n", "3", program],
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr
         assert process.stderr.readline() == (
@@ -291,14 +282,14 @@ def test_output_that_cannot_be_written_ends_the_job_in_order(tmp_path: Path) -> 
     print("hi")
     signal.pause()
     """
-    command = [*LAUNCH, "-n", "1", write(tmp_path, program)]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=20, check=False
-        )
-    assert done.returncode == 141
+    with (
+        open("/dev/full", "w") as full,
+        begin("-n", 1, write(tmp_path, program), stdout=full) as job,
+    ):
+        _, errors = job.communicate(timeout=20)
+    assert job.returncode == 141
     assert ended.read_text() == "in order"
-    assert done.stderr.splitlines() == [
+    assert errors.splitlines() == [
         "flrun: standard output cannot be written: No space left on device",
         "flrun: the output of the ranks is lost; all ranks were ended",
     ]
@@ -306,10 +297,10 @@ def test_output_that_cannot_be_written_ends_the_job_in_order(tmp_path: Path) -> 
 
 def test_the_last_words_of_a_rank_are_not_lost_in_silence() -> None:
     """They are shown when all has ended well: a line without an end."""
-    with open("/dev/full", "w") as full:
-        command = [*LAUNCH, "-n", "1", "--no-python", "printf", "hi"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=20, check=False)
-    assert done.returncode == 141
+    words = "-n", 1, "--no-python", "printf", "hi"
+    with open("/dev/full", "w") as full, begin(*words, stdout=full) as job:
+        job.communicate(timeout=20)
+    assert job.returncode == 141
 
 
 COPY = """
@@ -324,9 +315,8 @@ sys.exit(run_behind(work, lambda: None))
 
 
 def test_the_copy_of_the_launcher_exits_also_if_it_cannot_flush(tmp_path: Path) -> None:
-    program = [sys.executable, write(tmp_path, COPY)]
-    done = subprocess.run(program, stderr=subprocess.PIPE, timeout=20, check=False)
-    assert (done.returncode, done.stderr) == (3, b"")
+    done = run([sys.executable, write(tmp_path, COPY)], timeout=20)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

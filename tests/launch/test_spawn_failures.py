@@ -74,39 +74,28 @@ FAILURES = {
 }
 
 
+REPORTS: dict[str, tuple[int | None, list[str]]] = {
+    "raise": (None, ["raised ValueError: a bad batch;", "in raise_error", "of two lines"]),
+    "raise while handling": (None, ["raised RuntimeError: while handling", "a bad batch"]),
+    "sys.exit": (3, ["exited with code 3", "SystemExit: 3"]),
+    "SIGKILL": (-9, ["was killed by SIGKILL (out of memory?"]),
+    "a child is left": (-9, ["was killed by SIGKILL"]),
+    "interrupt": (None, ["raised KeyboardInterrupt"]),
+}
+SLOW: dict[str, tuple[int | None, list[str]]] = {
+    "raise after leaving": (None, ["raised KeyError: 'late'", "in raise_after_leaving"]),
+    "sys.exit with a text": (1, ["exited with code 1", "SystemExit: no more data"]),
+    "sys.exit of nothing": (0, ["exited with code 0"]),
+    "os._exit": (4, ["exited with code 4 before it had returned"]),
+    "SIGSEGV": (-11, ["was killed by SIGSEGV before it had returned"]),
+}
+
+
 @pytest.mark.parametrize(
-    ("how", "code", "reported"),
-    [
-        ("raise", None, ["raised ValueError: a bad batch;", "in raise_error", "of two lines"]),
-        pytest.param(
-            "raise after leaving",
-            None,
-            ["raised KeyError: 'late'", "in raise_after_leaving"],
-            marks=pytest.mark.slow,
-        ),
-        ("raise while handling", None, ["raised RuntimeError: while handling", "a bad batch"]),
-        ("sys.exit", 3, ["exited with code 3", "SystemExit: 3"]),
-        pytest.param(
-            "sys.exit with a text",
-            1,
-            ["exited with code 1", "SystemExit: no more data"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("sys.exit of nothing", 0, ["exited with code 0"], marks=pytest.mark.slow),
-        pytest.param(
-            "os._exit", 4, ["exited with code 4 before it had returned"], marks=pytest.mark.slow
-        ),
-        ("SIGKILL", -9, ["was killed by SIGKILL (out of memory?"]),
-        pytest.param(
-            "SIGSEGV", -11, ["was killed by SIGSEGV before it had returned"], marks=pytest.mark.slow
-        ),
-        ("a child is left", -9, ["was killed by SIGKILL"]),
-        ("interrupt", None, ["raised KeyboardInterrupt"]),
-    ],
+    "how", [*REPORTS, *(pytest.param(h, marks=pytest.mark.slow) for h in SLOW)]
 )
-def test_the_first_cause_is_raised(
-    monkeypatch: pytest.MonkeyPatch, how: str, code: int | None, reported: list[str]
-) -> None:
+def test_the_first_cause_is_raised(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    code, reported = (REPORTS | SLOW)[how]
     monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 30.0)  # however busy the machine is
     with pytest.raises(fl.errors.RankFailedError) as caught:
         fl.spawn(fail_on_one, (how,), nprocs=3)

@@ -14,6 +14,7 @@ import pytest
 
 from flashlight_py.launch.spawning import ENDING_SECONDS
 from tests.distributed import processes
+from tests.launch.launcher import run, write
 from tests.launch.test_spawn import NEEDS_CLOUDPICKLE
 
 SCRIPT = """
@@ -36,16 +37,8 @@ if __name__ == "__main__":
 """
 
 
-def run(program: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run ``program`` as a script with arguments ``options``."""
-    script = folder / "script.py"
-    script.write_text(program)
-    command = [sys.executable, str(script), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
-    done = run(SCRIPT, "--option", folder=tmp_path)
+    done = run([sys.executable, write(tmp_path, SCRIPT), "--option"])
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
         "[Point(x=4.0), Point(x=5.0)] ['--option']",
@@ -56,11 +49,8 @@ def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_run_as_a_module(tmp_path: Path) -> None:
-    (tmp_path / "module.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "module"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
-    )
+    write(tmp_path, SCRIPT, "module.py")
+    done = run([sys.executable, "-m", "module"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "[Point(x=4.0), Point(x=5.0)]" in done.stdout
 
@@ -68,13 +58,13 @@ def test_a_script_that_is_run_as_a_module(tmp_path: Path) -> None:
 @NEEDS_CLOUDPICKLE
 def test_a_lambda_of_a_script(tmp_path: Path) -> None:
     guarded = 'if __name__ == "__main__":\n    print(fl.spawn(lambda rank: [rank], nprocs=2))\n'
-    done = run(f"import flashlight_py as fl\n{guarded}", folder=tmp_path)
+    done = run([sys.executable, write(tmp_path, f"import flashlight_py as fl\n{guarded}")])
     assert (done.returncode, done.stdout, done.stderr) == (0, "[[0], [1]]\n", "")
 
 
 def test_without_the_guard_the_script_raises(tmp_path: Path) -> None:
     program = "import flashlight_py as fl\ndef f(rank): pass\nfl.spawn(f, nprocs=2)\n"
-    done = run(program, folder=tmp_path)
+    done = run([sys.executable, write(tmp_path, program)])
     assert done.returncode == 1
     assert re.search("rank [01] of 2 raised RuntimeError: spawn of f: called while", done.stderr)
     assert "put what starts the ranks under if __name__ == '__main__':" in done.stderr
@@ -97,27 +87,13 @@ print([(each.number, type(each) is Square) for each in fl.spawn(square, nprocs=2
 @NEEDS_CLOUDPICKLE
 def test_functions_of_a_session_that_no_file_holds() -> None:
     """As in a notebook, where the ranks cannot import what the cells define."""
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=SESSION,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run([sys.executable, "-"], input=SESSION)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[(4, True), (9, True)]\n", "")
 
 
 def test_a_session_without_cloudpickle_raises_what_to_install() -> None:
     program = f"import importlib.util\nimportlib.util.find_spec = lambda _: None\n{SESSION}"
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=program,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run([sys.executable, "-"], input=program)
     assert done.returncode == 1
     assert "TypeError: spawn of square: the function or its arguments cannot be" in done.stderr
     assert "square was defined where no other process can import it from" in done.stderr
@@ -152,10 +128,8 @@ class Waiting:
     """A script whose two ranks wait; ``ranks`` are their process numbers."""
 
     def __init__(self, folder: Path, where: str) -> None:
-        script = folder / "script.py"
-        script.write_text(WAITING)
         self.process = subprocess.Popen(
-            [sys.executable, str(script), where],
+            [sys.executable, str(write(folder, WAITING)), where],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

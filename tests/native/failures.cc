@@ -71,7 +71,7 @@ void test_leaving_after_a_small_part() {
     s.verb = FL_GATHER;
     float small = 1;
     void* data = rank == 2 ? static_cast<void*>(withheld) : &small;
-    const Outcome outcome = outcome_of(group->run(s, data, nullptr, -1, kForever));
+    const Outcome outcome = outcome_of(group->run({s, data, nullptr, -1, kForever}));
     check(outcome.status == FL_OK, "rank " + std::to_string(rank) + ": " + outcome.message);
     group.reset();
     if (rank == 1) has_left = true;
@@ -150,7 +150,7 @@ void test_closing_while_busy(Random& random) {
     if (rank == closer) {
       std::vector<fl::Handle> started;
       for (int i = 0; i < 3; ++i) {
-        started.push_back(me.group->start(me.signature, me.data.data(), nullptr, -1, kForever));
+        started.push_back(me.group->start({me.signature, me.data.data(), nullptr, -1, kForever}));
       }
       me.group.reset();
       closed.count_down();
@@ -196,7 +196,7 @@ void test_closing_in_a_handler(Random& random) {
     std::vector<float> other(floats);
     std::thread waits([&] {
       closed.wait();
-      const auto ended = me.group->run(me.signature, other.data(), nullptr, -1, kForever);
+      const auto ended = me.group->run({me.signature, other.data(), nullptr, -1, kForever});
       me.expect(outcome_of(ended), FL_CLOSED, {});
     });
     const Outcome outcome = me.call();
@@ -222,7 +222,7 @@ void test_out_of_memory() {
     s.ndim = 1;
     s.count = s.shape[0] = rank == 0 ? 1 : kClaimed;
     for (bool first : {true, false}) {
-      const Outcome outcome = outcome_of(group->run(s, data.data(), nullptr, -1, kForever));
+      const Outcome outcome = outcome_of(group->run({s, data.data(), nullptr, -1, kForever}));
       const fl_status wanted = !first ? FL_CLOSED : rank == 0 ? FL_FAILED : FL_PEER_LOST;
       check(outcome.status == wanted, "status " + std::to_string(outcome.status) + " of rank " +
                                           std::to_string(rank) + ": " + outcome.message);
@@ -265,7 +265,7 @@ Outcome broadcast(Member& me, int root, float value, double seconds = kForever) 
   s.verb = FL_BROADCAST;
   s.root = root;
   if (me.rank == root) std::fill(me.data.begin(), me.data.end(), value);
-  return outcome_of(me.group->run(s, me.data.data(), nullptr, -1, seconds, &here));
+  return outcome_of(me.group->run({s, me.data.data(), nullptr, -1, seconds, &here}));
 }
 
 // What a root has given before it was gone arrives.

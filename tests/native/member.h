@@ -42,7 +42,7 @@ struct Member {
       : rank(rank), group(world.join(rank)), signature(all_reduce_of(floats)), data(floats) {}
 
   Outcome call(double seconds = kForever) {
-    return outcome_of(group->run(signature, data.data(), nullptr, -1, seconds));
+    return outcome_of(group->run({signature, data.data(), nullptr, -1, seconds}));
   }
 
   // A message of that array.
@@ -53,10 +53,10 @@ struct Member {
     return s;
   }
   Outcome run(int verb, int peer, int tag, double seconds = kForever) {
-    return outcome_of(group->run(message(verb, tag), data.data(), nullptr, peer, seconds));
+    return outcome_of(group->run({message(verb, tag), data.data(), nullptr, peer, seconds}));
   }
   fl::Handle start(int verb, int peer, int tag, double seconds = kForever) {
-    return group->start(message(verb, tag), data.data(), nullptr, peer, seconds);
+    return group->start({message(verb, tag), data.data(), nullptr, peer, seconds});
   }
 
   void expect(const Outcome& outcome, fl_status status, const std::vector<int>& missing) const {

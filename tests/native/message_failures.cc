@@ -150,8 +150,8 @@ void test_killed_messenger(Random& random) {
     for (int i = 0; i < before; ++i) {
       const auto sent = me.start(FL_SEND, next, i);
       std::vector<float> room(floats);
-      me.expect(outcome_of(me.group->run(me.message(FL_RECV, i), room.data(), nullptr, last,
-                                         kForever)),
+      me.expect(outcome_of(me.group->run({me.message(FL_RECV, i), room.data(), nullptr, last,
+                                         kForever})),
                 FL_OK, {});
       me.expect(outcome_of(sent), FL_OK, {});
     }
@@ -159,7 +159,7 @@ void test_killed_messenger(Random& random) {
     std::vector<float> room(floats);
     const auto sent = me.start(FL_SEND, victim, -1);
     const Outcome received = outcome_of(
-        me.group->run(me.message(FL_RECV, -1), room.data(), nullptr, victim, kForever));
+        me.group->run({me.message(FL_RECV, -1), room.data(), nullptr, victim, kForever}));
     // The first to notice breaks the group.
     const bool receive_is_first = received.status != FL_CLOSED;
     me.expect(receive_is_first ? received : outcome_of(sent), FL_PEER_LOST, {victim});
@@ -180,7 +180,7 @@ void test_late_refusal(Random& random) {
     if (rank == 1) {
       fl_signature other = me.message(FL_RECV, 5);
       other.count = other.shape[0] = 1;
-      me.expect(outcome_of(me.group->run(other, me.data.data(), nullptr, 0, kForever)), FL_MISMATCH, {});
+      me.expect(outcome_of(me.group->run({other, me.data.data(), nullptr, 0, kForever})), FL_MISMATCH, {});
     }
     refused.count_down();
     refused.wait();
@@ -215,7 +215,7 @@ void test_many_open(Random& random) {
     std::vector<fl::Handle> open;
     for (int i = 0; i < many; ++i) {
       const fl_signature s = me.message(verb, in_one_tag ? 0 : i);
-      open.push_back(me.group->start(s, &me.data[i * floats], nullptr, 1 - me.rank, kForever));
+      open.push_back(me.group->start({s, &me.data[i * floats], nullptr, 1 - me.rank, kForever}));
     }
     return open;
   };

@@ -40,8 +40,8 @@ class Running {
     const fl_signature& s = step_.signature;
     static const fl_site here{"here"};
     const fl_site* site = step_.may_run_ahead ? &here : nullptr;
-    const auto started = [&] { return group_.start(s, data(), output(), step_.peer, kForever); };
-    const auto run = [&] { return group_.run(s, data(), output(), step_.peer, kForever, site); };
+    const auto started = [&] { return group_.start({s, data(), output(), step_.peer, kForever}); };
+    const auto run = [&] { return group_.run({s, data(), output(), step_.peer, kForever, site}); };
     switch (step_.how) {
       case How::kExchange:
         break;  // see exchange()
@@ -234,8 +234,7 @@ class Player {
       messages.push_back(running_.back().message());
     }
     const int count = static_cast<int>(messages.size());
-    auto ended = begin % 2 == 0 ? group_.exchange(messages.data(), count, kForever)
-                                : group_.start_exchange(messages.data(), count, kForever);
+    auto ended = group_.exchange(messages.data(), count, kForever, begin % 2 != 0);
     for (size_t i = 0; i < ended.size(); ++i) {
       running_[before + i].has_become(std::move(ended[i]));
     }

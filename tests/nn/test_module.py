@@ -14,7 +14,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.device import to_device
 from flashlight_py.nn import Dropout, Linear, Module, ReLU, Sequential
 from flashlight_py.optim import SGDOptimizer
-from flashlight_py.parallel.tree.packing import put_buffer
+from flashlight_py.parallel.tree import put_buffer
 from flashlight_py.random import set_seed
 from tests.nn.oracle import Oracle
 from tests.tape.steps import compare

@@ -172,13 +172,13 @@ def test_an_extension_that_is_broken_fails_the_build(
     tmp_path: Path, broken: str, said: str
 ) -> None:
     sources = copy_of_sources(tmp_path)
-    module = sources / "csrc" / "tree" / "module.c"
+    module = sources / "csrc" / "fast" / "fast.c"
     module.write_text(f"{broken}\nvoid (*place)(void) = nowhere;\n{module.read_text()}")
-    left_out = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "GLOO", "OPTIM")}
+    left_out = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "GLOO", "OPTIM")}
     with pytest.raises(AssertionError) as failed:  # it comes with the output
         build(sources, tmp_path / "dist", **left_out)
-    assert re.search(rf"error: flashlight_py._native._tree.*{said}", str(failed.value))
-    assert "FLASHLIGHT_WITHOUT_TREE=1 pip install" in str(failed.value)
+    assert re.search(rf"error: flashlight_py._native._fast.*{said}", str(failed.value))
+    assert "FLASHLIGHT_WITHOUT_FAST=1 pip install" in str(failed.value)
     assert not list(tmp_path.rglob("*.whl"))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.start.world import current_world
-from flashlight_py.parallel.tree.walk import native, plan_of
+from flashlight_py.parallel.tree import plan_of
 from tests.gpu import trees as gpu_trees
 from tests.parallel.trees import Box, Frozen, Point, everything, model_of, optimizer_of
 
@@ -57,28 +57,6 @@ def synchronize_everything(rank: int, size: int, root: int) -> None:
 def test_everything_becomes_the_roots_in_place(pool: Any, size: int, world: Any) -> None:
     for root in range(size):
         pool(size, **world).run(synchronize_everything, root)
-
-
-def without_native_code() -> None:
-    for name in ("tree.packing", "tree.walk"):
-        module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
-        module.native = lambda: None
-
-
-def synchronize_partly_in_python(rank: int, size: int) -> None:
-    if rank == 1:
-        without_native_code()
-    try:
-        synchronize_everything(rank, size, 1)
-        synchronize_everything(rank, size, 0)
-    finally:
-        for name in ("tree.packing", "tree.walk"):
-            module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
-            module.native = native
-
-
-def test_a_rank_without_the_native_code_understands_the_others(pool: Any) -> None:
-    pool(2).run(synchronize_partly_in_python)
 
 
 def count_transfers(rank: int, size: int) -> list[int]:

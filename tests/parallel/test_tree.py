@@ -1,4 +1,4 @@
-"""Walks, packing and changes of trees, native and in Python: one must be the other."""
+"""Walks through trees, packing and changes of them."""
 
 from __future__ import annotations
 
@@ -12,57 +12,26 @@ from hypothesis import given, settings
 
 import flashlight_py as fl
 from flashlight_py.parallel.agreement import by_rank, differences, digest
-from flashlight_py.parallel.tree import packing
-from flashlight_py.parallel.tree.packing import decode_numbers, encode_numbers, put_numbers
-from flashlight_py.parallel.tree.walk import (
-    Plan,
-    Walker,
-    bytes_for,
-    dtype_text,
-    key_text,
-    look,
-    native,
+from flashlight_py.parallel.tree import (
+    TreeBuffers,
+    decode_numbers,
+    encode_numbers,
+    kinds_by_path,
     plan_of,
+    put_numbers,
 )
 from tests.parallel.tree_strategies import trees
 from tests.parallel.trees import Box, Frozen, Point, Tensor, everything
 
-pytestmark = pytest.mark.skipif(native() is None, reason="csrc/tree was not built")
 any_tree = settings(deadline=None, max_examples=40)
 
 
-def native_plan(tree: Any) -> Plan:
-    return Plan(*native().walk([tree], look, key_text, dtype_text))  # type: ignore[union-attr]
+def kinds_of(tree: Any) -> dict[str, str]:
+    return kinds_by_path(plan_of(tree).facts)
 
 
-def python_plan(tree: Any) -> Plan:
-    return Walker(tree).walk()
-
-
-def assert_same(one: Plan, other: Plan) -> None:
-    """The same description, and the very same objects in the same places."""
-    assert one.description == other.description
-    assert one.array_bytes == other.array_bytes
-    # Arrays of other libraries are seen through a new array each time.
-    places = [[array.__array_interface__ for array in plan.arrays] for plan in (one, other)]
-    assert places[0] == places[1]
-    for name in ("numbers", "nodes"):
-        ours, theirs = getattr(one, name), getattr(other, name)
-        assert [(node, key) for node, key, _ in ours] == [(node, key) for node, key, _ in theirs]
-        same = [a is b for (_, _, a), (_, _, b) in zip(ours, theirs, strict=True)]
-        assert all(same[1:] if name == "nodes" else same)  # node 0 is the walk's own box
-
-
-@any_tree
-@given(trees())
-def test_the_native_walk_is_the_walk_in_python(tree: Any) -> None:
-    assert_same(native_plan(tree), python_plan(tree))
-
-
-def test_both_walks_find_everything() -> None:
-    tree = everything(7)
-    assert_same(native_plan(tree), python_plan(tree))
-    kinds = Walker(tree).entries()
+def test_a_walk_finds_everything() -> None:
+    kinds = kinds_of(everything(7))
     assert kinds['tree["arrays"][10]'] == "float32 (2, 3)"
     assert kinds['tree["tuples"][1].y[1][0]'] == "int"
     assert kinds['tree["shared"][1]["again"]'] == 'the same object as tree["shared"][0]'
@@ -75,32 +44,53 @@ def test_both_walks_find_everything() -> None:
 
 @any_tree
 @given(trees())
-def test_native_packing_is_packing_in_python(tree: Any) -> None:
-    plan = plan_of(tree)
-    one, other = (np.full(plan.array_bytes, 7, np.uint8) for _ in range(2))
-    native().pack(plan.arrays, one)  # type: ignore[union-attr]
-    packing.pack(plan.arrays, other)
-    assert one.tobytes() == other.tobytes()
-    assert bytes_for(plan.arrays) == plan.array_bytes
+def test_the_same_structure_has_the_same_description(tree: Any) -> None:
+    plan, other = plan_of(tree), plan_of(copy.deepcopy(tree))
+    assert other.description == plan.description
+    assert len(kinds_by_path(plan.facts)) == len(plan.facts)
 
 
 @any_tree
 @given(trees())
 def test_what_was_packed_is_unpacked_into_arrays_of_any_layout(tree: Any) -> None:
     plan = plan_of(tree)
-    buffer = np.zeros(plan.array_bytes, np.uint8)
-    native().pack(plan.arrays, buffer)  # type: ignore[union-attr]
     before = [array.tobytes() for array in plan.arrays]
-    for unpack in (native().unpack, packing.unpack):  # type: ignore[union-attr]
-        for array in plan.arrays:
-            array[...] = np.zeros((), array.dtype)
-        unpack(plan.arrays, buffer)
-        assert [array.tobytes() for array in plan.arrays] == before
+    buffers = TreeBuffers(plan, 3)
+    buffers.pack(b"abc")
+    for array in plan.arrays:
+        array[...] = np.zeros((), array.dtype)
+    assert buffers.unpack() == b"abc"
+    assert [array.tobytes() for array in plan.arrays] == before
 
 
-def test_a_buffer_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="too small"):
-        native().pack([np.zeros(3)], np.zeros(16, np.uint8))  # type: ignore[union-attr]
+def test_arrays_of_another_byte_order_travel_in_the_native_one() -> None:
+    swapped, native = (np.arange(4, dtype=order) for order in (">i4", "<i4"))
+    plans = [plan_of([array]) for array in (swapped, native)]
+    assert plans[0].description == plans[1].description
+    for plan in plans:
+        plan.buffers(0).pack(b"")
+    assert plans[0].buffers(0).used[0].tobytes() == plans[1].buffers(0).used[0].tobytes()
+
+
+def test_a_kept_plan_is_not_that_of_other_arrays() -> None:
+    tree = {"a": np.zeros(2), "b": np.ones(3)}
+    plan = plan_of(dict(tree))
+    assert plan.is_of(tree)
+    read_only, other_shape = tree["a"][:], tree["a"][:]
+    for changed in (
+        {**tree, "c": np.zeros(1)},
+        {**tree, "b": np.ones(3)},
+        {"a": tree["a"], "c": tree["b"]},
+        {"a": tree["a"]},
+        {**tree, "b": 1.0},
+    ):
+        assert not plan.is_of(changed)
+    plan = plan_of({"a": read_only, "b": other_shape})
+    other_shape.shape = (2, 1)
+    assert not plan.is_of({"a": read_only, "b": other_shape})
+    plan = plan_of({"a": read_only})
+    read_only.flags.writeable = False
+    assert not plan.is_of({"a": read_only})
 
 
 def test_digests_depend_on_places_and_lengths() -> None:
@@ -262,8 +252,8 @@ def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
             return {}
 
     tree: dict[str, Any] = {"a": Growing()}
-    with pytest.raises(RuntimeError, match="changed during the walk"):
-        native_plan(tree)
+    with pytest.raises(RuntimeError, match="changed size during"):
+        plan_of(tree)
 
 
 @pytest.mark.parametrize(
@@ -279,13 +269,13 @@ def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
     ],
 )
 def test_the_first_difference_is_named(one: Any, other: Any, path: str, kinds: list[str]) -> None:
-    found = [Walker(tree).entries() for tree in (one, other, one)]
+    found = [kinds_of(tree) for tree in (one, other, one)]
     assert differences(found)[0] == f"{path} ({by_rank([*kinds, kinds[0]])})"
     assert not differences(found[:1] * 2)
 
 
 def test_one_array_twice_is_not_two_arrays() -> None:
     a, b = np.zeros(2), np.zeros(2)
-    found = differences([Walker(tree).entries() for tree in ([a, a], [a, b])])
+    found = differences([kinds_of(tree) for tree in ([a, a], [a, b])])
     kinds = by_rank(["the same object as tree[0]", "float64 (2,)"])
     assert found == [f"tree[1] ({kinds})"]

@@ -130,7 +130,7 @@ def of_ranks(n: int = 512) -> dict[str, float]:
     places = [host._replace(host=f"h{rank // 8}", own=[f"10.0.0.{rank // 8}"]) for rank in range(n)]
     choices = [json.dumps(place).encode() for place in places]
     entries = b"".join(entry(rank, 0, identity(peers[rank]), texts[rank]) for rank in range(n))
-    reading = seconds_of(lambda: initialize._FirstCards.read(Roster(body)), 5) / n
+    reading = seconds_of(lambda: initialize.Facts.read(Roster(body)), 5) / n
     short, loads = json.dumps(cards[0][:1]).encode(), json.loads
     byte = seconds_of(lambda: loads(texts[0])) - seconds_of(lambda: loads(short))
     byte = max(byte, 0.0) / (len(texts[0]) - len(short))
@@ -318,7 +318,10 @@ def of_one_rank(bodies: Sequence[bytes], rank: int, per_host: int = 8) -> Kept:
 
 
 def _connected(store: Store) -> Any:
-    return initialize._connect(store, Settings()), store
+    new = initialize.NewWorld(store, Settings())
+    for step in initialize.STEPS[:-1]:
+        step(new)
+    return new
 
 
 class _Replayed(Store):

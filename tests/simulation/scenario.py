@@ -31,7 +31,7 @@ from flashlight_py.distributed.memory import memory_file, topology
 from flashlight_py.distributed.rendezvous.secret import nonce
 from flashlight_py.distributed.rendezvous.store import Roster, Store, derived, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.start import initialize
+from flashlight_py.distributed.start import initialize, joining
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import RendezvousError
@@ -111,9 +111,9 @@ def native_stood_in_for() -> Iterator[None]:
     group = SimpleNamespace(size=0, close=lambda: None)
     joined = lambda *_, **__: group  # noqa: E731
     stand_ins: dict[tuple[Any, str], Any] = {
-        (initialize, "ShmBackend"): _JoinedByMemory,
-        (initialize, "GlooBackend"): _JoinedByNetwork,
-        (initialize, "HierarchicalBackend"): lambda rank, hosts, inside, between, flat, *_: Joined(
+        (joining, "ShmBackend"): _JoinedByMemory,
+        (joining, "GlooBackend"): _JoinedByNetwork,
+        (joining, "HierarchicalBackend"): lambda rank, hosts, inside, between, flat, *_: Joined(
             rank, flat.size
         ),
         (initialize, "ProcessGroup"): joined,
@@ -127,8 +127,7 @@ def native_stood_in_for() -> Iterator[None]:
     }
     with ExitStack() as ends:
         for (module, name), value in stand_ins.items():
-            if hasattr(module, name):
-                ends.enter_context(mock.patch.object(module, name, value))
+            ends.enter_context(mock.patch.object(module, name, value))
         yield
 
 

@@ -3,8 +3,6 @@
 The results are new arrays. float16 is computed in float32 and rounded once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,10 +18,7 @@ from flashlight_py.device import Array, array_module, narrowed, widened
 def _function(
     x: Input, value: Callable[..., Array], vjp: Callable[..., Array], native: str = ""
 ) -> Variable:
-    """Return ``value(xp, x)``, of the gradient ``vjp(xp, x, value, grad)``, whose name errors tell.
-
-    ``xp`` is the library of the array; ``native`` is the name of kernels that compute the same.
-    """
+    """Return ``value(xp, x)``, of the gradient ``vjp(xp, x, value, grad)``, or by kernels."""
     x = as_variable(x)
     found = record_mapped(native, x) if native else None
     if found is not None:
@@ -151,9 +146,7 @@ def hardtanh(x: Input, lower: float = -1.0, upper: float = 1.0) -> Variable:
 def prelu(x: Input, weight: Input) -> Variable:
     """Return ``x`` above 0, else ``weight * x``; the slope at 0 is ``weight``.
 
-    Args:
-        x: shape ``[batch, channels, ...]``; any shape for a weight of one element.
-        weight: shape ``[channels]`` or ``[1]``.
+    ``x`` has shape ``[batch, channels, ...]`` and ``weight`` ``[channels]``; or any and ``[1]``.
 
     Raises:
         ValueError: the weight's shape is neither, or ``x`` has no element.

@@ -1,7 +1,5 @@
 """Attention: means of values weighted by how keys fit queries (Vaswani et al., 2017)."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 from typing import Any
@@ -31,16 +29,15 @@ def attention(
         q: shape ``[batch, heads, queries, width]``, of any strides.
         k: shape ``[batch, heads, keys, width]``.
         v: shape ``[batch, heads, keys, width of values]``.
-        mask: broadcasts to ``[batch, heads, queries, keys]``: where truth values are True a query
-            may attend to a key; numbers are added to scores. A constant, without a gradient.
+        mask: broadcasts to ``[batch, heads, queries, keys]``: a query may attend to a key if it is
+            True; numbers are added to scores. A constant, without a gradient.
         causal: whether query i may attend to keys 0 .. i alone.
-        dropout: the probability with which a weight is zeroed; the rest is scaled up. The generator
-            is the one that ``set_seed`` seeds.
+        dropout: the probability with which a weight is zeroed; the rest is scaled up. ``set_seed``
+            seeds the generator.
         scale: by default ``1 / sqrt(width)``.
 
     Returns:
-        Shape ``[batch, heads, queries, width of values]``, a view of an array
-        ``[batch, queries, heads, width of values]``.
+        ``[batch, heads, queries, width of values]``, a view of ``[batch, queries, heads, ...]``.
 
     Raises:
         ValueError: shapes that do not fit or have no element, or ``dropout`` not in 0 <= p < 1.
@@ -67,13 +64,8 @@ def self_attention(
 ) -> Variable:
     """Return :func:`attention` of queries, keys and values that lie side by side.
 
-    Args:
-        x: shape ``[batch, positions, 3 * width]``: queries, keys and values of all heads.
-        heads: how many heads the width is divided among.
-        mask: as in ``attention``; the same for the others.
-
-    Returns:
-        Shape ``[batch, positions, width]``, a new array.
+    ``x`` has shape ``[batch, positions, 3 * width]``, and the width is divided among ``heads``. The
+    result is a new array ``[batch, positions, width]``. Other arguments are those of ``attention``.
 
     Raises:
         ValueError: as ``attention``, or the shape is another one.

@@ -5,8 +5,6 @@ functions keep that, so that a chain of layers converts nothing but its first in
 no native kernel, the same is computed by a matrix product for each place of the window.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
@@ -19,7 +17,7 @@ from flashlight_py.autograd.functions.elementwise import add, as_variable
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import channels_last, channels_second, contiguous, kernel
 from flashlight_py.autograd.precision import as_half, real
-from flashlight_py.autograd.variable import Input, Variable, record, record_all
+from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 Pair: TypeAlias = int | tuple[int, int]
@@ -127,7 +125,7 @@ def conv2d(
     edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
         edges.insert(1, (bias, bias_vjp))
-    return record_all(channels_second(out).astype(dtype, copy=False), edges)
+    return record(channels_second(out).astype(dtype, copy=False), *edges)
 
 
 def conv_transpose2d(
@@ -177,8 +175,7 @@ def pool2d(
         stride: from one window to the next, in pixels; None: ``kernel``.
         padding: pixels at each side, at most half of ``kernel``; no maximum, and 0 in a mean.
         mode: ``"max"`` or ``"average"``.
-        count_padding: whether a mean divides by the whole window's size, not that of its part
-            inside the image.
+        count_padding: whether the divisor of a mean counts the padding in a window.
 
     Returns:
         Shape ``[batch, channels, (height + 2 * padding - kernel) // stride + 1, ...]``.
@@ -317,11 +314,10 @@ def as_two(name: str, value: Any, least: int) -> _Two:
 
 
 def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation: Any) -> Any:
-    """Return ``padding`` as (down, across), of ``"same"`` too.
+    """Return ``padding`` as (down, across), of ``"same"`` too, with the errors of :func:`as_two`.
 
     Raises:
-        TypeError: it is neither an integer, a pair of them, nor ``"same"``.
-        ValueError: it is negative, or there is none for results of the size of the input.
+        ValueError: also if no padding makes results of the size of the input.
     """
     if padding != "same":
         return as_two(f"{name}: padding", padding, 0)

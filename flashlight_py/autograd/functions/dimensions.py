@@ -5,8 +5,6 @@ that does not exist, or is named twice, is a ValueError. Reductions are new arra
 ``keepdims`` the reduced dimensions stay, of size 1.
 """
 
-from __future__ import annotations
-
 import builtins
 import math
 import string
@@ -17,23 +15,10 @@ from typing import Any, TypeAlias
 from flashlight_py import kernels
 from flashlight_py.autograd.engine import GradSink
 from flashlight_py.autograd.functions import elementwise
-from flashlight_py.autograd.functions.elementwise import (
-    as_pair,
-    as_variable,
-    mul,
-    slope_of_relu,
-    sub,
-)
+from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, mul, slope_of_relu
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.precision import as_float32, as_half, here, real
-from flashlight_py.autograd.variable import (
-    Input,
-    Operand,
-    Variable,
-    record,
-    record_all,
-    record_pair,
-)
+from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
 from flashlight_py.device import (
     NARROW,
     Array,
@@ -51,14 +36,9 @@ Axis: TypeAlias = int | Sequence[int] | None
 
 
 def reshape(x: Input, shape: int | Sequence[int]) -> Variable:
-    """Return ``x`` with another shape of as many elements; a view of its array where possible.
+    """Return ``x`` with another shape of as many elements, else a ValueError; a view if possible.
 
-    Args:
-        x: any shape.
-        shape: the new shape; one entry may be -1 and is then computed.
-
-    Raises:
-        ValueError: the number of elements differs.
+    One entry of ``shape`` may be -1 and is then computed.
     """
     x = as_variable(x)
     old = x.data.shape
@@ -112,11 +92,9 @@ def transpose(x: Input, axes: Sequence[int] | None = None) -> Variable:
 
 
 def concatenate(variables: Sequence[Input], axis: int = 0) -> Variable:
-    """Return the variables joined along an existing dimension, as a new array.
+    """Return the variables joined along the existing dimension ``axis``, as a new array.
 
-    Args:
-        variables: one or more, of equal shape except along ``axis``.
-        axis: the dimension to join along; negative counts from the end.
+    They have equal shapes except along ``axis``.
 
     Raises:
         ValueError: no variables, or shapes that do not fit.
@@ -134,9 +112,7 @@ def concatenate(variables: Sequence[Input], axis: int = 0) -> Variable:
 
 
 def stack(variables: Sequence[Input], axis: int = 0) -> Variable:
-    """Return the variables, of equal shape, joined along a new dimension, as a new array.
-
-    ``axis`` is where the new dimension is in the result; negative counts from the end.
+    """Return the variables joined along a new dimension, ``axis`` of the result, as a new array.
 
     Raises:
         ValueError: no variables, unequal shapes, or no such axis.
@@ -171,13 +147,10 @@ def split(x: Input, sections: int | Sequence[int], axis: int = 0) -> list[Variab
 
 
 def tile(x: Input, repeats: int | Sequence[int]) -> Variable:
-    """Return ``x`` repeated so often along each dimension, with NumPy's rules, as a new array.
+    """Return ``x`` repeated as ``repeats`` say for each dimension, with NumPy's rules; a new array.
 
-    ``repeats`` go with the last dimensions; where they are more than ``x`` has, some are added in
-    front.
-
-    Raises:
-        ValueError: a negative number.
+    ``repeats`` belong to the last dimensions; ``x`` gets more in front if there are more of them. A
+    negative number is a ValueError.
     """
     x = as_variable(x)
     array, shape = x.data, x.data.shape
@@ -193,14 +166,8 @@ def tile(x: Input, repeats: int | Sequence[int]) -> Variable:
 def index(x: Input, where: Any) -> Variable:
     """Return ``x[where]`` with NumPy's rules; a view for slices and numbers, else a copy.
 
-    An element that is picked more than once collects the gradients of all its copies.
-
-    Args:
-        x: any shape.
-        where: an index; integer or Boolean variables in it count as arrays.
-
-    Raises:
-        IndexError: out of range, or not an index.
+    An element that is picked more than once collects the gradients of all its copies. Integer and
+    Boolean variables in ``where`` count as arrays. An index out of range is an IndexError.
     """
     x = as_variable(x)
     array = x.data
@@ -233,9 +200,8 @@ def _as_index(where: Any, array: Array) -> Any:
 def astype(x: Input, dtype: Any) -> Variable:
     """Return ``x`` cast to ``dtype``, as a new array; its gradient has ``x``'s dtype.
 
-    ``"bfloat16"`` is the dtype of ml_dtypes.
-
-    A cast to a dtype that is not floating ends the graph: the result has no gradient.
+    ``"bfloat16"`` is the dtype of ml_dtypes. The result has no gradient if its dtype is not
+    floating.
     """
     x = as_variable(x)
     array = x.data.astype(bfloat16() if dtype == "bfloat16" else dtype)
@@ -245,11 +211,7 @@ def astype(x: Input, dtype: Any) -> Variable:
 
 
 def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the sum over ``axis``.
-
-    Raises:
-        ValueError: ``axis`` names no dimension of ``x``, or one twice.
-    """
+    """Return the sum over ``axis``."""
     x = as_float32(x)
     array = x.data
     axes = _axes(axis, array.ndim)
@@ -258,11 +220,7 @@ def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the mean over ``axis``.
-
-    Raises:
-        ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
-    """
+    """Return the mean over ``axis``; of no element it is a ValueError."""
     x = as_float32(x)
     array = x.data
     axes = _axes(axis, array.ndim)
@@ -277,8 +235,7 @@ def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
     """Return the variance over ``axis``: the squared deviations' sum divided by ``n - ddof``.
 
-    Raises:
-        ValueError: ``axis`` names no dimension of ``x``, or one twice, or ``n <= ddof``.
+    ``n <= ddof`` is a ValueError.
     """
     deviation, count = _deviation("var", x, axis, ddof)
     return mul(mean(mul(deviation, deviation), axis, keepdims), count / (count - ddof))
@@ -296,11 +253,11 @@ def _deviation(name: str, x: Input, axis: Axis, ddof: int) -> tuple[Variable, in
     count = _count(x.data.shape, axes, name)
     if count <= ddof:
         raise ValueError(f"{name}: needs more than ddof ({ddof}) elements, got {count}")
-    return sub(x, mean(x, axes, keepdims=True)), count
+    return elementwise.sub(x, mean(x, axes, keepdims=True)), count
 
 
 def prod(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the product over ``axis``, with the arguments and errors of :func:`sum`."""
+    """Return the product over ``axis``."""
     x = as_float32(x)
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp = array_module(array)
@@ -315,7 +272,7 @@ def prod(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def logsumexp(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return ``log(sum(exp(x)))`` over ``axis``, with the arguments and errors of :func:`mean`."""
+    """Return ``log(sum(exp(x)))`` over ``axis``; of no element it is a ValueError."""
     x = real(as_float32(x))
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp, top = array_module(array), array.max(axis=axes, keepdims=True)
@@ -341,7 +298,7 @@ def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> V
     For ``p`` infinite it is the largest absolute value. The slope is 0 where an element is 0.
 
     Raises:
-        ValueError: ``p`` is below 1, or ``axis`` names no dimension of ``x``, or one twice.
+        ValueError: ``p`` is below 1.
     """
     if not p >= 1:
         raise ValueError(f"norm: p must be at least 1, got {p}")
@@ -362,11 +319,7 @@ def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> V
 
 
 def cumsum(x: Input, axis: int) -> Variable:
-    """Return the sums of all elements up to each one along ``axis``, as a new array.
-
-    Raises:
-        ValueError: ``x`` has no such axis.
-    """
+    """Return the sums of all elements up to each one along ``axis``, as a new array."""
     x = as_float32(x)
     (place,) = _axes(axis, x.data.ndim)
     back = (*(slice(None),) * place, slice(None, None, -1))
@@ -377,7 +330,7 @@ def cumsum(x: Input, axis: int) -> Variable:
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     """Return the largest element over ``axis``; equal ones share the gradient evenly.
 
-    The arguments and errors of :func:`mean` apply.
+    Of no element it is a ValueError.
     """
     return _extremum("max", as_variable(x), axis, keepdims)
 
@@ -427,15 +380,9 @@ def _spread(grad: Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> Array
 def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     """Return ``x @ weight.T + bias``, a new variable of shape ``[..., out]``.
 
-    On the CPU float16 and bfloat16 are multiplied and summed in float32, and rounded once.
-
-    Args:
-        x: shape ``[..., in]``.
-        weight: shape ``[out, in]``.
-        bias: shape ``[out]``, or None.
-
-    Raises:
-        ValueError: the shapes do not fit together.
+    On the CPU float16 and bfloat16 are multiplied and summed in float32, and rounded once. ``x``
+    has shape ``[..., in]``, ``weight`` ``[out, in]``, and ``bias`` ``[out]``; shapes that do not
+    fit are a ValueError.
     """
     return _linear(x, weight, bias, False)
 
@@ -499,7 +446,7 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
     edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
         edges.insert(1, (bias, bias_vjp))
-    return record_all(out, edges, slope)
+    return record(out, *edges, through=slope)
 
 
 def _widening(slope: Vjp | None) -> Vjp:
@@ -551,12 +498,9 @@ def _into_buffer(weight: Variable, grad: Array, rows: Array) -> Any:
 def matmul(a: Operand, b: Operand) -> Variable:
     """Return ``a @ b`` with NumPy's rules, as a new array; of narrow dtypes as :func:`linear`.
 
-    Args:
-        a: shape ``[..., n, k]``, or ``[k]``, a row.
-        b: shape ``[..., k, m]``, or ``[k]``, a column. Leading dimensions broadcast.
-
-    Returns:
-        Shape ``[..., n, m]``, without the dimension that a row or column stands for.
+    ``a`` has shape ``[..., n, k]``, or ``[k]``, a row; ``b`` ``[..., k, m]``, or ``[k]``, a column.
+    Leading dimensions broadcast. The result, ``[..., n, m]``, lacks the dimension of a row or
+    column.
 
     Raises:
         ValueError: the inner sizes differ, or an operand has no dimensions.

@@ -5,8 +5,6 @@ one of them a variable. The shapes must broadcast (else ``ValueError``). A numbe
 the other operand.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -85,8 +83,7 @@ def div(a: Operand, b: Operand) -> Variable:
 def pow(a: Operand, b: Operand) -> Variable:
     """Return ``a ** b``, elementwise.
 
-    Where the base is 0, the gradient of the exponent is 0. Where it is negative, that gradient
-    does not exist and is nan.
+    The exponent's gradient is 0 where the base is 0, and nan where the base is negative.
     """
     x, y = map(as_float32, as_pair(a, b))
     base, exponent = x.data, y.data
@@ -246,11 +243,8 @@ clip = clamp  # NumPy's name
 def dropout(x: Input, ratio: float) -> Variable:
     """Return ``x`` with each element zeroed with probability ``ratio``, the rest scaled up.
 
-    The scale ``1 / (1 - ratio)`` keeps the expectation. The generator is the one that
-    ``set_seed`` seeds. A ratio of 0 returns ``x`` itself.
-
-    Raises:
-        ValueError: ``ratio`` is not in ``0 <= ratio < 1``.
+    The scale ``1 / (1 - ratio)`` keeps the expectation. ``set_seed`` seeds the generator. A ratio
+    of 0 returns ``x`` itself; one that is not in ``0 <= ratio < 1`` is a ValueError.
     """
     x = as_variable(x)
     check_ratio(ratio)

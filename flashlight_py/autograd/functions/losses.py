@@ -3,8 +3,6 @@
 ``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``; float16 is computed in float32.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -14,26 +12,18 @@ from flashlight_py.autograd.functions.elementwise import check_filled, div
 from flashlight_py.autograd.functions.selecting import added, integers
 from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.precision import as_float32, real
-from flashlight_py.autograd.variable import Input, Variable, record, record_all
+from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, constant, is_cupy, narrowed, total, widened
 from flashlight_py.structure import require
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape.
-
-    Raises:
-        ValueError: there is no such axis, or it has no element.
-    """
+    """Return ``exp(x) / sum(exp(x))`` along ``axis``, which must exist, of the same shape; new."""
     return _softmax("softmax", x, axis)
 
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape.
-
-    Raises:
-        ValueError: there is no such axis, or it has no element.
-    """
+    """Return ``log(softmax(x))`` along ``axis``, which must exist, of the same shape; new."""
     return _softmax("log_softmax", x, axis)
 
 
@@ -72,12 +62,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
 def mean_squared_error(prediction: Input, target: Input) -> Variable:
     """Return the mean over all elements of ``(prediction - target) ** 2``; no dimensions.
 
-    Args:
-        prediction: any shape with at least one element.
-        target: the same shape.
-
-    Raises:
-        ValueError: the shapes differ, or there is no element.
+    Both have the same shape, with at least one element, or it is a ValueError.
     """
     prediction, target = real(as_float32(prediction)), as_float32(target)
     if target.data.dtype.kind in "iub":
@@ -96,8 +81,8 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     flat = error.reshape(-1)
     mean = array_module(p).asarray(flat.dot(flat) / p.size, difference.dtype)
     slope = constant(scale, error)
-    of_target = (target, lambda grad: error * (grad * -slope))
-    return record_all(mean, [(prediction, lambda grad: error * (grad * slope)), of_target])
+    of_prediction = (prediction, lambda grad: error * (grad * slope))
+    return record(mean, of_prediction, (target, lambda grad: error * (grad * -slope)))
 
 
 def _check_pair(name: str, p: Variable, t: Variable) -> None:
@@ -116,8 +101,8 @@ def categorical_cross_entropy(
     Args:
         log_probabilities: shape ``[..., classes]``, as ``log_softmax`` returns it.
         target: integers of shape ``[...]``: the right class of each sample.
-        reduction: ``"mean"`` over the samples that count, ``"sum"``, or ``"none"`` for the shape
-            of ``target``. The mean over no sample is 0.
+        reduction: ``"mean"`` over the samples that count (0 if there are none), ``"sum"``, or
+            ``"none"`` for the shape of ``target``.
         ignore_index: a target of this value does not count: loss and gradient are 0.
         label_smoothing: the part of a target that all classes share, 0 to 1 (Szegedy et al., CVPR
             2016): the loss is that of the right class times ``1 - label_smoothing``, plus the mean
@@ -176,10 +161,7 @@ def categorical_cross_entropy(
 def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean") -> Variable:
     """Return ``abs(prediction - target)``, reduced; its slope is 0 where they are equal.
 
-    Both have the same shape, which ``reduction="none"`` keeps.
-
-    Raises:
-        ValueError: the shapes differ, there is no element, or an unknown reduction.
+    Both have the same shape, with at least one element, or it is a ValueError.
     """
     return _of_pairs(
         *("mean_absolute_error", prediction, target, reduction),
@@ -215,10 +197,7 @@ def kl_divergence(log_probabilities: Input, target: Input, reduction: str) -> Va
 def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "mean") -> Variable:
     """Return ``-target * log(p) - (1 - target) * log(1 - p)``, reduced; no logarithm below -100.
 
-    Arguments and errors are those of :func:`mean_absolute_error`; both are 0 to 1.
-
-    Raises:
-        ValueError: a probability or target is outside of 0 to 1, or nan, as well.
+    Both have the same shape and are 0 to 1; it is a ValueError otherwise, also for nan.
     """
 
     def logs(xp: Any, p: Array) -> tuple[Array, Array]:

@@ -6,8 +6,6 @@ precision is rounded once. Weight and bias may be None: 1 and 0. Results are new
 layout of ``x``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -33,16 +31,9 @@ def layer_norm(
 ) -> Variable:  # fmt: skip
     """Return ``x`` normalized over its last dimensions (Ba, Kiros and Hinton, 2016).
 
-    Args:
-        x: shape ``[..., *normalized]``.
-        weight: the shape ``normalized``.
-        bias: the same.
-        eps: what is added to the variance.
-        dimensions: how many dimensions are normalized; those of ``weight`` if there is one.
-
-    Raises:
-        ValueError: ``x`` does not end with the shape of ``weight`` and ``bias``, or there is
-            nothing to normalize.
+    ``weight`` and ``bias`` have the shape of those dimensions; without them there are
+    ``dimensions``. ``eps`` is added to the variance. A shape that does not fit, or nothing to
+    normalize, is a ValueError.
     """
     return _of_rows("layer_norm", as_float32(x), weight, bias, eps, dimensions)
 
@@ -50,11 +41,8 @@ def layer_norm(
 def rms_norm(x: Input, weight: Input | None = None, eps: float = 1e-5) -> Variable:
     """Return ``x / sqrt(mean(x ** 2) + eps) * weight`` (Zhang and Sennrich, 2019).
 
-    The mean is over the last dimensions of ``x``, those of ``weight``; without one, the last.
-
-    Raises:
-        ValueError: ``x`` does not end with the shape of ``weight``, or there is nothing to
-            normalize.
+    The mean is over the last dimensions of ``x``, those of ``weight``; without one, the last. A
+    shape that does not fit, or nothing to normalize, is a ValueError.
     """
     return _of_rows("rms_norm", as_float32(x), weight, None, eps, 1)
 
@@ -87,12 +75,8 @@ def group_norm(
 ) -> Variable:
     """Return each sample's groups of channels normalized (Wu and He, 2018).
 
-    Args:
-        x: shape ``[N, C, ...]``, of any strides; channels that lie side by side are read so.
-        groups: how many groups the channels are divided into, one after another.
-        weight: shape ``[C]``.
-        bias: shape ``[C]``.
-        eps: what is added to the variance.
+    ``x`` has shape ``[N, C, ...]``, of any strides, ``weight`` and ``bias`` ``[C]``. ``groups`` is
+    the number of groups, of neighbouring channels. ``eps`` is added to the variance.
 
     Raises:
         ValueError: the channels are not divisible by ``groups``, weight or bias have another shape,
@@ -115,17 +99,10 @@ def batch_norm(
 ) -> Variable:  # fmt: skip
     """Return each channel normalized over all samples (Ioffe and Szegedy, 2015).
 
-    Args:
-        x: shape ``[N, C, ...]``, of any strides; channels that lie side by side are read so.
-        weight: shape ``[C]``.
-        bias: shape ``[C]``.
-        mean: shape ``[C]``, constants, to normalize by instead of the samples' own.
-        variance: the same.
-        eps: what is added to the variance.
-
-    Raises:
-        ValueError: a shape does not fit, or, without ``mean`` and ``variance``, a channel has one
-            value only.
+    ``x`` has shape ``[N, C, ...]``, of any strides, the others ``[C]``. ``mean`` and ``variance``
+    are constants, used instead of the samples' own. ``eps`` is added to the variance. A shape that
+    does not fit, or without ``mean`` and ``variance`` a channel with one value only, is a
+    ValueError.
     """
     return batch_norm_with_moments(x, weight, bias, mean, variance, eps)[0]
 

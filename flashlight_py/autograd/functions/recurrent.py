@@ -4,14 +4,12 @@ The input's side is one matrix product for all steps, the recurrent side one for
 are in torch's order, so that its weights can be used. float16 is computed in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from flashlight_py.autograd.functions import dimensions
 from flashlight_py.autograd.precision import as_half
-from flashlight_py.autograd.variable import Input, Variable, record_all
+from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
@@ -91,7 +89,7 @@ def recurrent(
     edges: list[Any] = [
         (v, lambda grads, at=at: grads[at]) for at, v in enumerate((*own, x, *begin))
     ]
-    result = record_all(narrowed(out.transpose(1, 0, 2), x.data), edges, through)
+    result = record(narrowed(out.transpose(1, 0, 2), x.data), *edges, through=through)
     every = slice(None)
     output = dimensions.index(result, (every, slice(time))) if is_lstm else result
     last = dimensions.index(output, (every, 0 if reverse else time - 1))

@@ -3,8 +3,6 @@
 Integers are arrays or variables; they have to be within range and count from 0. Results are new.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -24,7 +22,6 @@ def where(condition: Input, a: Operand, b: Operand) -> Variable:
 
     Raises:
         TypeError: the condition has no truth values, or neither is a variable.
-        ValueError: the shapes do not broadcast.
     """
     x, y = as_pair(a, b)
     holds = _beside(condition, x.data)
@@ -83,8 +80,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
 
     Raises:
         TypeError: the indices are no integers.
-        ValueError: the weight has not two dimensions, there is no index, or ``padding_idx`` is
-            out of range.
+        ValueError: another shape of the weight, no index, or ``padding_idx`` is out of range.
         IndexError: an index is out of range.
     """
     weight = as_variable(weight)
@@ -119,12 +115,10 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
 
 
 def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
-    """Return the ``k`` largest elements along ``axis``, largest first, and where they are.
+    """Return the ``k`` largest elements along ``axis``, largest first, and their int64 indices.
 
-    Of equal ones the first counts as larger; nan counts as smallest.
-
-    Returns:
-        Values and int64 indices, both of ``x``'s shape with ``k`` along ``axis``.
+    Both have ``x``'s shape with ``k`` along ``axis``. Of equal ones the first counts as larger; nan
+    counts as smallest.
 
     Raises:
         ValueError: there are fewer than ``k``, ``k`` is negative, or there is no such axis.
@@ -141,7 +135,11 @@ def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
 
 
 def sort(x: Input, axis: int = -1) -> Variable:
-    """Return the elements along ``axis`` in rising order, nan last; no such axis: ValueError."""
+    """Return the elements along ``axis`` in rising order, nan last.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
     x = as_variable(x)
     if axis not in range(-x.ndim, x.ndim):
         raise ValueError(f"sort: there is no axis {axis} of shape {x.shape}")

@@ -80,21 +80,21 @@ def _keep(kind: type[BaseException], error: BaseException, trace: TracebackType)
     _raised[threading.get_ident()] = error
 
 
-def answer_where(native: ModuleType, name: str) -> Any:
-    """Return the C function ``name``, which writes where user code has called, as an fl_site."""
+def answer_where(native: ModuleType) -> Any:
+    """Return the C function that writes where user code has called, as an fl_site."""
 
-    @native.ffi.def_extern(name=name, onerror=_keep)  # type: ignore[untyped-decorator]
+    @native.ffi.def_extern(name="fl_where", onerror=_keep)  # type: ignore[untyped-decorator]
     def where(site: Any) -> None:
         site.text = call_site().encode()[-SITE_BYTES:]
 
-    return getattr(native.lib, name)
+    return native.lib.fl_where
 
 
-def answer_to_interrupts(native: ModuleType, name: str) -> Any:
-    """Return the C function ``name``, which lets Python's signal handlers run during a wait."""
+def answer_to_interrupts(native: ModuleType) -> Any:
+    """Return the C function that lets Python's signal handlers run during a wait."""
 
-    @native.ffi.def_extern(name=name, error=1, onerror=_keep)  # type: ignore[untyped-decorator]
+    @native.ffi.def_extern(name="fl_interrupted", error=1, onerror=_keep)  # type: ignore[untyped-decorator]
     def interrupted() -> int:
         return 0  # the interpreter runs pending handlers on its way here; what they raise is kept
 
-    return getattr(native.lib, name)
+    return native.lib.fl_interrupted

@@ -91,7 +91,6 @@ class GlooBackend(NativeBackend):
 
     kind = DistributedBackend.GLOO
     path = "Gloo over TCP"
-    symbols = "fl_gloo"
 
     def __init__(
         self,
@@ -111,11 +110,11 @@ class GlooBackend(NativeBackend):
         self._joining, self.places = joining, list(range(self.size))
         self._begin(native, self._create(address))
         if at_once:
-            self._do("check_at_once", self.group)
+            self._do("compare_at_once", self.group)
         try:
             is_watched |= len(set(hosts)) < 2
             # The port at which this rank hears of the other hosts.
-            port = 0 if is_watched else self.lib.fl_gloo_listen_for_hosts(self.group)
+            port = 0 if is_watched else self.lib.fl_listen_for_hosts(self.group)
             if port < 0:
                 raise BackendUnavailableError(self.reason())
             self._connect(store, key, hosts, (port, host_timeout), lazily)
@@ -159,7 +158,7 @@ class GlooBackend(NativeBackend):
     ) -> None:
         """Send the peers this rank's address, and connect to theirs."""
         room = self.ffi.new("char[]", _ADDRESS_BYTES)
-        count = self.lib.fl_gloo_address(self.group, room, _ADDRESS_BYTES)
+        count = self.lib.fl_address(self.group, room, _ADDRESS_BYTES)
         assert count > 0
         address = bytes(self.ffi.buffer(room, count))
         mine = b64encode(zlib.compress(address)).decode()  # most of it are zeros
@@ -172,7 +171,7 @@ class GlooBackend(NativeBackend):
         if len(set(hosts)) > 1:
             self._watch_hosts(hosts, cards, cards.addresses, count, key)
         seconds = self._joining
-        op = self.lib.fl_gloo_connect(self.group, cards.addresses, count, key, lazily, seconds)
+        op = self.lib.fl_connect(self.group, cards.addresses, count, key, lazily, seconds)
         work = NativeWork(self, "connect", op, cards.addresses, seconds)
         waiting = Waiting("connecting through Gloo")
         while True:
@@ -183,7 +182,7 @@ class GlooBackend(NativeBackend):
             dead = self._dead("connect")
             if dead is not None:
                 raise dead
-            awaited = self.lib.fl_gloo_awaited(self.group)
+            awaited = self.lib.fl_awaited(self.group)
             waiting.look([self.numbers[awaited]] if awaited >= 0 and self.rank == 0 else [])
         work.wait()
 
@@ -194,7 +193,7 @@ class GlooBackend(NativeBackend):
         self._of_machine = [rank for rank in ranks if machine and peers[rank].machine == machine]
 
     def _watch_hosts(self, hosts: Sequence[str], cards: _GlooCards, *connecting: Any) -> None:
-        """Begin to watch; ``cards`` are of all ranks, the rest as for ``fl_gloo_connect``."""
+        """Begin to watch; ``cards`` are of all ranks, the rest as for ``fl_connect``."""
         named = dict(zip(hosts, (peer.host for peer in self._peers), strict=True))
         numbers = {host: number for number, host in enumerate(named)}
         texts = [self.ffi.new("char[]", name.encode()) for name in named.values()]
@@ -228,7 +227,7 @@ class GlooBackend(NativeBackend):
 
     def take_along(self, other: NativeBackend) -> None:
         """Have ``other`` end too when hosts are lost, also while nobody asks this group."""
-        give_up = other.ffi.addressof(other.lib, f"{other.symbols}_give_up")
+        give_up = other.ffi.addressof(other.lib, "fl_give_up")
         addresses = [int(other.ffi.cast("uintptr_t", each)) for each in (give_up, other.group)]
         function = self.ffi.cast("int (*)(void *, const char *)", addresses[0])
         self._kept.append(other.group)  # it is freed after this one

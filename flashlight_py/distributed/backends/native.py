@@ -5,6 +5,8 @@ Calls go there as the library takes them: a signature, addresses to read and to 
 
 from __future__ import annotations
 
+import functools
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,21 +16,23 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import _native
-from flashlight_py.device import Array
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import (
     SITE_BYTES,
     Callers,
     answer_to_interrupts,
     raise_interruption,
 )
-from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.native_errors import (
+    NAMED,
+    SHAPE,
     call_in_words,
     failure,
+    names_seen,
     words_of,
     words_of_traceback,
 )
-from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
@@ -37,8 +41,15 @@ from flashlight_py.distributed.backends.native_work import (
     freed_by,
     light_work,
 )
-from flashlight_py.distributed.calls.arrays import require_length, row_bytes
-from flashlight_py.distributed.calls.call import Call, Matched
+from flashlight_py.distributed.calls.arrays import (
+    MOVED,
+    code_of,
+    name_of,
+    number_of,
+    require_length,
+    row_bytes,
+)
+from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
 from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.failures import abort
@@ -59,6 +70,9 @@ _ARRAY = object()
 
 _LEAST_RUNNING = 8  # operations, before it is looked which have ended
 SLOWER = "small calls take some microseconds longer"
+_SEEN = 1024  # dtypes whose names are remembered
+# The numbers of the calls that others are steps of; 0: a call by itself.
+_STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 # What csrc/fast/plain.h wants to know of each verb, by its code.
 FLAGS = bytes(
@@ -69,23 +83,90 @@ FLAGS = bytes(
 )
 
 
-class NativeBackend(NativeGroup):
-    """The ranks of ``store`` in the library of ``native``, which has the C ABI of ``csrc/common``.
+class Describer(threading.local):
+    """Fills ``signature``, an ``fl_signature *`` of ``native``.
+
+    Each thread has one of its own: the library reads it during the whole call.
+    """
+
+    def __init__(self, native: ModuleType) -> None:
+        self._ffi, self._lib = native.ffi, native.lib
+        self.signature = self._ffi.new("fl_signature *")
+
+    def describe(self, call: Call, like: Array | None, code: int, root: int) -> str:
+        """Write ``call`` into the signature; ``like`` has its dtype and shape.
+
+        Behind the dimensions stands the number of a dtype that the library does not know. The
+        result, empty else, is its name, or a barrier's, to go with the call in front of its line.
+        """
+        signature, lib, name = self.signature, self._lib, ""
+        if like is None:
+            signature.verb, signature.op, signature.root = code, call.op, root
+            signature.dtype = call.compared * lib.FL_COMPARED
+            signature.itemsize = signature.count = 0
+            known = lib.FL_ANY if call.finds_shape else 0
+            signature.ndim = lib.FL_REFUSED if call.refusal else known
+            name = f"{SHUTDOWN}{NAMED}" if call.part_of == SHUTDOWN else name
+        else:
+            holds, shape = call.holds, like.shape
+            dtype = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED
+            if holds is not None or dtype == MOVED:
+                held, shape = holds or (like.dtype, shape)
+                number, text = number_of(held), name_of(held)
+                if len(names_seen) >= _SEEN:
+                    names_seen.clear()
+                names_seen[number], name = text, f"{text}{NAMED}"
+                shape = (*shape, number)
+            if call.compared:
+                dtype |= lib.FL_COMPARED | is_cupy(like) * lib.FL_ON_GPU
+            size = like.size, 0 if call.compared else like.itemsize
+            signature[0] = _outlined(self._ffi, shape, *size, code, dtype, call.op, root)[0]
+        signature.scale = call.scale
+        signature.part_of = _STEPS[call.part_of]
+        return name
+
+
+# From Python each field takes 50 ns or more, and a program calls the same again and again.
+@functools.lru_cache(maxsize=1024)
+def _outlined(ffi: Any, shape: tuple[int, ...], count: int, itemsize: int, *numbers: int) -> Any:
+    """Return the signature of a call, ``numbers`` its verb, dtype, op and root."""
+    signature = ffi.new("fl_signature *")
+    signature.verb, signature.dtype, signature.op, signature.root = numbers
+    signature.itemsize, signature.count, signature.ndim = itemsize, count, len(shape)
+    if len(shape) > SHAPE:  # the last is a hash of all from there on
+        number = 0
+        for extent in shape[SHAPE - 1 :]:
+            number = number * 1099511628211 + extent
+        shape = (*shape[: SHAPE - 1], number & (2**63 - 1))
+    signature.shape[0 : len(shape)] = shape
+    return signature
+
+
+class NativeBackend(Backend):
+    """The ranks of ``store`` in the library of ``native``, whose C ABI is ``csrc/common``'s.
 
     ``timeout`` is in seconds.
     """
 
+    journal: Journal | None = None  # of the group that has this backend
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
     finds_shape = True
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
-        super().__init__(native, store, timeout)
-        # Where the library explains why it cannot do something, and how much it may write.
+        self.ffi, self.lib = native.ffi, native.lib
+        self.rank, self.size, self.timeout = store.rank, store.size, timeout
+        self.processes = store.processes
+        # What users know the ranks as.
+        self.numbers = list(store.numbers) or list(range(self.size))
+        self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
+        # The library's handle, which is freed when the last call that has it is done; None once the
+        # group is closed.
+        self.group: Any = None
         abort.watch(self)
         self._sites: dict[Place, Any] = {}
+        self._running: dict[Any, None] = {}  # in order; threads change it at the same time
         self._most_running = _LEAST_RUNNING
-        self._run_there = self._function("run")
         self._next = Describer(native)  # the call that this thread is about to make
         self._callers = Callers(self.name)
         self._first: list[Any] = []  # what is to be done before the next call
@@ -113,9 +194,8 @@ class NativeBackend(NativeGroup):
         group = self._open("bind")
         self._callers.of_native = ring.header
         self._kept.append(ring.memory)
-        own = [f"{self.symbols}_{name}" for name in ("run", "exchange")]
         of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
-        names = (*own, *of_op, *self.steps)
+        names = ("fl_run", "fl_exchange", *of_op, *self.steps)
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         functions_of_group = fast.bind(
             *(self._address_of(group), group, self.rank, self.size, self.timeout),
@@ -129,14 +209,31 @@ class NativeBackend(NativeGroup):
 
     def _owned(self, group: Any) -> Any:
         """Return ``group`` of the library, which is freed when nothing refers to it any more."""
-        return freed_by(self.ffi, group, self._function("free"), self._kept)
+        return freed_by(self.ffi, group, self.lib.fl_free, self._kept)
 
     def _begin(self, native: ModuleType, group: Any) -> None:
         """Have calls go to ``group`` from now on."""
         self.group = group
         self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
-        answer = answer_to_interrupts(native, f"{self.symbols}_interrupted")
-        self._do("on_interrupt", group, answer)
+        self._do("on_interrupt", group, answer_to_interrupts(native))
+
+    def forget(self, work: Work) -> None:
+        """Let go of an operation that has ended, and of whose end the caller learns now."""
+        self._running.pop(work, None)
+
+    def _do(self, name: str, group: Any, *args: Any) -> None:
+        """Call a function of the library that returns whether it has failed.
+
+        Raises:
+            DistributedError: it has.
+        """
+        if getattr(self.lib, f"fl_{name}")(group, *args):
+            raise DistributedError(f"[{name}] {self.name}: the library has failed: {self.reason()}")
+
+    def reason(self) -> str:
+        """Return the message of the last call of this thread that failed."""
+        text: str = self.ffi.string(self.lib.fl_error()).decode(errors="replace")
+        return text
 
     def _pointer(self, array: Array | None) -> Any:
         """Return the address of the elements, NULL where there is no array."""
@@ -216,7 +313,7 @@ class NativeBackend(NativeGroup):
     def call_ahead(self, rank: int) -> str:
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
         call, group = self.ffi.new("fl_signature *"), self.group
-        ahead = group is not None and self._function("is_ahead")(group, rank, call) > 0
+        ahead = group is not None and self.lib.fl_is_ahead(group, rank, call) > 0
         return call_in_words(self.lib, call) if ahead else ""
 
     def _launch(
@@ -263,7 +360,7 @@ class NativeBackend(NativeGroup):
                 site = self.ffi.NULL if asks and not runs_ahead else self._here()
             where = source, target, call.peer
             how = seconds, 2 if call.is_ahead else not call.blocking, site
-            handle = self._run_there(group, self._next.signature, *where, *how)
+            handle = self.lib.fl_run(group, self._next.signature, *where, *how)
             raise_interruption(self.lib, handle)
         finally:
             self._callers.threads.discard(thread)
@@ -431,7 +528,7 @@ class NativeBackend(NativeGroup):
         group = self.group
         if group is None:
             return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
-        handle = self._function("lost")(group)
+        handle = self.lib.fl_lost(group)
         if handle == self.ffi.NULL:
             return None
         handle = self.ffi.gc(handle, self.lib.fl_op_free)

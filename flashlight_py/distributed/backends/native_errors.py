@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.backends.describing import NAMED, SHAPE, names_seen
-from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
 from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, composed, in_words
 from flashlight_py.distributed.constants import ReduceOp
@@ -35,6 +33,15 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.native import NativeBackend
+
+SHAPE = 8  # dimensions that a signature has room for
+NAMED = "\n"
+"""The end of a name of a dtype or a barrier, in front of the line of the call."""
+names_seen: dict[int, str] = {}
+"""Dtypes that the library does not know, by their numbers, as far as they were seen here."""
+
 # Of so many ranks that are missing it is said what they have called elsewhere.
 _MOST_ASKED = 64
 # What words for others begin with: the class of error that they are.
@@ -46,7 +53,7 @@ _WORDS_FOR_OTHERS = re.compile("^[PTM](?=lost |rank |ranks |all |a rank |the ran
 
 
 def failure(
-    backend: NativeGroup, handle: Any, status: int, verb: str, seconds: float, number: int
+    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float, number: int
 ) -> DistributedError:
     """Return the exception for an operation of ``seconds`` that ended with ``status``.
 
@@ -90,7 +97,9 @@ def failure(
     return kind(f"{where}: {text}")
 
 
-def _ended_normally(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
+def _ended_normally(
+    backend: NativeBackend, handle: Any, missing: Sequence[int], number: int
+) -> str:
     """Say how many calls the first of ``missing`` made before it left, if it made fewer."""
     words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
@@ -102,7 +111,7 @@ def _ended_normally(backend: NativeGroup, handle: Any, missing: Sequence[int], n
     return words + (fewer if theirs < ours else "")
 
 
-def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
+def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
     """Return what the others are to raise: this rank's program has raised ``traceback``.
 
     Its first line is the exception.
@@ -120,7 +129,7 @@ def words_of(error: DistributedError) -> str:
     return kind + re.split(r"\[\w+\] rank \d+ of \d+: ", str(error), maxsplit=1)[-1]
 
 
-def _late_itself(backend: NativeGroup, who: str, why: str) -> str:
+def _late_itself(backend: NativeBackend, who: str, why: str) -> str:
     """Return what others are told where ``who`` gave this rank up."""
     those = who_that_was([backend.rank], backend.processes)
     late = f"rank {backend.numbers[backend.rank]} did not join"
@@ -134,7 +143,7 @@ def _as_told(where: str, words: str) -> DistributedError:
     return CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
 
 
-def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> MismatchError:
+def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> MismatchError:
     """List what the ranks called."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     known = {
@@ -154,7 +163,7 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> Mis
     return MismatchError(text, calls=[*calls.values()])
 
 
-def _call_and_site(backend: NativeGroup, handle: Any, rank: int, signature: Any) -> str:
+def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: Any) -> str:
     """Say what ``rank`` called, and where, if that is known; of a call that it refused also why."""
     lib = backend.lib
     site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
@@ -164,7 +173,7 @@ def _call_and_site(backend: NativeGroup, handle: Any, rank: int, signature: Any)
     return call_in_words(lib, signature, name) + (f" at {site}" if site else "")
 
 
-def _apart(where: str, backend: NativeGroup, handle: Any, theirs: str, limit: str) -> str:
+def _apart(where: str, backend: NativeBackend, handle: Any, theirs: str, limit: str) -> str:
     """Say that this rank has waited for ranks that called ``theirs`` in other groups."""
     signatures, mine = backend.lib.fl_op_signatures(handle), f"{backend.name} waits for a message"
     if signatures != backend.ffi.NULL:
@@ -176,7 +185,7 @@ def _apart(where: str, backend: NativeGroup, handle: Any, theirs: str, limit: st
     )
 
 
-def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
+def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
     """Say what this rank waits in, and what each that is missing has called last."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
@@ -199,7 +208,7 @@ def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], numbe
     return f"{'; '.join(found)}. "
 
 
-def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
+def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
     """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
 
     Empty where none has. Ranks of two groups are the same where their processes are.
@@ -212,7 +221,7 @@ def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
     return "; ".join(called)
 
 
-def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
+def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
     for other in abort.open_backends():
         call_ahead = getattr(other, "call_ahead", None)
         if other is backend or call_ahead is None or rank >= len(backend.processes):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
-from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import (
     MOVED,
     WITH_TEXT,
@@ -24,6 +23,9 @@ from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, limit_passed
 from flashlight_py.errors import DistributedError
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.native import NativeBackend
 
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
@@ -74,7 +76,7 @@ class NativeWork(Work):
 
     def __init__(
         self,
-        backend: NativeGroup,
+        backend: NativeBackend,
         name: str,
         handle: Any,
         kept: Any,

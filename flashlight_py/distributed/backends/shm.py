@@ -52,12 +52,11 @@ class ShmBackend(NativeBackend):
 
     kind = DistributedBackend.SHM
     path = "shared memory"
-    symbols = "fl_shm"
     asks_for_sites = True
     compares_ahead = True
     packed_bytes = 8 << 10
     packed_bytes_async = 0  # to begin a call takes no longer than to copy its array
-    steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish", "fl_shm_post", "fl_shm_deliver")
+    steps = ("fl_begin", "fl_ready", "fl_finish", "fl_post", "fl_deliver")
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
         native = _native.load("shm")
@@ -68,7 +67,7 @@ class ShmBackend(NativeBackend):
         self.memory = self
         self.near = self.places = list(range(self.size) if self._kin is None else self._kin.ranks)
         self._begin(native, map_together(store, self._map, self._named))
-        self._do("on_mismatch", self.group, answer_where(native, "fl_shm_where"))
+        self._do("on_mismatch", self.group, answer_where(native))
         if at_once:
             self._do("compare_at_once", self.group)
 
@@ -98,7 +97,7 @@ class ShmBackend(NativeBackend):
         if group is None:
             return True  # it has ended, and whoever waits raises why
         is_behind = self.ffi.new("int *")
-        handle = self.lib.fl_shm_look_back(group, seconds, is_behind)
+        handle = self.lib.fl_look_back(group, seconds, is_behind)
         if handle != self.ffi.NULL:
             NativeWork(self, name, handle, (), seconds).wait()
         return not is_behind[0]
@@ -125,7 +124,7 @@ class ShmBackend(NativeBackend):
                 what = f"shared_empty, {self.size} arrays of {dtype} {shape}"
                 with open_memory(path) as fd:
                     reserve(fd, stride * self.size, what)
-            region = self.lib.fl_shm_add_region(group, where, create + large, stride)
+            region = self.lib.fl_add_region(group, where, create + large, stride)
             if region == self.ffi.NULL:
                 raise OSError(self.reason())
             return region
@@ -137,12 +136,12 @@ class ShmBackend(NativeBackend):
         except BackendUnavailableError as error:
             _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
             return [made_together(store, lambda: ordinary_empty(shape, dtype, self.size))]
-        pointer = self.ffi.cast("char *", self.lib.fl_shm_region_array(region))
+        pointer = self.ffi.cast("char *", self.lib.fl_region_array(region))
         # It may be collected in the middle of a wait, where the group may hold its lock: which is
         # not notified then, but before its next operation.
         parts_of = (
             freed_by(self.ffi, pointer, self._first.append),
-            freed_by(self.ffi, region, self.lib.fl_shm_free_region),
+            freed_by(self.ffi, region, self.lib.fl_free_region),
         )
         begin = keeping(self.ffi, pointer - self.rank * stride, parts_of)
         whole = np.frombuffer(self.ffi.buffer(begin, stride * self.size), np.uint8)
@@ -152,4 +151,4 @@ class ShmBackend(NativeBackend):
     def _do_first(self, group: Any) -> None:
         """Let the group forget arrays that were collected, unless another thread is in a call."""
         dropped, self._first[:] = list(self._first), []
-        self._first += [array for array in dropped if not self.lib.fl_shm_drop_region(group, array)]
+        self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
-# Second: code there has a name that says nothing, as __exit__ (csrc/fast/place.c knows that too).
+# Second: code there has a name that says nothing, as __exit__ (csrc/fast/binding.c knows that too).
 _folders = [PACKAGE, contextlib.__file__]
 
 Place = tuple[str, int]

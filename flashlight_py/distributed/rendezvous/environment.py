@@ -1,14 +1,12 @@
 """The launcher, rank and size of this process, by its environment variables.
 
-Pure functions over a mapping. Sources: torchrun's manual (RANK, WORLD_SIZE, ...; its options PET_*,
-as Kubeflow's Trainer and training operator set them), Slurm's srun(1) and sbatch(1), Open MPI's
-mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), Flux (flux-run(1)), LSF's jsrun
-(JSM_NAMESPACE_RANK), the indexed Jobs of Kubernetes, those of a JobSet too (JOB_COMPLETION_INDEX),
-and the manuals of SkyPilot, AWS Batch (multi-node parallel jobs), dstack and HPE Cray PALS.
+Sources: the manuals of torchrun (RANK, WORLD_SIZE, ...; PET_*, as Kubeflow sets them), srun(1) and
+sbatch(1), mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), flux-run(1), LSF's jsrun
+(JSM_NAMESPACE_RANK), Jobs of Kubernetes and JobSets (JOB_COMPLETION_INDEX), SkyPilot, AWS Batch
+(multi-node parallel jobs), dstack and HPE Cray PALS.
 
-A world of one process where the environment speaks of several is refused, or reported. Some
-schedulers start one process on each node and do not say which rank of how many it is: how many
-ranks a node has is the user's to say, so these are refused with what to set.
+If the environment speaks of several processes, a world of one is refused or reported. Some
+schedulers start one process on each node without rank and size: the error says what to set.
 """
 
 from __future__ import annotations
@@ -135,8 +133,7 @@ def _check_inner(
 ) -> None:
     """Refuse RANK and WORLD_SIZE that were left in a shell in which mpirun or srun was called.
 
-    A launcher of processes that itself was started by one marks its children; a mere leftover
-    would make every one of N ranks believe that it is the same rank.
+    A launcher that runs inside another one marks its children.
     """
     marks = {"TORCHELASTIC_RUN_ID", "FLASHLIGHT_FILE", "FLASHLIGHT_RESTART_COUNT"}
     is_marked = not marks.isdisjoint(environ)

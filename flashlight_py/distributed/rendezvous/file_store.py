@@ -1,18 +1,16 @@
 """Ranks that see one file system meet at a path: a file there says where rank 0 listens.
 
-Rank 0 listens on the loopback and announces its run, under a fresh random name: address, process,
-and a secret of this run. The file is for its user alone, so a process that knows the secret is a
-rank, and one that answers at the address and knows it is the rank 0 that is meant. All the rest
-goes over that connection, as at a port. A rank that nobody answers, as it may be on another host,
-leaves a file that asks rank 0 to listen on its other addresses as well, and to announce them.
+Rank 0 listens on the loopback and announces its run in a file with a random name: address, process
+and a secret of this run. Only its user can read the file, so a process that knows the secret is a
+rank. The ranks then meet at that port. A rank that gets no answer, perhaps on another host, leaves
+a file that asks rank 0 to listen on its other addresses, too, and to announce them.
 
-Leftovers of a dead run cannot disturb: its process is known to be dead, or its address refuses, or
-the listener there by now does not know the secret. Rank 0 removes them at its end. A rank that
-finds no rank 0 goes on looking, so a rank 0 that died while ranks gathered may be started again,
-and one whose announcement was spoilt or removed announces anew. Rank 0 connects to every other
-announced one itself, as a rank 0: if that lives, it answers that two claim this rank, or that its
-run is under way. A rank has one connection, so of two runs at one path only one can become
-complete. No file's time is looked at, so clocks may differ.
+Files of a dead run do no harm: its process is known to be dead, its address refuses, or another
+program that listens there does not know the secret. Rank 0 removes them at its end. A rank that
+finds no rank 0 goes on looking, so a rank 0 that died while ranks gathered may be started again.
+Rank 0 connects to every other announced rank 0: if that lives, it answers that two processes claim
+this rank, or that its run is under way. A rank has one connection, so of two runs at one path only
+one can become complete. File times are not used, so clocks may differ.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from typing import NamedTuple, NoReturn
 
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.gate import LONGEST_PAUSE
-from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
+from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import NobodyError, Offer, SilentError, claim
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 
-# How long one announcement may keep us from the next, in seconds; and a rank 0 that was announced
-# at the same time as we were: both may be waiting for each other.
+# Seconds to wait for an answer at one announcement, and at that of a rank 0 that began at the same
+# time as this one: both may wait for each other.
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
 
 LOOPBACK = "127.0.0.1"
@@ -99,15 +97,12 @@ class Announcement(NamedTuple):
         return cls(peer, addresses, record["secret"])
 
 
-# Exclusive creation and renaming alone, and no file that changes under its name: that holds on
-# NFS, whose clients answer from what they have cached.
 class SharedDirectory:
     """The files of one rendezvous path: ``<name>.<kind>-<run>-...`` in one directory.
 
-    They are small and immutable, and several hosts see them by operations that hold on NFS: a file
-    is created exclusively under a temporary name, closed (an NFS client sends everything at close)
-    and renamed, so it appears whole or not at all. Nothing is locked, no link is counted and no
-    file time is compared. Content is JSON; nothing is unpickled.
+    They never change, since NFS clients cache files by name. A file is created exclusively under a
+    temporary name, closed (an NFS client sends everything at close) and renamed, so it appears
+    whole or not at all. Content is JSON.
 
     ``path`` may be an existing directory (the files in it are then named ``flashlight.*``) or a
     path whose parent exists (files beside it, named after it). ``nonce`` is fresh for every object.
@@ -118,7 +113,7 @@ class SharedDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        # os.path and not Path: what we may not look at is no directory of ours, and no crash.
+        # os.path returns False if we may not look at it; Path would raise.
         inside = os.path.isdir(self.path)
         self._directory = self.path if inside else self.path.parent
         self._prefix = ("flashlight" if inside else self.path.name) + "."
@@ -128,8 +123,7 @@ class SharedDirectory:
         self._counter = itertools.count()
         self._cache: dict[Name, Announcement] = {}
         self.ignored: dict[str, str] = {}
-        # Who owns the files that we create, as the file's server sees it: one of NFS may map us to
-        # somebody else (root to nobody), so by geteuid() we would refuse our own files.
+        # The owner of files that we create: an NFS server may map root to nobody.
         try:
             probe = self._make_temporary(b"")
             self._owner = probe.lstat().st_uid
@@ -140,9 +134,9 @@ class SharedDirectory:
     def names(self) -> set[Name]:
         """Return the names of all files there are.
 
-        An NFS client may answer from a listing that it cached up to a minute ago. Making a file
-        in the directory changes the directory, so that the client has to ask again. A name is
-        opened only after a listing has shown it, hence a cached "no such file" cannot hide one.
+        An NFS client caches a listing for up to a minute. A new file changes the directory, so that
+        the client has to ask again. A name is opened only after a listing has shown it, so that a
+        cached "no such file" cannot hide it.
         """
         try:
             self._make_temporary(b"").unlink(missing_ok=True)
@@ -215,17 +209,11 @@ def _why(error: OSError | ValueError) -> str:
     return f"cannot be opened ({error.strerror})" if isinstance(error, OSError) else str(error)
 
 
-# The file is the address book of a meeting at a port: one protocol instead of two. Leftovers
-# mislead nobody, as whoever listens at a dead run's address does not know its secret. Rank 0
-# listens on the loopback, and elsewhere only when a rank asks by a file of its own: no port of a
-# job on one host is within reach of another, and nobody knows beforehand which hosts share a
-# folder.
-class FileStore(MeetingPoint):
+class FileStore(TreeStore):
     """A store at ``path``, which every rank must see; ``timeout`` seconds per exchange.
 
     ``path`` may be an existing directory or a new name in one. Nothing needs to be prepared or
-    removed by hand, also after a run that was killed. Files have mode 0600, and files of other
-    users are not believed.
+    removed by hand, even after a run that was killed. Files of other users are ignored.
 
     Raises:
         ValueError: ``rank``, ``size`` or ``timeout`` make no sense.
@@ -291,10 +279,7 @@ class FileStore(MeetingPoint):
         return self._listeners[-1]
 
     def _announce(self) -> None:
-        """Write what the others need to know, as another file than before.
-
-        Content that an NFS client keeps of a file by name is never out of date then.
-        """
+        """Write the addresses for the other ranks, to another file than before: see above."""
         before = self._announced
         self._announced = Name("run", self.run, str(int(before.rest) + 1 if before else 0))
         first, *more = (int(listener.getsockname()[1]) for listener in self._listeners)

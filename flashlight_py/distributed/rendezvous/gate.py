@@ -1,7 +1,7 @@
-"""The gate of a rank: who connects to it and proves to be of this run; and its own way to a place.
+"""The admission check of a rank: which processes connect to it and prove to be of this run.
 
-In a tree it asks rank 0 at the place of the meeting, and goes to whom that names; or, where another
-rank speaks for its host, to a socket inside the host.
+And how it finds its own place: in a tree, it asks rank 0 and connects to the rank that rank 0
+names, or to a socket inside the host if another rank speaks for the host.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import os
 from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE
 from socket import AF_UNIX, SOCK_STREAM
-from typing import TYPE_CHECKING
 
 from flashlight_py import system
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
@@ -46,39 +46,31 @@ from flashlight_py.distributed.rendezvous.wire import (
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import family_of
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
-
-# Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
-# costs a file server ten requests a second.
+# Seconds between two looks for rank 0: a long wait costs a file server ten requests a second.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
-# For so many seconds for each rank, rank 0 may be busy with the others.
-_EACH = 0.001
-# So long whom rank 0 has named may take to answer, and a second more for each one above that; and
-# so long who has nobody above it any more looks for a rank 0 that is silent. In seconds.
+_EACH = 0.001  # seconds per rank for which rank 0 may be busy with other ranks
+# Seconds to wait for the parent that rank 0 assigned, plus one second per tree level; and seconds
+# for which a rank that has lost its parent looks for a silent rank 0.
 _ABOVE, _BEREFT = 5.0, 6.0
-# How long a short message may take, and a reason for failing is kept readable, in seconds.
-SHORTLY = 2.0
-# Connections that have proven nothing yet, beyond one per rank; more are a flood.
-_SPARE_CANDIDATES = 64
-# In a tree there are at most so many, and the kernel keeps who else is there. One that has not
-# become a rank within so many seconds makes room.
+SHORTLY = 2.0  # seconds that a short message, or reading the reason of a failure, may take
+_SPARE_CANDIDATES = 64  # connections without proof, beyond one per rank; more are a flood
+# In a tree: the maximum number of connections without proof, and the seconds after which one makes
+# room. The kernel keeps the others.
 _TREE_CANDIDATES, _CANDIDATE_SECONDS = 40, 1.0
-# Of hosts whose processes were turned away so many are remembered, for the message of a failure.
-_MOST_NAMED = 8
+_MOST_NAMED = 8  # hosts whose processes were turned away, in the message of a failure
 _log = logging.getLogger("flashlight_py")
 
 
 class Gate(abc.ABC):
     """A rank that looks for its place in the tree, and listens for others while it is in a call.
 
-    In between, the kernel accepts connections and keeps what they send; so no thread is needed.
+    Between calls, the kernel accepts connections and keeps what they send, without a thread here.
     A connection is a candidate until it has proven to be a rank and has its place here.
     """
 
     def __init__(self, place: MeetingPoint) -> None:
         self._place, self._size = place, place.size
-        self._secret: Secret = place.known  # that who comes is to know
+        self._secret: Secret = place.known  # of ranks that connect here
         self.selector = system.Selector()
         self._listeners: list[system.Socket] = []
         self._is_open = True  # listeners are looked at
@@ -102,7 +94,7 @@ class Gate(abc.ABC):
 
     @abc.abstractmethod
     def _seated(self) -> None:
-        """Begin with what there is to be sent to who is above, who is new."""
+        """Prepare the messages for a new parent."""
 
     @abc.abstractmethod
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
@@ -253,10 +245,9 @@ class Gate(abc.ABC):
     # Its own place -------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Find this rank's place, trying again until the deadline, and have all sent there.
+        """Find this rank's place, trying again until the deadline.
 
-        Nobody may be listening yet, or a rank 0 that is just ending. Where another rank speaks for
-        this host but has not come after a while, this one does.
+        If another rank speaks for this host but has not come after a while, this one speaks.
         """
         place, pause, problem = self._place, FIRST_PAUSE, ""
         is_first = self._round == 0  # else who is rank 0 is known

@@ -12,9 +12,9 @@ import numpy as np
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import LOOPBACK, Announcement
-from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.store import host_identity, this_process
+from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
@@ -79,12 +79,11 @@ def check_world(declared: LaunchEnvironment | None, size: int) -> None:
     )
 
 
-# MPI tells who is where, and no more: one protocol instead of two. Over connections ranks that do
-# not arrive are named after a time, and one that aborts is heard by all.
-class MpiStore(MeetingPoint):
+# MPI only passes on the address: then ranks that do not arrive are named, and all hear an abort.
+class MpiStore(TreeStore):
     """A store over ``MPI.COMM_WORLD``, which knows rank and size; initialises MPI.
 
-    MPI tells all ranks where rank 0 listens, and a secret of this run. Blocks until all are here.
+    MPI passes rank 0's address and a secret of this run to all ranks. Blocks until all are here.
     ``timeout`` is in seconds for each exchange.
 
     Raises:

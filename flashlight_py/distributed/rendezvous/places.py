@@ -12,15 +12,13 @@ from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
 from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Seat
 from flashlight_py.interfaces import family_of, is_loopback
 
-# So many hosts have one above them. With more, one card sends a roster more often, one after the
-# other; with fewer, the tree is deeper.
-FAN = 8
+FAN = 8  # hosts below one: with more, one card sends more; with fewer, the tree is deeper
 
-# A rank that comes again within so many seconds has not found the one it was sent to. From the
-# second time on its place is below rank 0, which has so many beyond ``FAN``; at the fourth anyhow.
+# A rank that comes again within so many seconds has not found its parent. From the second time on
+# its place is below rank 0, which has so many beyond ``FAN``; at the fourth time in any case.
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
-# A rank, who is above it, how long what says which process it is, and how long its payload.
+# A rank, its parent, the length of its identity and that of its payload.
 _ENTRY = struct.Struct("!4I")
 
 
@@ -134,9 +132,9 @@ class Places:
         return self._above.get(rank) == above
 
     def missing(self, size: int) -> list[int]:
-        """Return who has given nothing. Of whom that is who is above: who has not ``shown`` that.
+        """Return the ranks that have given nothing, or the ancestor that holds a payload up.
 
-        A rank that is there shows it when asked, so payloads that do not come are held up below.
+        A rank that runs answers when asked: an ancestor that has not ``shown`` anything is named.
         """
         named, silent = set(), set(range(size)) - self.given.keys()
         held = set[int]()

@@ -1,7 +1,7 @@
 """The secret of a job, and how two processes prove to each other that they know it.
 
-A job's secret is what its environment says: FLASHLIGHT_SECRET, which launchers set, or
-MASTER_SECRET. Without one, processes of one host have the user's: a file that nobody else may read.
+The environment has a job's secret: FLASHLIGHT_SECRET, which launchers set, or MASTER_SECRET.
+Without one, processes of one host use the user's secret: a file that no other user may read.
 Processes of several hosts have none in common then, and all that reach rank 0's port can join.
 """
 
@@ -23,7 +23,7 @@ from flashlight_py.interfaces import is_own
 
 VARIABLES = ("FLASHLIGHT_SECRET", "MASTER_SECRET")
 NONCE_BYTES = 32
-# Ends a nonce: an HTTP server that we have come to by mistake answers a line at once.
+# Ends a nonce: an HTTP server that listens there by mistake answers an empty line at once.
 _LINE_END = b"\r\n\r\n"
 FILE_NAME = "flashlight-secret"
 REMEDY = (
@@ -33,7 +33,6 @@ REMEDY = (
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-# Ends in an empty line: an HTTP server would wait for the end of our greeting.
 def nonce() -> bytes:
     """Return fresh random bytes, which the other side's proof must be made of."""
     return system.random_bytes(NONCE_BYTES - len(_LINE_END)) + _LINE_END

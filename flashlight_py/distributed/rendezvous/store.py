@@ -14,12 +14,10 @@ from typing import Any, NamedTuple, SupportsIndex, TypeVar, overload
 
 from flashlight_py import system
 
-# The rank of a process that takes whichever is free.
-ANY_RANK = -1
-# When rank 0 first says who is missing, and how often after that, in seconds.
+ANY_RANK = -1  # no rank, or any that is free
+# Seconds until rank 0 first reports missing ranks, and between further reports.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
-# A message names at most so many ranks.
-MOST_RANKS = 20
+MOST_RANKS = 20  # that a message names
 _log = logging.getLogger("flashlight_py")
 _Made = TypeVar("_Made")
 
@@ -27,8 +25,7 @@ _Made = TypeVar("_Made")
 class Store(abc.ABC):
     """A meeting place of ``size`` processes, of which this one is ``rank``.
 
-    A backend needs one thing of it: to pass some bytes and get everybody's. Addresses, host
-    identities and NCCL's unique id all travel so; after that the backend's own wires are used.
+    A backend uses it to exchange addresses, host identities and NCCL's unique id.
     """
 
     rank: int
@@ -70,14 +67,13 @@ class Store(abc.ABC):
         """Notify ranks that still wait in this store that this one aborts, and clean up."""
 
 
-# With many ranks most of what they exchange is never looked at, and what follows from all of it
-# alone is the same wherever the same bytes are.
+# With many ranks, most payloads are never looked at.
 class Roster(Sequence[bytes]):
     """The payloads of all ranks, in rank order, in one string of bytes, ``body``."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
-        self._found: dict[Hashable, Any] = {}
+        self.kept: dict[Hashable, Any] = {}  # see ``derived``
 
     @classmethod
     def of(cls, payloads: Sequence[bytes]) -> Roster:
@@ -115,20 +111,16 @@ class Roster(Sequence[bytes]):
 
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
-    def derived(self, make: Callable[..., _Made], *more: Hashable) -> _Made:
-        """Return ``make(self, *more)``, which depends on nothing else, and is made once."""
-        key = make, more
-        if key not in self._found:
-            self._found[key] = make(self, *more)
-        made: _Made = self._found[key]
-        return made
-
 
 def derived(payloads: Sequence[bytes], make: Callable[..., _Made], *more: Hashable) -> _Made:
-    """Return ``make(payloads, *more)``; of a ``Roster`` what was made before."""
-    if isinstance(payloads, Roster):
-        return payloads.derived(make, *more)
-    return make(payloads, *more)
+    """Return ``make(payloads, *more)``, which a ``Roster`` keeps for the next caller."""
+    if not isinstance(payloads, Roster):
+        return make(payloads, *more)
+    key = make, more
+    if key not in payloads.kept:
+        payloads.kept[key] = make(payloads, *more)
+    made: _Made = payloads.kept[key]
+    return made
 
 
 def _part(payloads: Sequence[bytes], ranks: Sequence[int]) -> Roster:
@@ -136,10 +128,10 @@ def _part(payloads: Sequence[bytes], ranks: Sequence[int]) -> Roster:
 
 
 class Kin(NamedTuple):
-    """Ranks of a group that are to be one of their own, on connections that ``whole`` has.
+    """Ranks of a group that become a group of their own, on connections of the backend ``whole``.
 
-    ``whole`` is a backend that a network or memory joins, ``ranks`` are theirs in it. ``number`` is
-    the same on all of them, and that of no other group that has two of them.
+    ``ranks`` are their ranks in ``whole``. ``number`` is the same on all of them, and differs from
+    the number of any other group that has two of them.
     """
 
     whole: Any
@@ -148,7 +140,7 @@ class Kin(NamedTuple):
     is_all: bool  # the group has nothing but ``whole``: no two ranks share memory, for example
 
     def among(self, ranks: Sequence[int]) -> Kin:
-        """Return the same of some of the ranks, by their numbers here: another group."""
+        """Return the same of some of these ranks, for another group."""
         return Kin(self.whole, [self.ranks[rank] for rank in ranks], self.number + 1, self.is_all)
 
 
@@ -168,10 +160,9 @@ class _Picked(Sequence[str]):
 
 
 class SubStore(Store):
-    """The ranks ``ranks`` of ``store`` (this one among them) as a store of their own.
+    """The ranks ``ranks`` of ``store``, with this one, as a store of their own.
 
-    Every exchange is one of the whole store: all its ranks, in whichever sub-store, must make
-    the same number of exchanges.
+    Each exchange is one of the whole store: all of its ranks must make the same number of them.
     """
 
     def __init__(self, store: Store, ranks: Sequence[int]) -> None:
@@ -221,8 +212,8 @@ def this_process() -> Peer:
 def host_identity() -> bytes:
     """Return bytes that are equal for two processes exactly if loopback joins them.
 
-    Host names lie (containers share them, or have several on one machine). The kernel's boot id
-    distinguishes machines, the network namespace containers.
+    Containers may share a host name. The kernel's boot id distinguishes machines, the network
+    namespace containers.
     """
     return (kernel_and("net") or system.gethostname()).encode()
 
@@ -270,10 +261,7 @@ def check_member(rank: int, size: int, timeout: float) -> None:
 
 
 def why_not_apart(peers: Iterable[Peer]) -> str:
-    """Return which ranks are one process, as threads of it may be, given the process of each.
-
-    "" if none are: this is an error on every rank.
-    """
+    """Return the error that several ranks are one process, given the process of each; or ""."""
     ranks: dict[Peer, list[int]] = {}
     for rank, peer in enumerate(peers):
         if peer.machine:
@@ -313,14 +301,14 @@ def cannot_be_reached(who: str, seconds: float) -> str:
 
 
 class Waiting:
-    """One wait for others, in which who is missing is reported by who knows it, such as rank 0."""
+    """A wait for other ranks, in which missing ranks are logged from time to time."""
 
     def __init__(self, how: str) -> None:
         self._how, self._began = how, system.monotonic()
         self.due = self._began + FIRST_SECONDS
 
     def look(self, missing: Collection[int], why: str = "") -> None:
-        """Log who is ``missing``, if it is time to, and ``why`` if that is known."""
+        """Log the ``missing`` ranks, if it is time to, and ``why`` if that is known."""
         now = system.monotonic()
         if now < self.due or not missing:
             return

@@ -1,11 +1,9 @@
 """Ranks meet at a TCP port of rank 0, as MASTER_ADDR and MASTER_PORT say.
 
-Where MASTER_ADDR is an address rank 0 listens there alone, where it is a name at all addresses of
-its host, and the others connect, again and again until it is there, to whichever they can reach.
-Both sides prove that they know the job's secret, which never travels; then a greeting says rank
-and world size. Anything else that arrives is dropped without an answer, and nothing is unpickled.
-Between hosts, a job that was given no secret has none: then any process that can reach the port can
-take part.
+If MASTER_ADDR is an address, rank 0 listens there alone; if it is a name, at all addresses of its
+host. The other ranks connect until rank 0 answers at an address. Both sides prove that they know
+the job's secret, which is never sent. A job on several hosts that was given no secret has none:
+then any process that can reach the port can join.
 """
 
 from __future__ import annotations
@@ -20,29 +18,27 @@ from socket import SO_ACCEPTCONN, SOL_SOCKET
 from typing import Any
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import check_member
+from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere, resolved
 
-# The port between hosts, as a listening socket that rank 0 inherits: one that is only bound is
-# shared with every user who allows it too, and to choose a free port and let go of it is a race.
+# Rank 0 inherits a listening socket: another program could take a port that is only chosen.
 LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
 
 
-class TcpStore(MeetingPoint):
+class TcpStore(TreeStore):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` seconds per exchange.
 
-    ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
-    the job was given none. ``also`` are further addresses of rank 0.
+    ``one_host``: all ranks are on one host, so that they know the user's secret if the job was
+    given none. ``also`` are further addresses of rank 0.
 
     Raises:
         ValueError: ``rank``, ``size``, ``timeout`` or ``port`` make no sense.
-        RendezvousError: on rank 0, when it cannot listen there: the port is in use, or the
-            address is not one of its host's. On every rank, when there is no secret and no
-            place for one.
+        RendezvousError: rank 0 cannot listen there. On every rank: there is no secret and no file
+            for one.
     """
 
     kind, own, is_common = "address", "MASTER_PORT", True
@@ -107,17 +103,15 @@ class TcpStore(MeetingPoint):
 
 
 def listen(host: str, port: int, backlog: int, one_host: bool) -> list[system.Socket]:
-    """Return sockets that listen at ``port`` for who reaches this host as ``host``; to be closed.
+    """Return sockets that listen at ``port`` of this host, called ``host``; the caller closes them.
 
-    At an address, on the loopback, and where all ranks are on ``one_host``, they listen at nothing
-    but what ``host`` means here. Only another host knows what it takes a name for: then they listen
-    at all addresses, of both families.
+    For an address, the loopback, and ranks of ``one_host``, they listen at what ``host`` means
+    here. Other hosts may resolve a name differently: then they listen at all addresses.
 
     Raises:
         OSError: ``host`` is not this host, or the port is in use; says what to do.
     """
-    listener = _handed_over(port)
-    if listener is not None:
+    if (listener := _handed_over(port)) is not None:
         return [listener]
     try:
         found = resolved(host, port)
@@ -169,8 +163,8 @@ def is_local(host: str) -> bool:
 def _handed_over(port: int) -> system.Socket | None:
     """Return a copy of the socket that the launcher has handed over, if there is one for ``port``.
 
-    A copy, so that the port stays ours for a later ``distributed_init``. A process that inherited
-    the variable alone has some other file under that number, or none.
+    A later ``distributed_init`` uses the original. A process that inherited the variable alone has
+    another file under that number, or none.
     """
     text = system.environ.get(LISTENER, "")
     descriptor = int(text) if text.isdecimal() else -1

@@ -15,13 +15,15 @@ import itertools
 import json
 import logging
 import math
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.gate import SHORTLY, Gate
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.places import Places, entry, identity
 from flashlight_py.distributed.rendezvous.secret import REMEDY
 from flashlight_py.distributed.rendezvous.store import (
@@ -41,11 +43,7 @@ from flashlight_py.distributed.rendezvous.wire import (
     WireError,
 )
 from flashlight_py.errors import RendezvousError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
+from flashlight_py.interfaces import source_address
 
 # So long rank 0 may take to report who is missing, in seconds; and more for each rank in between.
 _ANSWER, _MORE = 2.0, 0.25
@@ -466,3 +464,45 @@ class TreeNode(Gate):
         for end in (*self._listeners, *wires):
             end.close()
         self._place.clear()
+
+
+class TreeStore(MeetingPoint):
+    """A store whose ranks meet in a tree."""
+
+    def __init__(self, rank: int, size: int, timeout: float, loopback: Sequence[str] = ()) -> None:
+        """``loopback`` are addresses of this host itself, one of which the ranks need."""
+        self.rank, self.size, self.timeout = rank, size, timeout
+        if size > 1 and loopback and not any(map(source_address, loopback)):
+            raise self.error(
+                f"this host cannot reach itself at {' or '.join(loopback)}: it has no loopback "
+                "network; start it (ip link set lo up), as root of the container or sandbox"
+            )
+        self.node = TreeNode(self)
+        self._has_ended = False
+
+    def exchange(self, payload: bytes) -> Roster:
+        """Pass ``payload`` and return every rank's, in rank order; see ``Store``."""
+        if self._has_ended:
+            raise self.error("this store was closed or has failed; make a new one")
+        if self.size == 1:
+            return Roster.of([payload])
+        try:
+            return self.node.exchange(bytes(payload))
+        except RendezvousError:
+            self._has_ended = True
+            raise
+
+    def close(self) -> None:
+        """Leave; collective. Rank 0 blocks until all have left, and alone raises; see ``Store``.
+
+        In a tree who has others below blocks until these have left.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self.node.leave()
+
+    def abort(self, reason: str) -> None:
+        """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.node.abort(f"rank {self.rank} aborted: {reason}")

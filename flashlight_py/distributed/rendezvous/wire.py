@@ -1,10 +1,9 @@
 """Connections between ranks: messages, and proofs that both know the run's secret.
 
-A message is a header (magic, version, kind, length) and a body. Nothing is unpickled, and nothing
-is believed before its header was checked. A connection begins with a handshake. Client: a nonce.
-Server, such as rank 0: a nonce. Client: a proof made of both, and who it is. Server: its own proof.
-Before a proof was found right nothing but lengths is believed; and as a job may have no secret, a
-greeting is read in a way that no content can harm.
+A message is a header (magic, version, kind, length) and a body; nothing is unpickled. A connection
+begins with a handshake. Client: a nonce. Server, such as rank 0: a nonce. Client: a proof made of
+both nonces, and its greeting. Server: its own proof. Before the proof is checked, only lengths are
+used; as a job may have no secret, no content of a greeting can do harm.
 """
 
 from __future__ import annotations
@@ -43,24 +42,18 @@ _MAGIC = b"FLrv"
 _VERSION = 5
 _HEADER = struct.Struct("!4sHHQ")
 _MAPPED = "::ffff:"
-# What a connection ends by whose other end is silent: it was not closed there.
+# Errors of a connection whose other end is silent and was not closed.
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 _PROBES = 5
-_CHUNK_BYTES = 1 << 28  # that are read at a time, if they are there
-_SMALL_BYTES = 1 << 16  # a body to be copied behind its header, for one call instead of two
+_CHUNK_BYTES = 1 << 28  # read at a time at most
+_SMALL_BYTES = 1 << 16  # a body up to this size is sent in one call with its header
 PROOF_BYTES = 32
-# A peer that has proven nothing yet may send at most this many bytes; only a handshake precedes it.
-_UNPROVEN_LIMIT = 4096
-_MEMBER_LIMIT = 1 << 40
-# What stands for both ends of a connection inside a host that has no addresses.
-_HERE = ("127.0.0.1", 0)
-LEAF = "leaf"  # of a greeting: nobody connects to who sends it
-# Hosts that answer no connection request at all are asked anew after so many seconds.
-_LONGEST_CONNECT = 5.0
-# After so many seconds without an answer the next address is tried as well, as RFC 8305 says.
-_NEXT_SECONDS = 0.25
-# Where one address refuses, rank 0 may not be there yet: then those that do not answer get so many
-# seconds more, and all are tried again.
+_UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # bytes of a message, without and with a proof
+_HERE = ("127.0.0.1", 0)  # both ends of a connection inside a host, which has no addresses
+LEAF = "leaf"  # in a greeting: no rank connects to its sender
+_LONGEST_CONNECT = 5.0  # seconds after which hosts that do not answer are asked again
+_NEXT_SECONDS = 0.25  # without an answer, until the next address is tried as well (RFC 8305)
+# If one address refuses, rank 0 may not listen yet: other addresses get so many seconds more.
 _REFUSED_SECONDS = 1.0
 
 
@@ -140,10 +133,8 @@ class Seat(NamedTuple):
     port: int = 0
 
 
-# Objects that ranks exchange can run code on their receiver, so who joins proves to know the
-# job's secret, the newcomer first, by HMAC-SHA256 over nonces of both sides. No TLS: no
-# certificates to make and hand out, and no cost once connected. Before a proof only messages of
-# fixed form are taken, compared by length: nothing of a stranger's is parsed.
+# Pickled objects can run code on their receiver, so a rank that joins proves to know the secret. No
+# TLS: no certificates to make and hand out, and no cost once connected.
 class Handshake(NamedTuple):
     """One side's view of a handshake: the key that both sides should know, and both nonces."""
 
@@ -197,10 +188,9 @@ class Connection:
         self._unsent: deque[bytes | memoryview] = deque()  # of what was ``put``
 
     def trust(self, host_timeout: float) -> None:
-        """Accept long messages from now on; end when the other host is silent for so many seconds.
+        """Accept long messages from now on; end if the other host is silent for so many seconds.
 
-        0: do not. The kernel asks, and answers, so that what a process does meanwhile is no matter,
-        unless it takes nothing for so long while its kernel has no more room.
+        0: do not end. The kernels ask and answer, whatever the processes do meanwhile.
         """
         self._limit = _MEMBER_LIMIT
         if host_timeout and not self.is_local:
@@ -381,13 +371,12 @@ class SecretError(WrongServerError):
     """A rank 0 answers that knows another secret."""
 
 
-# Of the problems with several addresses of one rank 0 the last of these kinds is raised: where it
-# was silent, or knows another secret, it is there; another program may be at some address of ours.
+# Of the problems with several addresses of one rank 0, the last of these kinds is raised: a silent
+# rank 0, or one with another secret, exists; another program may listen at some address of ours.
 _TELLING = (WrongServerError, NobodyError, SilentError, SecretError)
 
 
-# Who a rank is, and where others reach it, may depend on the connection that it has to the other.
-Introduction = Callable[[Connection], Greeting]
+Introduction = Callable[[Connection], Greeting]  # what a rank says of itself on a connection
 
 
 def greet(offer: Offer, introduce: Introduction, deadline: float) -> Connection:
@@ -471,15 +460,12 @@ def claim(offer: Offer, size: int, seconds: float) -> str:
     return answer.body.decode(errors="replace") if answer and has_failed else ""
 
 
-# The meaning of a name differs between hosts (127.0.1.1 on its own, IPv6 where another has none),
-# so rank 0 listens at all addresses and clients try all that the name has. An address is taken at
-# its word.
+# A name means 127.0.1.1 on its own host and perhaps an IPv6 address elsewhere: all are tried.
 class Attempts:
-    """Connections to ``addresses``, hosts and ports, a host being an address or a name.
+    """Connections to ``addresses``: a host (an address or a name) and a port each.
 
-    Or the name of a socket inside this host, which begins with a NUL byte (unix(7): abstract).
-
-    ``problems`` are why there is none to an address, by the address, in words.
+    A host that begins with a NUL byte is a socket inside this host (unix(7): abstract).
+    ``problems`` are the reasons, by address, why there is no connection.
     """
 
     def __init__(self, addresses: Iterable[tuple[str, int]]) -> None:

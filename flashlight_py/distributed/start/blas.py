@@ -16,7 +16,7 @@ from flashlight_py import libraries, system
 
 # OpenBLAS reads these when it is loaded: a user who has set one has chosen.
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-_FUNCTIONS = ("get_num_threads", "set_num_threads", "get_num_procs", "get_config", "get_corename")
+_NAMES = ("get_num_threads", "set_num_threads", "get_num_procs", "get_config", "get_corename")
 _limited: list[tuple[Any, int]] = []
 reason = ""  # for the number of threads, in words
 
@@ -27,7 +27,7 @@ def limit(threads: int) -> None:
     _limited.extend(limited := limit_each(threads))
     numbers = [get_threads() for get_threads, *_ in _loaded()]
     reason = f"{max(numbers, default=0)}, as it was"
-    if variable := chosen():
+    if variable := _chosen():
         reason = f"as {variable} says"
     elif not numbers:
         reason = "not set: NumPy's is no OpenBLAS; OMP_NUM_THREADS or its own variable chooses them"
@@ -36,7 +36,7 @@ def limit(threads: int) -> None:
 
 
 def use_one_thread() -> tuple[int, str]:
-    """Limit each OpenBLAS of this process to one thread, also if the user has chosen more.
+    """Limit each OpenBLAS of this process to one thread, even if the user has chosen more.
 
     Returns:
         Their number of threads, 0 if there is no OpenBLAS, and their instruction sets ("Haswell").
@@ -55,7 +55,7 @@ def restore(limited: list[tuple[Any, int]] = _limited) -> None:
         set_threads(threads)
 
 
-def chosen() -> str:
+def _chosen() -> str:
     """Return the first setting by which the user has chosen the number of threads, or ""."""
     settings = (f"{name}={system.environ[name]}" for name in _VARIABLES if name in system.environ)
     return next(settings, "")
@@ -72,7 +72,7 @@ def limit_each(threads: int, also_chosen: bool = False) -> list[tuple[Any, int]]
     limited = []
     for get_threads, set_threads, default, _ in _loaded():
         had = get_threads()
-        if had > threads and (also_chosen or (had == default and not chosen())):
+        if had > threads and (also_chosen or (had == default and not _chosen())):
             set_threads(threads)
             limited.append((set_threads, had))
     return limited
@@ -84,7 +84,7 @@ def _loaded() -> Iterator[tuple[Any, Any, int, str]]:
     NumPy and SciPy may each have brought one.
     """
     # threadpoolctl 3.8 lacks the default, and ignores all threads but the first that sets a number.
-    names = [f"openblas_{name}" for name in _FUNCTIONS]
+    names = [f"openblas_{name}" for name in _NAMES]
     for *functions, cores, config, core_type in libraries.functions_of("openblas", *names):
         config.restype = core_type.restype = ctypes.c_char_p
         most = map(int, re.findall(rb"MAX_THREADS=(\d+)", config()))

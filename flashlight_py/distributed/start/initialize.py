@@ -1,4 +1,4 @@
-"""From "some processes" to a world: choose the rendezvous, meet, connect; and the way back."""
+"""``distributed_init`` as a list of steps, ``STEPS``; and the way back."""
 
 from __future__ import annotations
 
@@ -8,46 +8,34 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from importlib import import_module
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlight_py import _native, system
+from flashlight_py import _native
 from flashlight_py.cores import fair_share
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.gloo import GlooBackend
-from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
-from flashlight_py.distributed.backends.shm import ShmBackend
-from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call import SHUTDOWN, Call
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.failures import abort, watchdog
-from flashlight_py.distributed.failures.agreement import between_hosts
 from flashlight_py.distributed.failures.flight_record import Flight, default_folder, new_job
 from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.groups.membership import Joiner
 from flashlight_py.distributed.memory import topology
-from flashlight_py.distributed.rendezvous import environment
-from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
-from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
-from flashlight_py.distributed.rendezvous.secret import folder, nonce, proof
+from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     Peer,
     Roster,
     Store,
-    SubStore,
-    check_member,
     derived,
     host_identity,
     this_process,
     why_not_apart,
 )
-from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import blas
+from flashlight_py.distributed.start.joining import connect, joiner
+from flashlight_py.distributed.start.place import StoreFactory, choose
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from flashlight_py.distributed.start.world import (
     World,
@@ -64,11 +52,7 @@ from flashlight_py.errors import (
 )
 from flashlight_py.interfaces import own_addresses
 
-_MOST_SIZES = 16  # of hosts, that ``describe`` tells
-_MPI_LAUNCHERS = ("openmpi", "pmi", "mvapich")
 _log = logging.getLogger("flashlight_py")
-
-StoreFactory = Callable[[], Store]
 
 
 def distributed_init(
@@ -122,24 +106,45 @@ def distributed_init(
             that was removed, and nothing was created.
     """
     if is_distributed_init():
-        if current_world().owner:
-            return
-        warnings.warn(
-            "distributed_init was called again and does nothing; call distributed_shutdown first "
-            "to start anew",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        if not current_world().owner:
+            warnings.warn(
+                "distributed_init was called again and does nothing; call distributed_shutdown "
+                "first to start anew",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return
     method, params = read_init_method(init_method, params)
     settings = Settings.from_params(params)
-    create = _choose(method, world_rank, world_size, settings)
+    create = choose(method, world_rank, world_size, settings)
     if create is None:
-        world = World()
         abort.install()
+        enter(World(), settings)
     else:
-        world = meet(create, settings)
-    enter(world, settings)
+        enter(meet(create, settings), settings)
+
+
+def meet(create: StoreFactory, settings: Settings) -> World:
+    """Return the world of the processes that meet in a store; collective, blocking."""
+    _check_threads()
+    if settings.backend not in ("auto", "mpi"):
+        _native.load(settings.backend)  # if it is missing, says so before anything is created
+    new = NewWorld(create(), settings)
+    new.store.host_timeout = settings.host_timeout
+    abort.install()  # before MPI adds to it
+    try:
+        for step in STEPS:
+            step(new)
+    except BaseException as error:
+        new.undo.close()
+        abort.uninstall()
+        if isinstance(error, UnavailableEverywhereError):
+            new.store.close()
+        else:
+            reason = f"{type(error).__name__}: {error}"  # with a path, which may be no text
+            new.store.abort(reason.encode(errors="backslashreplace").decode())
+        raise
+    return new.world
 
 
 def enter(world: World, settings: Settings) -> None:
@@ -161,6 +166,14 @@ def enter(world: World, settings: Settings) -> None:
     leave_first_at_exit()
     if world.group.rank == 0:
         _log.info("initialised %d process(es): %r", world.group.size, world.group)
+
+
+def _watch(world: World, settings: Settings) -> None:
+    """Write this rank's last calls to the folder of ``settings`` when something goes wrong."""
+    group, where = world.group, settings.trace_dir
+    folder = default_folder(world.job) if where is None else Path(where)
+    if where != "":
+        watchdog.start(Flight(folder, group.rank, group.size, world.job, where is not None))
 
 
 def distributed_shutdown() -> None:
@@ -220,133 +233,86 @@ def _close(group: ProcessGroup) -> None:
     membership.close_all()
 
 
-def _choose(
-    method: DistributedInit | None, rank: int, size: int, settings: Settings
-) -> StoreFactory | None:
-    """Return what makes the store; None: a world of one process, which has nobody to meet."""
-    host, port, timeout = settings.master_addr, settings.master_port, settings.timeout
-    is_given = (rank, size) != (-1, -1)
-    if host is not None and method not in (None, DistributedInit.ENV):
-        raise ValueError(
-            "MASTER_ADDR and MASTER_PORT are for DistributedInit.ENV or None, not for "
-            f"{method.name}; leave one of them out"
-        )
-    if host is not None and settings.file_path is not None:
-        raise ValueError(f"port {port} of {host} and FILE_PATH are two places to meet; pass one")
-    if method is DistributedInit.MPI:
-        return lambda: MpiStore(timeout)
-    if host is not None:
-        how = f"distributed_init('tcp://{host}:{port}', 0, 1)"
-        found = _given(rank, size, timeout, how) if is_given else _detected()
-        found = replace(found, file=None, master_address=host, master_port=port, addresses=())
-    elif method is DistributedInit.FILE_SYSTEM:
-        if settings.file_path is None:
-            raise ValueError(
-                "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
-            )
-        found = _given(rank, size, timeout, "distributed_init(FILE_SYSTEM, 0, 1)")
-    elif method is DistributedInit.ENV:
-        found = _detected()
-        if is_given and (rank, size) != (found.rank, found.size):
-            raise ValueError(
-                f"world_rank={rank} and world_size={size} are passed, and the environment says "
-                f"rank {found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
-            )
-    else:
-        there = None if environment.is_alone() else environment.detect()
-        if is_given or settings.file_path is not None:
-            raise ValueError(
-                "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass "
-                "it as init_method, or leave them out to let the environment decide"
-            )
-        if there is None:
-            environment.check_no_launcher()
-            return None
-        found = there
-        if found.launcher in _MPI_LAUNCHERS and not found.file:
-            return lambda: MpiStore(timeout)
-    return _by_environment(found, settings)
+# How ranks that meet become a world --------------------------------------------------------------
 
 
-def _given(rank: int, size: int, timeout: float, how: str) -> environment.LaunchEnvironment:
-    """Check the rank and size that were passed; ``how`` is the call, were it for a world of one."""
-    for name, value in (("world_rank", rank), ("world_size", size)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{name} must be an integer, got {value!r}")
-    check_member(rank, size, timeout)
-    if size == 1:
-        environment.check_size_one(how)
-    return environment.LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
+@dataclass
+class NewWorld:
+    """A world in the making. Each step of ``STEPS`` uses what the steps before it have set."""
+
+    store: Store
+    settings: Settings
+    undo: ExitStack = field(default_factory=ExitStack)  # if a step fails
+    facts: Facts = field(init=False)  # of all ranks
+    near: Sequence[int] = ()  # the ranks of this host
+    world: World = field(init=False)
 
 
-def _detected() -> environment.LaunchEnvironment:
-    found = environment.detect()
-    if found is None:
-        environment.check_schedulers()
-        raise RendezvousError(
-            "DistributedInit.ENV found no launcher in the environment; start by one (flrun, srun, "
-            "mpirun, torchrun), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by hand"
-        )
-    return found
+def exchange_facts(new: NewWorld) -> None:
+    """Pass on host, cores, process and addresses of each rank; agree on a key of the job."""
+    store = new.store
+    host = host_identity().decode(errors="backslashreplace")
+    bits = sum(1 << core for core in os.sched_getaffinity(0))
+    job = new_job() if store.rank == 0 else ""
+    card = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
+    texts = store.exchange(json.dumps(card).encode())
+    # Even if others can overhear the exchange, they cannot make this key without the secret.
+    new.settings = replace(new.settings, job_key=derived(texts, _job_key, store.secret))
+    new.facts = derived(texts, Facts.read)
+    new.near = new.facts.near[host]
 
 
-def _by_environment(
-    found: environment.LaunchEnvironment, settings: Settings
-) -> StoreFactory | None:
-    """Meet where the environment says: at a file, at a port of rank 0's host, or through MPI."""
-    if found.size == 1:
-        return None
-    rank, size, timeout = found.rank, found.size, settings.timeout
-    file = settings.file_path or found.file
-    host, port = found.master_address, found.master_port
-    if file is None and port is not None and port == environment.agent_port():
-        if found.local_size == size:
-            file = str(folder(system.environ) / f"torchrun-{port}")
-        else:
-            port = environment.derived_port(port, 1)  # with 0, 13600 would be its own
-    if file is not None:
-        return lambda: _placed(FileStore(file, rank, size, timeout), found)
-    if host is not None and port is not None:
-        how = found.local_size == size, found.addresses
-        return lambda: _placed(TcpStore(host, port, rank, size, timeout, *how), found)
-    if found.launcher in _MPI_LAUNCHERS:
-        return lambda: MpiStore(timeout)
-    raise RendezvousError(
-        f"the environment says rank {rank} of {size} ({found.said_by}) but not where to meet; set "
-        "MASTER_ADDR and MASTER_PORT, or pass params={'FILE_PATH': a path that all ranks see}; or "
-        "DistributedInit.MPI, where the launcher starts processes of MPI"
-    )
+def check_processes(new: NewWorld) -> None:
+    """Reject ranks that are threads of one process."""
+    if new.facts.twins:
+        raise RendezvousError(f"rank {new.store.rank} of {new.store.size}: {new.facts.twins}")
 
 
-def _placed(store: MeetingPoint, found: environment.LaunchEnvironment) -> Store:
-    store.local_rank = found.local_rank
-    return store
+def choose_address(new: NewWorld) -> None:
+    """Agree on this host's address for connections with other hosts, if there are several."""
+    if len(new.near) < new.store.size:
+        where = new.facts.hosts, new.facts.addresses, new.facts.shared
+        address = topology.address_between_hosts(new.store, *where, new.settings.interface)
+        new.settings = replace(new.settings, address=address)
 
 
-def meet(create: StoreFactory, settings: Settings) -> World:
-    """Return the world of the processes that meet in a store; collective, blocking."""
-    _check_threads()
-    if settings.backend not in ("auto", "mpi"):
-        _native.load(settings.backend)  # absent, it says so before anything is created
-    store = create()
-    store.host_timeout = settings.host_timeout
-    abort.install()  # before MPI adds to it
+def join_ranks(new: NewWorld) -> None:
+    """Connect through the backend that fits best, and divide the cores of this host."""
+    store, settings, near = new.store, new.settings, new.near
+    choice = connect(store, settings)
+    if choice.problem and store.rank == 0:
+        _log.warning("using Gloo instead of shared memory, slower: %s", choice.problem)
+    local_rank = near.index(store.rank)
+    rule = topology.DeviceRule(store.rank, local_rank, settings.max_device_per_node)
+    group = ProcessGroup(choice.backend, None, joiner(rule, settings))
+    new.undo.callback(group.close)
+    cores = [_numbers(new.facts.cores[rank]) for rank in near]
+    threads = fair_share(local_rank, cores) if len(near) > 1 else 0
+    how = choice.why, rule, new.facts.job
+    new.world = World(group, local_rank, len(near), *how, threads=threads)
+
+
+def join_gpus(new: NewWorld) -> None:
+    """Join the GPUs now if ``params`` ask for them; else the first CuPy array does so."""
+    group, settings = new.world.group, new.settings
+    is_required = settings.backend == "nccl"
+    if group.size == 1 or not (is_required or settings.max_device_per_node is not None):
+        return
     try:
-        world = _connect(store, settings)
-        try:
-            store.close()
-        except BaseException:
-            world.group.close()
+        group.join_gpus()
+    except UnavailableEverywhereError as error:
+        if is_required:
             raise
-    except BaseException as error:
-        abort.uninstall()
-        if isinstance(error, UnavailableEverywhereError):
-            store.close()
-        else:
-            reason = f"{type(error).__name__}: {error}"
-            store.abort(reason.encode(errors="backslashreplace").decode())  # a path may be no text
-        raise
-    return world
+        # Scripts with MAX_DEVICE_PER_NODE run on machines without a GPU as well.
+        _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
+
+
+def close_store(new: NewWorld) -> None:
+    """Leave the store when all ranks do; nothing of it is left behind."""
+    new.store.close()
+
+
+STEPS = (exchange_facts, check_processes, choose_address, join_ranks, join_gpus, close_store)
 
 
 # What replaces the standard library's threads, sockets and waiting, and its function that says so.
@@ -366,7 +332,7 @@ def _check_threads() -> None:
             )
 
 
-class _FirstCards(NamedTuple):
+class Facts(NamedTuple):
     """Facts that follow from the first cards of all ranks alone, as ``addresses`` of each."""
 
     hosts: Sequence[str]
@@ -378,7 +344,7 @@ class _FirstCards(NamedTuple):
     job: str  # its name is that which rank 0 has for it
 
     @classmethod
-    def read(cls, texts: Sequence[bytes]) -> _FirstCards:
+    def read(cls, texts: Sequence[bytes]) -> Facts:
         near: dict[str, list[int]] = {}
         known = dict[Any, Any]()  # of many ranks: values that are equal are kept once
         hosts, bits, addresses = list[str](), list[str](), list[Sequence[str]]()
@@ -404,207 +370,5 @@ def _job_key(texts: Sequence[bytes], secret: bytes) -> bytes:
     return proof(secret, Roster.of(texts).body)
 
 
-def _connect(store: Store, settings: Settings) -> World:
-    host = host_identity().decode(errors="backslashreplace")
-    bits = sum(1 << core for core in os.sched_getaffinity(0))
-    job = new_job() if store.rank == 0 else ""
-    mine = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
-    texts = store.exchange(json.dumps(mine).encode())
-    # Also where the exchange can be overheard, nobody without the secret can make this key.
-    settings = replace(settings, job_key=derived(texts, _job_key, store.secret))
-    cards = derived(texts, _FirstCards.read)
-    del texts  # 20 MB of 100,000 ranks
-    if cards.twins:
-        raise RendezvousError(f"rank {store.rank} of {store.size}: {cards.twins}")
-    near = cards.near[host]
-    local_rank, local_size = near.index(store.rank), len(near)
-    if local_size < store.size:
-        where = cards.hosts, cards.addresses, cards.shared
-        address = topology.address_between_hosts(store, *where, settings.interface)
-        settings = replace(settings, address=address)
-    connection = connect(store, settings)
-    if connection.problem and store.rank == 0:
-        _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
-    rule = topology.DeviceRule(store.rank, local_rank, settings.max_device_per_node)
-    group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
-    _join_gpus_at_once(group, settings)
-    cores = [_numbers(cards.cores[rank]) for rank in near]
-    threads = fair_share(local_rank, cores) if local_size > 1 else 0
-    how = connection.why, rule, cards.job
-    return World(group, local_rank, local_size, *how, threads=threads)
-
-
 def _numbers(bits: str) -> set[int]:
     return {number for number, bit in enumerate(f"{int(bits, 16):b}"[::-1]) if bit == "1"}
-
-
-def _joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
-    """Return what joins the ranks of a group, its GPUs, and those of one with another timeout."""
-
-    def join_gpus(cpu: Backend) -> Backend:
-        cupy_side = cpu.cupy_side()
-        if cupy_side is not None:
-            return cupy_side
-        from flashlight_py.distributed.backends.nccl.joining import join_gpus
-
-        return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
-
-    def limited(seconds: float) -> Joiner:
-        return _joiner(rule, replace(settings, timeout=seconds, joining=settings.joining_seconds))
-
-    return Joiner(lambda members: connect(members, settings).backend, join_gpus, limited)
-
-
-def _watch(world: World, settings: Settings) -> None:
-    """Have this rank's last calls written where ``settings`` say, when something goes wrong."""
-    group, where = world.group, settings.trace_dir
-    folder = default_folder(world.job) if where is None else Path(where)
-    if where != "":
-        watchdog.start(Flight(folder, group.rank, group.size, world.job, where is not None))
-
-
-def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:
-    """Join the GPUs if ``params`` ask for them; else the first CuPy array does so."""
-    required = settings.backend == "nccl"
-    if group.size == 1 or not (required or settings.max_device_per_node is not None):
-        return
-    try:
-        group.join_gpus()
-    except BaseException as error:
-        if required or not isinstance(error, UnavailableEverywhereError):
-            group.close()
-            raise
-        # MAX_DEVICE_PER_NODE stands in scripts that run on machines without a GPU as well.
-        _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
-
-
-# The backend, with the reason why it was chosen --------------------------------------------------
-
-
-class Choice(NamedTuple):
-    """A backend and why it was chosen; ``problem``: why ranks that could share memory do not."""
-
-    backend: Backend
-    why: str
-    problem: str = ""
-
-
-def connect(store: Store, settings: Settings) -> Choice:
-    """Join the ranks of ``store``. Collective; every rank makes the same choice."""
-    if store.size == 1:
-        return Choice(SingleBackend(), "the world is this process alone")
-    if store.kin is not None and store.kin.is_all and settings.backend != "mpi":
-        return Choice(_gloo(store, settings), "that of the group that it is made of")
-    topology.exchange_process_info(store, settings.checks)
-    if settings.backend != "mpi":
-        return _by_cpu(store, settings)
-
-    def join_cpus() -> Backend:  # which only compare calls
-        return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
-
-    how = settings.timeout, settings.checks, settings.mpi_cuda_aware
-    wing = import_module("flashlight_py.distributed.backends.mpi.joining")
-    backend = wing.join(store, join_cpus, *how)
-    return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
-
-
-def _by_cpu(store: Store, settings: Settings) -> Choice:
-    if settings.backend == "gloo":
-        return Choice(_gloo(store, settings), "BACKEND is gloo")
-    sharing = topology.ranks_by_memory(store)
-    hosts, apart = sharing.groups, sharing.apart
-    if settings.backend == "shm":
-        if len(hosts) > 1:
-            raise UnavailableEverywhereError(
-                "BACKEND is shm, but the ranks do not all share memory; those that do: "
-                f"{hosts}{apart and f' ({apart})'}. Leave BACKEND out to use Gloo between them"
-            )
-        inside = ShmBackend(store, settings.timeout, settings.compares_at_once)
-        return Choice(inside, "BACKEND is shm")
-    if len(hosts) == store.size:
-        why = f"no two ranks share memory{apart and f': {apart}'}"
-        return Choice(_gloo(store, settings), why, apart)
-    return _shared(store, settings, sharing)
-
-
-def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
-    """Use the memory that ranks share; where that fails on any host, all use Gloo alone."""
-    hosts, apart = sharing.groups, sharing.apart
-    near = hosts[sharing.of[store.rank]]
-    inside: Backend = SingleBackend()
-    problem = ""
-    if len(near) == 1:  # two exchanges, as the others make
-        store.exchange(b"")
-        store.exchange(b"")
-    else:
-        try:
-            # Ranks of several hosts must know what they compare before they go on to another host.
-            at_once = settings.compares_at_once or len(hosts) > 1
-            inside = ShmBackend(SubStore(store, near), settings.timeout, at_once)
-        except BackendUnavailableError as error:
-            problem = str(error)
-    problems = store.exchange(problem.encode(errors="backslashreplace"))
-    failed = derived(problems, _first_text)
-    if failed:
-        inside.close()
-        why = f"shared memory cannot be used: {failed}"
-        return Choice(_gloo(store, settings), why, failed)
-    if len(hosts) == 1:
-        return Choice(inside, "all ranks share this host's memory")
-    flat, between = _between(store, settings, sharing, near.index(store.rank))
-    backend = HierarchicalBackend(
-        store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
-    )
-    sizes = ", ".join(str(len(host)) for host in hosts[:_MOST_SIZES])
-    more = ", ..." if len(hosts) > _MOST_SIZES else ""
-    why = f"{len(hosts)} hosts with {sizes}{more} ranks: shared memory inside, Gloo between"
-    return Choice(backend, f"{why}{apart and f'; {apart}'}", apart)
-
-
-def _first_text(texts: Sequence[bytes]) -> str:
-    return next((text.decode() for text in texts if text), "")
-
-
-def _between(
-    store: Store, settings: Settings, sharing: topology.Sharing, local: int
-) -> tuple[Backend, Backend | None]:
-    """Join all ranks, and those that are number ``local`` on their hosts; two exchanges."""
-    settings = replace(settings, timeout=between_hosts(settings.timeout))
-    # A late refusal would reach half a call, of which a part was made elsewhere.
-    flat = _gloo(store, settings, lazily=True, at_once=True)
-    if local >= len(sharing.across):
-        if store.kin is None:
-            store.exchange(b"")
-        return flat, None
-    leading = SubStore(store, sharing.across[local])
-    return flat, _gloo(leading, settings, is_watched=True, at_once=True)
-
-
-def _gloo(
-    store: Store,
-    settings: Settings,
-    lazily: bool = False,
-    is_watched: bool = False,
-    at_once: bool = False,
-) -> Backend:
-    """Connect through Gloo, on the loopback where that joins all; one exchange.
-
-    None where the ranks are part of a group with connections.
-    """
-    if store.kin is not None:
-        backend: Backend = store.kin.whole.part(store, settings.timeout)
-        return backend
-    _native.load("gloo")
-    one_host = all(host == store.hosts[0] for host in store.hosts)
-    return GlooBackend(
-        store,
-        topology.address_inside(settings.interface) if one_host else settings.address,
-        settings.timeout,
-        settings.joining_seconds,
-        settings.job_key,
-        store.hosts,
-        settings.host_timeout,
-        lazily,
-        is_watched,
-        at_once,
-    )

@@ -14,14 +14,14 @@ void Rank::create() {
 
 std::vector<char> Rank::address() {
   char address[256];
-  const int bytes = fl_gloo_address(group_, address, sizeof address);
+  const int bytes = fl_address(group_, address, sizeof address);
   check(bytes > 0, "no address");
   return {address, address + bytes};
 }
 
 void Rank::connect(const std::vector<char>& addresses, bool lazily) {
   const std::vector<char> key(FL_KEY_BYTES);  // the same of all ranks
-  check_ok(fl_gloo_connect(group_, addresses.data(), addresses.size() / size, key.data(),
+  check_ok(fl_connect(group_, addresses.data(), addresses.size() / size, key.data(),
                            lazily, 60),
            "connect");
 }
@@ -34,19 +34,19 @@ Rank Rank::part(const std::vector<int>& ranks, uint64_t number) const {
 
 void Rank::close() {
   if (group_ == nullptr) return;
-  fl_gloo_close(group_);
-  fl_gloo_free(group_);
+  fl_close(group_);
+  fl_free(group_);
   group_ = nullptr;
 }
 
 fl_op* Rank::run(const fl_signature& signature, void* data, void* output, int peer, bool async) {
-  return fl_gloo_run(group_, &signature, data, output, peer, seconds, async ? 1 : 0, nullptr);
+  return fl_run(group_, &signature, data, output, peer, seconds, async ? 1 : 0, nullptr);
 }
 
 void Rank::exchange(const std::vector<fl_message>& messages, bool async,
                     std::vector<fl_op*>& results) {
   results.resize(messages.size());
-  fl_gloo_exchange(group_, messages.data(), static_cast<int>(messages.size()), seconds,
+  fl_exchange(group_, messages.data(), static_cast<int>(messages.size()), seconds,
                    async ? 1 : 0, results.data());
 }
 

@@ -26,7 +26,7 @@ class Rank {
   void connect(const std::vector<char>& addresses, bool lazily);
   void close();
 
-  // Run an operation here, or begin it: fl_gloo_run.
+  // Run an operation here, or begin it: fl_run.
   fl_op* run(const fl_signature& signature, void* data, void* output, int peer, bool async);
   void exchange(const std::vector<fl_message>& messages, bool async,
                 std::vector<fl_op*>& results);

@@ -158,9 +158,9 @@ struct Call {
   }
 
   fl::Handle run(const fl_site* site = &kHere) {
-    return me.group->run(s, in(), out(), -1, kForever, site);
+    return me.group->run({s, in(), out(), -1, kForever, site});
   }
-  fl::Handle start() { return me.group->start(s, in(), out(), -1, kForever, &kHere); }
+  fl::Handle start() { return me.group->start({s, in(), out(), -1, kForever, &kHere}); }
 };
 
 // Calls of one verb after the other.
@@ -236,7 +236,7 @@ void in_place(int rank) {
   for (int call = 0; call < 2; ++call) {
     for (size_t k = 0; k < kLarge; ++k) array[k] = value(rank, call, k);
     const fl_signature s = signature(FL_ALL_REDUCE, kLarge);
-    if (!me.settle(outcome_of(me.group->run(s, array, nullptr, -1, kForever, &kHere)))) return;
+    if (!me.settle(outcome_of(me.group->run({s, array, nullptr, -1, kForever, &kHere})))) return;
     for (size_t k = 0; k < kLarge; ++k) check(array[k] == sum(ranks, call, k), "a wrong sum in place");
   }
 }

@@ -30,8 +30,8 @@ struct Letter {
 
   // A receive of any rank finds out which.
   void* out() { return verb == FL_RECV && peer < 0 ? &match : nullptr; }
-  fl::Handle run(double seconds = kForever) { return me.group->run(s, data.data(), out(), peer, seconds, &kHere); }
-  fl::Handle start() { return me.group->start(s, data.data(), out(), peer, kForever, &kHere); }
+  fl::Handle run(double seconds = kForever) { return me.group->run({s, data.data(), out(), peer, seconds, &kHere}); }
+  fl::Handle start() { return me.group->start({s, data.data(), out(), peer, kForever, &kHere}); }
   fl_message message() { return {s, data.data(), peer, kHere, nullptr}; }
 
   bool end(const fl::Handle& handle) {
@@ -80,7 +80,7 @@ void exchange(int rank) {
   Letter* const there = new Letter(me, FL_SEND, count, 1 - rank, 0);
   Letter* const back = new Letter(me, FL_RECV, count, 1 - rank, 0);
   const fl_message messages[] = {there->message(), back->message()};
-  const auto handles = starts ? me.group->start_exchange(messages, 2, kForever) : me.group->exchange(messages, 2, kForever);
+  const auto handles = me.group->exchange(messages, 2, kForever, starts);
   if (there->end(handles[0])) back->end(handles[1]);
 }
 
@@ -268,7 +268,7 @@ constexpr double kSeconds = 0.2;
 bool barrier(Member& me, fl::ShmGroup* group) {
   fl_signature s = signature(FL_BARRIER, 0);
   s.ndim = s.itemsize = s.dtype = 0;
-  return me.settle(outcome_of(group->run(s, nullptr, nullptr, -1, kSeconds, &kHere)), FL_TIMEOUT);
+  return me.settle(outcome_of(group->run({s, nullptr, nullptr, -1, kSeconds, &kHere})), FL_TIMEOUT);
 }
 
 // All make one, use it and close it, as soon as they can.
@@ -298,7 +298,7 @@ void closed_by_other(int rank) {
     return;
   }
   fl_signature s = signature(FL_BARRIER, 0);
-  const Outcome outcome = outcome_of(me.group->run(s, nullptr, nullptr, -1, kForever, &kHere));
+  const Outcome outcome = outcome_of(me.group->run({s, nullptr, nullptr, -1, kForever, &kHere}));
   check(outcome.status == FL_PEER_LOST && outcome.missing == std::vector<int>{0}, "who has left is not lost");
 }
 
@@ -326,7 +326,7 @@ void closed_meanwhile(int rank) {
   if (rank == 1) return;
   std::thread other([&] {
     fl_signature s = signature(FL_BARRIER, 0);
-    const Outcome outcome = outcome_of(me.group->run(s, nullptr, nullptr, -1, kForever, &kHere));
+    const Outcome outcome = outcome_of(me.group->run({s, nullptr, nullptr, -1, kForever, &kHere}));
     check(outcome.status == FL_CLOSED, "a call of a group that is closed ends with " + std::to_string(outcome.status));
   });
   me.group->close();
@@ -342,7 +342,7 @@ void gives_up(int rank) {
     return;
   }
   fl_signature s = signature(FL_BARRIER, 0);
-  const Outcome outcome = outcome_of(me.group->run(s, nullptr, nullptr, -1, kForever, &kHere));
+  const Outcome outcome = outcome_of(me.group->run({s, nullptr, nullptr, -1, kForever, &kHere}));
   check(outcome.status == FL_RAISED && outcome.missing == std::vector<int>{0} && outcome.message == "enough",
         "the words of a rank that gives up are not heard: " + std::to_string(outcome.status));
 }

@@ -1,0 +1,103 @@
+"""The native extensions: of what each is made, for setup.py.
+
+EXTENSIONS read NumPy arrays by themselves. BINDINGS are descriptions of CFFI, in API mode, but for
+that of NCCL: its declarations become a Python module, as the library is opened when a run asks for
+it. All are abi3.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+from cffi import FFI
+from setuptools import Extension
+
+CSRC = Path(__file__).parent
+ROOT = CSRC.parent
+HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), ROOT / "flashlight_py/optim/rules.inc"]
+C = ["-O3", "-fvisibility=hidden"]
+# No contraction into fused multiply-adds: the same bits on every machine.
+CPP = [*C, "-std=c++17", "-ffp-contract=off"]
+# No errno and no traps: square roots and comparisons are vectors.
+KERNELS = [*CPP, "-fno-math-errno", "-fno-trapping-math"]
+# Functions in Python that libraries call: whether a signal handler has asked to stop, and where the
+# program calls.
+INTERRUPTED, WHERE = "int fl_interrupted(void);", "void fl_where(fl_site *);"
+
+
+def files(*patterns: str) -> list[str]:
+    """Return the files of csrc, relative to setup.py, whose objects are linked in this order."""
+    found = [path for pattern in patterns for path in sorted(CSRC.glob(pattern))]
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def options(sources: list[str], flags: list[str]) -> dict[str, Any]:
+    """Return what setuptools is told of an extension."""
+    return {
+        "sources": sources,
+        "depends": sorted(str(path.relative_to(ROOT)) for path in HEADERS),
+        "include_dirs": ["."],
+        "extra_compile_args": flags,
+        **({"language": "c++"} if sources[0].endswith(".cc") else {}),
+    }
+
+
+def numpy_extension(name: str, sources: list[str], flags: list[str]) -> Extension:
+    """Return an extension that includes NumPy's headers."""
+    extension = Extension(f"flashlight_py._native._{name}", **options(sources, flags))
+    extension.include_dirs.append(numpy.get_include())
+    extension.define_macros = [("Py_LIMITED_API", "0x030A0000")]
+    extension.py_limited_api = True
+    return extension
+
+
+def binding(
+    name: str,
+    declarations: list[str],
+    header: str = "",
+    sources: list[str] | None = None,
+    flags: list[str] | None = None,
+    called: list[str] | None = None,
+    **more: Any,
+) -> FFI:
+    """Return CFFI's description; ``called`` are the functions that Python has."""
+    ffi = FFI()
+    for path in declarations:
+        ffi.cdef((CSRC / path).read_text())
+    for function in called or []:
+        ffi.cdef(f'extern "Python" {function}')
+    compiled = options(sources, flags or []) | more if sources else {}
+    if sources and sources[0].endswith(".cc"):
+        compiled["source_extension"] = ".cc"
+    text = f'#include "csrc/{header}"' if sources else None
+    ffi.set_source(f"flashlight_py._native._{name}", text, **compiled)
+    return ffi
+
+
+EXTENSIONS = [
+    numpy_extension("fast", files("fast/*.c"), C),
+    *(numpy_extension(name, files(f"{name}/*.cc"), KERNELS) for name in ("nn", "optim", "tape")),
+]
+GROUP = ["common/types.cdef.h", "common/group.cdef.h"]
+COMMON = ("common/*.cc", "reduce/*.cc")
+gloo = binding(
+    "gloo",
+    [*GROUP, "gloo/gloo.cdef.h"],
+    "gloo/abi.h",
+    files(*COMMON, "gloo/*.cc"),
+    CPP,
+    called=[INTERRUPTED],
+    libraries=["gloo"],
+)
+shm = binding(
+    "shm",
+    [*GROUP, "shm/shm.cdef.h"],
+    "shm/abi.h",
+    files(*COMMON, "shm/*.cc"),
+    CPP,
+    called=[INTERRUPTED, WHERE],
+)
+tagi = binding("tagi", ["tagi/tagi.cdef.h"], "tagi/tagi.h", files("tagi/*.cc"), KERNELS)
+launch = binding("launch", ["nccl/launch.cdef.h"], "nccl/launch.h", files("nccl/*.c"), C)
+nccl = binding("nccl", ["nccl/nccl.cdef.h", "nccl/cuda.cdef.h"])
+BINDINGS = [f"csrc/build.py:{name}" for name in ("gloo", "shm", "tagi", "launch", "nccl")]

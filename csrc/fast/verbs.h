@@ -1,0 +1,24 @@
+/* Calls that are more than one plain array: lists of arrays, unequal parts, batches of messages, objects. */
+#pragma once
+
+#include "works.h"
+
+/* all_to_all with `rows`; NotImplemented where Python must do it, and nothing has happened. Where `out` has not
+   as many rows as arrive, the result is another array. */
+PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
+
+/* all_reduce of the arrays of a list: the list; or NotImplemented as native_uneven; or a tuple of the arrays that
+   Python must reduce after the others. Asynchronous: a tuple of a Work and a list, of each packed message (its
+   array, the arrays that are in it). Arrays of at most as many bytes as the number in the place of `out` are
+   packed; negative: none is. */
+PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
+
+/* Begin the messages of `ops`, a list of P2POp: their Work; NotImplemented as native_uneven. */
+PyObject *native_batch(PyObject *self, PyObject *ops);
+int batch_names(void);
+
+/* native_object(verb, object, root): the list of the objects that have come; None where they are the root's;
+   (array of frames, number of the call, this rank's frame or None) where Python must go on; NotImplemented,
+   and nothing has happened, where it must do all of it. */
+PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count);
+int object_names(void);

@@ -1,0 +1,161 @@
+"""The backend that joins the ranks of a store, with the reason why it was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import NamedTuple
+
+from flashlight_py import _native
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+from flashlight_py.distributed.backends.shm import ShmBackend
+from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.failures.agreement import between_hosts
+from flashlight_py.distributed.groups.membership import Joiner
+from flashlight_py.distributed.memory import topology
+from flashlight_py.distributed.rendezvous.store import Store, SubStore, derived
+from flashlight_py.distributed.start.settings import Settings
+from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
+
+_MOST_SIZES = 16  # of hosts, that ``describe`` names
+
+
+class Choice(NamedTuple):
+    """A backend and why it was chosen; ``problem``: why ranks that could share memory do not."""
+
+    backend: Backend
+    why: str
+    problem: str = ""
+
+
+def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
+    """Return what joins the ranks of a group, its GPUs, and those of one with another timeout."""
+
+    def join_gpus(cpu: Backend) -> Backend:
+        cupy_side = cpu.cupy_side()
+        if cupy_side is not None:
+            return cupy_side
+        from flashlight_py.distributed.backends.nccl.joining import join_gpus
+
+        return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
+
+    def limited(seconds: float) -> Joiner:
+        return joiner(rule, replace(settings, timeout=seconds, joining=settings.joining_seconds))
+
+    return Joiner(lambda members: connect(members, settings).backend, join_gpus, limited)
+
+
+def connect(store: Store, settings: Settings) -> Choice:
+    """Join the ranks of ``store``. Collective; every rank makes the same choice."""
+    if store.size == 1:
+        return Choice(SingleBackend(), "the world is this process alone")
+    if store.kin is not None and store.kin.is_all and settings.backend != "mpi":
+        return Choice(_gloo(store, settings), "that of the group that it is made of")
+    topology.exchange_process_info(store, settings.checks)
+    if settings.backend != "mpi":
+        return _by_cpu(store, settings)
+
+    def join_cpus() -> Backend:  # which only compare calls
+        return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
+
+    wing = import_module("flashlight_py.distributed.backends.mpi.joining")
+    how = settings.timeout, settings.checks, settings.mpi_cuda_aware
+    backend = wing.join(store, join_cpus, *how)
+    return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
+
+
+def _by_cpu(store: Store, settings: Settings) -> Choice:
+    if settings.backend == "gloo":
+        return Choice(_gloo(store, settings), "BACKEND is gloo")
+    sharing = topology.ranks_by_memory(store)
+    hosts, apart = sharing.groups, sharing.apart
+    if settings.backend == "shm":
+        if len(hosts) > 1:
+            raise UnavailableEverywhereError(
+                "BACKEND is shm, but the ranks do not all share memory; those that do: "
+                f"{hosts}{apart and f' ({apart})'}. Leave BACKEND out to use Gloo between them"
+            )
+        inside = ShmBackend(store, settings.timeout, settings.compares_at_once)
+        return Choice(inside, "BACKEND is shm")
+    if len(hosts) == store.size:
+        why = f"no two ranks share memory{apart and f': {apart}'}"
+        return Choice(_gloo(store, settings), why, apart)
+    return _shared(store, settings, sharing)
+
+
+def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
+    """Use the memory that ranks share; if that fails on any host, all ranks use Gloo alone."""
+    hosts, apart = sharing.groups, sharing.apart
+    near = hosts[sharing.of[store.rank]]
+    inside: Backend = SingleBackend()
+    problem = ""
+    if len(near) == 1:  # two exchanges, as the others make
+        store.exchange(b"")
+        store.exchange(b"")
+    else:
+        try:
+            # Ranks of several hosts must know what they compare before they go on to another host.
+            at_once = settings.compares_at_once or len(hosts) > 1
+            inside = ShmBackend(SubStore(store, near), settings.timeout, at_once)
+        except BackendUnavailableError as error:
+            problem = str(error)
+    problems = store.exchange(problem.encode(errors="backslashreplace"))
+    if failed := derived(problems, _first_text):
+        inside.close()
+        why = f"shared memory cannot be used: {failed}"
+        return Choice(_gloo(store, settings), why, failed)
+    if len(hosts) == 1:
+        return Choice(inside, "all ranks share this host's memory")
+    # All ranks, and the ranks with this one's number on their hosts; two exchanges. A late refusal
+    # would reach half a call, of which a part was made elsewhere, so these compare at once.
+    limits = replace(settings, timeout=between_hosts(settings.timeout))
+    flat, between = _gloo(store, limits, lazily=True, at_once=True), None
+    if (local := near.index(store.rank)) < len(sharing.across):
+        leading = SubStore(store, sharing.across[local])
+        between = _gloo(leading, limits, is_watched=True, at_once=True)
+    elif store.kin is None:
+        store.exchange(b"")
+    backend = HierarchicalBackend(
+        store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
+    )
+    sizes = ", ".join(str(len(host)) for host in hosts[:_MOST_SIZES])
+    more = ", ..." if len(hosts) > _MOST_SIZES else ""
+    why = f"{len(hosts)} hosts with {sizes}{more} ranks: shared memory inside, Gloo between"
+    return Choice(backend, f"{why}{apart and f'; {apart}'}", apart)
+
+
+def _first_text(texts: Sequence[bytes]) -> str:
+    return next((text.decode() for text in texts if text), "")
+
+
+def _gloo(
+    store: Store,
+    settings: Settings,
+    lazily: bool = False,
+    is_watched: bool = False,
+    at_once: bool = False,
+) -> Backend:
+    """Connect by Gloo, on the loopback if it joins all ranks; one exchange.
+
+    Ranks of a group that is connected already make no exchange.
+    """
+    if store.kin is not None:
+        part: Backend = store.kin.whole.part(store, settings.timeout)
+        return part
+    _native.load("gloo")
+    one_host = all(host == store.hosts[0] for host in store.hosts)
+    return GlooBackend(
+        store,
+        topology.address_inside(settings.interface) if one_host else settings.address,
+        settings.timeout,
+        settings.joining_seconds,
+        settings.job_key,
+        store.hosts,
+        settings.host_timeout,
+        lazily,
+        is_watched,
+        at_once,
+    )
