@@ -16,6 +16,7 @@ import pytest
 
 from flashlight_py import random
 from tests.distributed import leftovers
+from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import RankPool
 from tests.nn.oracle import Oracle
 
@@ -68,6 +69,9 @@ def _why_no_gpu() -> str:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"needs a CUDA device: {error}"
     return "" if count else "needs a CUDA device"
+
+
+ranks = ranks_in()  # a module has its own, or a test says in which worlds it runs
 
 
 class Pools:

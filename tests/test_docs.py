@@ -223,35 +223,6 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-# A clause beginning with one of these is a question, or comes after its verb: subject first.
-INVERTED = re.compile(
-    r"(?:^\s*|[.:;!?]\s+|^\s*- |\| |\*\*)Wh(?:at|o|om|ose|ich|atever|oever|ichever)\b"
-    r"(?![^.!?]*\?)[^.!?]*",
-    re.MULTILINE,
-)
-
-
-def sentences() -> Iterator[tuple[str, str]]:
-    """The text of every page, and of every docstring of the package: (where, text)."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]:
-        text = page.read_text()
-        yield page.name, re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    for file in sorted((ROOT / "flashlight_py").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, kinds) and (text := ast.get_docstring(node) or ""):
-                yield f"{file.relative_to(ROOT)}, {getattr(node, 'name', 'module')}", text
-
-
-def test_sentences_begin_with_their_subject() -> None:
-    wrong = [
-        f"{where}: {found[0].strip()}"
-        for where, text in sentences()
-        for found in INVERTED.finditer(text)
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
 # What the pages for newcomers call besides the package: objects of the reader's program, built-ins.
 LOCAL = {"len", "optimizer", "loss", "sampler", "joined", "group"}
 LOCAL |= {"model", "criterion", "sgd", "l", "meter", "var", "module", "train", "eval"}

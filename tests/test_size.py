@@ -4,7 +4,6 @@ import ast
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ SOURCES = {".py", ".c", ".cc", ".h", ".inc", ".pml", ".supp", ".txt"}
 LIMITS = {
     "flashlight_py": 52_290,
     "flashlight_py/distributed": 18_650,
-    "flashlight_py/parallel": 6_460,
+    "flashlight_py/parallel": 6_269,
     "flashlight_py/launch flashlight_py/engines": 4_080,
     "flashlight_py/autograd flashlight_py/nn flashlight_py/optim": 8_130,
     "flashlight_py/tagi": 5_200,
@@ -81,21 +80,6 @@ def test_a_class_name_exists_once() -> None:
     nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == NAMESAKES
-
-
-def docstrings() -> Iterator[str]:
-    """Every docstring of the package, also of what is private."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                yield text
-
-
-def test_summaries_open_with_their_subject() -> None:
-    opening = re.compile(r"(what|who|whom|whose|which|where)\b", re.IGNORECASE)
-    wrong = [text.partition("\n")[0] for text in docstrings() if opening.match(text)]
-    assert not wrong, "\n".join(wrong)
 
 
 def test_few_files_tell_the_tape_of_what_they_do() -> None:

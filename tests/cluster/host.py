@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -137,6 +138,16 @@ class Host:
     def mend(self) -> None:
         """Put the cable back."""
         self._ask_switch(f"mend {self.index}")
+
+    @contextlib.contextmanager
+    def cut_off(self) -> Iterator[float]:
+        """Pull the cable and put it back at the end; yields when it was pulled."""
+        since = time.monotonic()
+        self.cut()
+        try:
+            yield since
+        finally:
+            self.mend()
 
     def freeze(self) -> None:
         """Stop every process of this host; its kernel still acknowledges what it receives."""

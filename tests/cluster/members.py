@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,19 +20,27 @@ PORT = "29411"
 class Members:
     """``counts`` ranks on each host of ``cluster``; a context, which ends them.
 
-    ``env`` is added to their environment: a text for all, or one for each rank.
+    ``env`` is added to their environment: a text for all, or one for each rank. The context begins
+    when all of them have been initialised, unless not ``all_meet``.
     """
 
     def __init__(
-        self, cluster: Cluster, counts: Sequence[int], program: str, **env: str | Sequence[str]
+        self,
+        cluster: Cluster,
+        counts: Sequence[int],
+        program: str,
+        all_meet: bool = True,
+        **env: str | Sequence[str],
     ) -> None:
-        self._cluster, self._counts = cluster, counts
+        self._cluster, self._counts, self._all_meet = cluster, counts, all_meet
         self._program, self._env = program, env
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Members:
         homes = [host for host, count in enumerate(self._counts) for _ in range(count)]
         self.processes = [self._start(rank, home) for rank, home in enumerate(homes)]
+        if self._all_meet:
+            self._await_ready()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,13 +65,6 @@ class Members:
         process = self._cluster[home].popen(command, env=env, **pipes)
         return self._stack.enter_context(process)
 
-    def await_ready(self) -> None:
-        """Return when every rank has been initialised."""
-        for process in self.processes:
-            assert process.stdout
-            line = process.stdout.readline()
-            assert "ready" in line, line
-
     def tell(self, ranks: Iterable[int]) -> None:
         """Tell ``ranks`` to go on."""
         for rank in ranks:
@@ -77,6 +78,21 @@ class Members:
         chosen = range(len(self.processes)) if ranks is None else ranks
         return [self._end(self.processes[rank]) for rank in chosen]
 
+    def all_end_well(self, told: Iterable[int] = ()) -> None:
+        """Let the ranks ``told`` go on, and check that no rank has raised anything."""
+        self.tell(told)
+        assert [end["kind"] for end in self.ends()] == [""] * len(self.processes)
+
+    def _await_ready(self) -> None:
+        try:
+            for process in self.processes:
+                assert process.stdout
+                line = process.stdout.readline()
+                assert "ready" in line, line
+        except BaseException:
+            self.__exit__()
+            raise
+
     def _end(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         assert process.stdout
         line = process.stdout.readline()
@@ -84,6 +100,12 @@ class Members:
         report: dict[str, Any] = json.loads(line)
         return report
 
-    def stop(self, rank: int, *, is_stopped: bool = True) -> None:
-        """Stop one rank as a debugger does, or let it go on."""
-        os.kill(self.processes[rank].pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+    def stop(self, rank: int) -> None:
+        """Stop one rank as a debugger does."""
+        self.processes[rank].send_signal(signal.SIGSTOP)
+
+    def pause(self, rank: int, seconds: float) -> None:
+        """Stop one rank for so long."""
+        self.stop(rank)
+        time.sleep(seconds)
+        self.processes[rank].send_signal(signal.SIGCONT)

@@ -131,13 +131,9 @@ def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) 
 
 @pytest.mark.slow
 def test_a_host_that_cannot_be_reached_at_the_start(cluster: Cluster) -> None:
-    cluster[1].cut()
-    began = time.monotonic()
-    try:
+    with cluster[1].cut_off() as began:
         done = start(cluster, "h0:1,h1:2", write(cluster.folder, SUM))
         _, errors = done.communicate(timeout=40)
-    finally:
-        cluster[1].mend()
     assert time.monotonic() - began < 25
     assert "flrun: rank 1 of 3 on h1 is lost: ssh to h1 exited with code 255" in errors
 

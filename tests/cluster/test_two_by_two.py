@@ -12,6 +12,7 @@ import pytest
 import flashlight_py as fl
 from tests.cluster.hosts import Cluster
 from tests.distributed import conformance
+from tests.distributed.conformance import on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,8 @@ def test_ranks_run_in_their_hosts(ranks: Any) -> None:
     assert ranks.run(places) == [("h0", 6), ("h0", 6), ("h1", 6), ("h1", 6)]
 
 
-def short_form(rank: int, size: int) -> None:
+@on_ranks()
+def test_the_short_form_of_the_conformance_suite(rank: int, size: int) -> None:
     for verb in ("all_reduce", "reduce"):
         for dtype in ("float32", "float16", "int8"):
             conformance.every_op(rank, size, verb, dtype, "strided")
@@ -40,10 +42,6 @@ def short_form(rank: int, size: int) -> None:
     conformance.reduce_scatter_parts(rank, size, "float32", 1000)
     conformance.ring_of_messages(rank, size, 100_000)
     conformance.locations(rank, size, "float32")
-
-
-def test_the_short_form_of_the_conformance_suite(ranks: Any) -> None:
-    ranks.run(short_form)
 
 
 def reduce_for_ever(rank: int, size: int, dies: int) -> None:

@@ -5,8 +5,10 @@ arrays in rank order, so results must be equal to the last bit, not merely close
 """
 
 import functools
+import importlib
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +22,7 @@ from flashlight_py.distributed.calls.combining import MEANINGS, cut, factors
 from flashlight_py.distributed.calls.combining import combined as in_order
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, VERBS, Verb
+from tests.distributed.harness import RankPool
 
 Array = NDArray[Any]
 
@@ -40,24 +43,69 @@ BACKENDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 WORLDS = [(name, size) for name, (sizes, _) in BACKENDS.items() for size in sizes]
 
 
-def ranks_in(*worlds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()) -> Any:
+def _ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    name, size, *more = request.param
+    if name == "mpi":
+        pytest.importorskip("mpi4py")
+    world = BACKENDS[name][1]
+    for how in more:
+        params = {**world.get("params", {}), **how.get("params", {})}
+        world = {**world, **how, "params": params}
+    return pool(size, **world)
+
+
+World = tuple[str, int] | tuple[str, int, dict[str, Any]]  # of a backend, and what is added
+
+
+def ranks_in(*worlds: World, slow: Sequence[World] = ()) -> Any:
     """Return a fixture: the ranks of each of ``worlds`` (backend, size) in turn.
 
     All tests of a module run in one world before the next one is started. Those in the worlds
     ``slow`` are marked so.
     """
     marked = [pytest.param(world, marks=pytest.mark.slow) for world in slow]
+    return pytest.fixture(scope="module", params=[*worlds, *marked], ids=_world_id)(_ranks)
 
-    @pytest.fixture(
-        scope="module", params=[*worlds, *marked], ids=lambda world: f"{world[0]}-{world[1]}"
-    )
-    def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-        name, size = request.param
-        if name == "mpi":
-            pytest.importorskip("mpi4py")
-        return pool(size, **BACKENDS[name][1])
 
-    return ranks
+def _world_id(world: tuple[Any, ...]) -> str:
+    return f"{world[0]}-{world[1]}"
+
+
+def on_ranks(
+    *worlds: World, slow: Sequence[World] = (), fresh: bool = False, **how: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator: the test is what each rank does, ``test(rank, size, *fixtures)``.
+
+    It runs in the fixture ``ranks``, or in each of ``worlds`` and ``slow`` with more ``params`` or
+    ``env``. ``fresh``: on ranks of its own, which it may end.
+    """
+    marked = [(world, ()) for world in worlds] + [(world, pytest.mark.slow) for world in slow]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        names = [*inspect.signature(test).parameters][2:]
+
+        def run(ranks: Any, **given: Any) -> None:
+            call = _on_rank, test.__module__, test.__name__, *(given[name] for name in names)
+            if fresh:
+                with RankPool(ranks.size, **ranks.world) as pool:
+                    pool.run(*call)
+            else:
+                ranks.run(*call)
+
+        functools.update_wrapper(run, test)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in ("ranks", *names)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        if not marked:
+            return run
+        params = [pytest.param((*world, how), marks=marks) for world, marks in marked]
+        return pytest.mark.parametrize("ranks", params, ids=_world_id, indirect=True)(run)
+
+    return decorate
+
+
+def _on_rank(rank: int, size: int, module: str, name: str, *args: Any) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, size, *args)
 
 
 DTYPES = [

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ __all__ = [
     "mpirun_command",
     "run_outcomes",
     "run_ranks",
+    "run_survivors",
 ]
 
 # Where all tests together have little time, a rank that hangs must leave some for the others.
@@ -70,6 +72,17 @@ def run_outcomes(
         return pool.outcomes(fn, *args, deadline=deadline)
 
 
+def run_survivors(
+    fn: Callable[..., Any], size: int, lost: int, *args: Any, **how: Any
+) -> list[Any]:
+    """Like ``run_ranks`` where rank ``lost`` is killed; returns the results of the others."""
+    outcomes = run_outcomes(fn, size, *args, **how)
+    killed = outcomes.pop(lost)
+    if killed.signal != signal.SIGKILL or not all(outcome.ok for outcome in outcomes):
+        raise RanksFailedError(fn.__qualname__, [*outcomes, killed])
+    return [outcome.value for outcome in outcomes]
+
+
 def living_processes() -> set[int]:
     """The processes that belong to pools which are open now, and the one that forks them."""
     worlds = [pool._world for pool in _living if pool._world is not None]
@@ -99,9 +112,12 @@ class RankPool:
         hosts: Sequence[Host] | None = None,
     ) -> None:
         self.size = size
-        self._init = init
-        self._params = dict(params or {})
-        self._env, self._hosts = env, hosts
+        self.world: dict[str, Any] = {
+            "init": init,
+            "params": dict(params or {}),
+            "env": env,
+            "hosts": hosts,
+        }
         self._world: World | None = None
 
     def __enter__(self) -> RankPool:
@@ -173,7 +189,7 @@ class RankPool:
 
     def _started(self) -> World:
         if self._world is None:
-            self._world = World(self.size, self._init, self._params, self._env, self._hosts)
+            self._world = World(self.size, **self.world)
             _living.add(self)
             outcomes = self._world.start(START_DEADLINE)
             if not all(outcome.ok for outcome in outcomes):

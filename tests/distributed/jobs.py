@@ -1,17 +1,25 @@
 """A program, or an mpirun of one, that is watched from its start to its end."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.distributed import processes
 
-__all__ = ["ended", "start"]
+__all__ = ["ended", "free_port", "start"]
 
 ROOT = Path(__file__).parents[2]
 # From the failure to the end of a job. Without a notice the others would wait for minutes.
 SOON = 30.0
+
+
+def free_port() -> int:
+    """Return a TCP port that no process of this host listens at."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 def start(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:

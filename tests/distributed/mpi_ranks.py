@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER
-from tests.distributed.conformance import assert_equal, combined, values
+from tests.distributed.conformance import assert_equal, dtype_of, values
+from tests.distributed.programs import run_program
 
 TIMEOUT = 20.0
 
@@ -35,66 +36,11 @@ def join_again(store: Store) -> MpiBackend:
     return join(store, lambda: ShmBackend(store, TIMEOUT), TIMEOUT, True, gpu_aware=False)
 
 
-def reduce_to_each(rank: int, size: int, name: str, count: int) -> None:
-    for root in range(size):
-        for op in ("sum", "prod", "max"):
-            everyone = [values(r, (count,), name) for r in range(size)]
-            x = everyone[rank].copy()
-            assert fl.reduce(x, root, op=op, scale=3.0) is x
-            expected = combined(everyone, op, 3.0) if rank == root else everyone[rank]
-            assert_equal(x, expected, f"reduce {op} of {count} {name} on {root}")
-
-
-def gather_and_scatter(rank: int, size: int, name: str, rows: int) -> None:
-    for root in range(size):
-        shapes = [(rows * r, 3) for r in range(size)]
-        everyone = [values(r, shapes[r], name) for r in range(size)]
-        whole = fl.gather(everyone[rank], root)
-        assert (whole is None) == (rank != root)
-        if whole is not None:
-            assert_equal(whole, np.concatenate(everyone), f"gather {rows} rows of {name}")
-        parts = np.stack([values(r, (rows, 2), name) for r in range(size)])
-        given = list(parts) if rank == root else None
-        assert_equal(fl.scatter(given, root), parts[rank], "into a new array")
-        part = np.zeros_like(parts[rank])
-        # One rank does not know what is coming, the others do.
-        into = part if rank else None
-        got = fl.scatter(given, root, out=into)
-        assert rank == 0 or got is part
-        assert_equal(got, parts[rank], "into an array of its own")
-
-
-def all_to_all_both_ways(rank: int, size: int, name: str, rows: int) -> None:
-    everyone = [values(r, (size * rows, 2), name) for r in range(size)]
-    got = fl.all_to_all(everyone[rank])
-    mine = slice(rank * rows, (rank + 1) * rows)
-    assert_equal(got, np.concatenate([x[mine] for x in everyone]), f"{rows} rows of {name}")
-    # Rank r gives (r + p) % 3 * rows rows to rank p.
-    counts = [[(r + p) % 3 * rows for p in range(size)] for r in range(size)]
-    uneven = [values(r, (sum(counts[r]), 2), name) for r in range(size)]
-    got = fl.all_to_all(uneven[rank], rows=counts[rank])
-    expected = [np.split(uneven[r], np.cumsum(counts[r]))[rank] for r in range(size)]
-    assert_equal(got, np.concatenate(expected), f"uneven, {rows} rows of {name}")
-
-
-def every_verb_in_small_pieces(rank: int, size: int, limit: int) -> None:
+def verbs_in_small_pieces(rank: int, size: int, program: Sequence[Any], limit: int) -> None:
     """As if MPI's counts ended at ``limit``."""
     before, movement.LARGEST_BYTES = movement.LARGEST_BYTES, limit
     try:
-        for name in ("float32", "int8", "longdouble"):
-            for count in (1, 7, 100):
-                reduce_to_each(rank, size, name, count)
-                gather_and_scatter(rank, size, name, count)
-                all_to_all_both_ways(rank, size, name, count)
-        for op in ("sum", "min"):
-            everyone = [values(r, (6 * size, 5), "float64") for r in range(size)]
-            x = everyone[rank].copy()
-            assert_equal(fl.all_reduce(x, op=op), combined(everyone, op, 1.0), "all_reduce")
-            part = fl.reduce_scatter(everyone[rank], op=op)
-            mine = slice(rank * 6, (rank + 1) * 6)
-            assert_equal(part, combined(everyone, op, 1.0)[mine], "reduce_scatter")
-        x = values(rank, (1000,), "float32").copy()
-        assert_equal(fl.broadcast(x, root=1), values(1, (1000,), "float32"), "broadcast")
+        run_program(rank, size, program)
         ring(rank, size, 5000)
     finally:
         movement.LARGEST_BYTES = before
@@ -157,16 +103,12 @@ def extremes(rank: int, size: int, name: str) -> list[bytes]:
     """NaN and zeros of both signs, whose order differs between ranks."""
     odd = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, -1.0]
     table = np.array([np.roll(odd, shift) for shift in range(size)])
-    x, y = table[rank].astype(name), table[rank].astype(name)
+    x, y = table[rank].astype(dtype_of(name)), table[rank].astype(dtype_of(name))
     fl.all_reduce(x, op="min")
     fl.all_reduce(y, op="max")
-    assert_same(x, np.minimum.reduce(table))
-    assert_same(y, np.maximum.reduce(table))
+    np.testing.assert_array_equal(x.astype(table.dtype), np.minimum.reduce(table))
+    np.testing.assert_array_equal(y.astype(table.dtype), np.maximum.reduce(table))
     return [x.tobytes(), y.tobytes()]
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    np.testing.assert_array_equal(got.astype(expected.dtype), expected)
 
 
 def half_of_the_world(rank: int, size: int) -> Any:
@@ -178,8 +120,7 @@ def half_of_the_world(rank: int, size: int) -> Any:
         fl.barrier()
         return None
     group = join_again(store)
-    place = [0, None, 1][rank] if rank == 1 else {2: 0, 0: 1}[rank]
-    assert (group.rank, group.size) == (place, 2)
+    assert (group.rank, group.size) == ({2: 0, 0: 1}[rank], 2)
     x = np.full(3, float(rank))
     group.start(Call(ALL_REDUCE, x)).wait()
     gathered = group.start(Call(ALL_GATHER, np.array([rank]))).wait()

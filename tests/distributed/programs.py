@@ -106,6 +106,18 @@ def _calls(draw: Any, groups: Sequence[tuple[int, ...]], verbs: Sequence[str]) -
     )
 
 
+def every_verb(size: int, dtype: str, widths: Sequence[int]) -> list[Call]:
+    """Return each verb with few rows of every width, of the first and the last root, both ways."""
+    everyone = tuple(range(size))
+    return [
+        Call(verb, dtype, rows, width, "contiguous", root, "sum", 1.0, async_op, everyone)
+        for verb in VERBS
+        for rows in (0, 1, 3)
+        for width in widths
+        for root, async_op in {(0, False), ((size - 1) * (verb in ROOTED), verb in ASYNCHRONOUS)}
+    ]
+
+
 def is_whole(dtype: str) -> bool:
     return dtype_of(dtype).kind in "iu"
 

@@ -17,6 +17,7 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_GATHER, REDUCE, Verb
 from tests.distributed.conformance import assert_equal, by_hosts, dtype_of, values
 from tests.distributed.harness import run_ranks
+from tests.distributed.told import first_error
 
 # Which host each rank is on.
 PLACES = {
@@ -126,8 +127,7 @@ PLACED = {places: _placed(places) for places in PLACES.values()}
 
 @pytest.mark.parametrize("verb", [reductions, parts, gathered, broadcasts])
 @pytest.mark.parametrize(
-    "name",
-    ["float32", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bfloat16", "int8"))],
+    "name", ["float32", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bfloat16", "int8"))]
 )
 def test_verbs_of_every_size(world: Any, verb: Any, name: str) -> None:
     places, ranks = world
@@ -172,12 +172,7 @@ def scatter_to_a_late_rank(rank: int, size: int) -> str:
             real(*args)
 
         LargeCalls._reduce_section = late  # type: ignore[method-assign]
-    try:
-        fl.reduce_scatter(np.ones(200_000))
-        fl.barrier()
-    except fl.errors.DistributedError as error:
-        return str(error)
-    return "nothing was late"
+    return first_error(lambda: fl.reduce_scatter(np.ones(200_000)), fl.barrier)
 
 
 @pytest.mark.slow
@@ -192,11 +187,7 @@ def late_after_all_to_all(rank: int, size: int, timeout: float | None) -> str:
     fl.all_to_all(np.ones((size, 1)))
     if rank == 1:
         time.sleep(3)
-    try:
-        fl.barrier(timeout)
-    except fl.errors.DistributedError as error:
-        return str(error)
-    return "nobody was late"
+    return first_error(lambda: fl.barrier(timeout))
 
 
 @pytest.mark.slow
@@ -222,12 +213,7 @@ def wake_when_given_up(rank: int, size: int) -> str:
             return real(self, call)
 
         GlooBackend.start = late  # type: ignore[method-assign]
-    try:
-        fl.reduce(np.ones(200_000))
-        fl.barrier()
-    except fl.errors.DistributedError as error:
-        return str(error)
-    return "nothing was late"
+    return first_error(lambda: fl.reduce(np.ones(200_000)), fl.barrier)
 
 
 @pytest.mark.slow
@@ -251,12 +237,7 @@ def stop_before_the_answer(rank: int, size: int) -> str:
             return real(self, verb, array, seconds)
 
         NativeBackend.step = late  # type: ignore[method-assign]
-    try:
-        fl.barrier()
-        fl.barrier()
-    except fl.errors.DistributedError as error:
-        return str(error)
-    return "nothing was late"
+    return first_error(fl.barrier, fl.barrier)
 
 
 @pytest.mark.slow

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.calls.arrays import DTYPES, code_of, dtype_of_code
+from flashlight_py._native.codes import DTYPES
+from flashlight_py.distributed.calls.arrays import code_of, dtype_of_code
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
 from flashlight_py.errors import MismatchError
-from tests.distributed.test_native_calls import BACKENDS, CODES, native, record_of, settle
+from tests.distributed.conformance import on_ranks
+from tests.distributed.test_native_calls import CODES, in_both, native, record_of, settle
 from tests.distributed.told import told_now_or_later
 
+in_all = on_ranks(("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
 BFLOAT16 = DTYPES.index("bfloat16")
 # Whether x and out are given by their addresses.
 MIXED = ((1, 1), (1, 0), (0, 1))
@@ -55,7 +58,12 @@ def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
     return moved
 
 
-def same_as_arrays(rank: int, size: int, async_op: bool, count: int) -> None:
+@pytest.mark.parametrize("count", [3, 30_000])
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(("shm", 2), ("gloo", 2), slow=[("shm", 3), ("gloo", 3)])
+def test_every_verb_does_what_it_does_with_arrays(
+    rank: int, size: int, async_op: bool, count: int
+) -> None:
     """What memory by its address becomes is what arrays become, bit for bit."""
     settle()
     group = current_world().group
@@ -85,17 +93,10 @@ def verb_named(name: str) -> Any:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_verb_does_what_it_does_with_arrays(
-    pool: Any, backend: str, size: int, async_op: bool
+@in_all
+def test_a_row_is_gathered_from_its_place_in_the_result(
+    rank: int, size: int, async_op: bool
 ) -> None:
-    ranks = pool(size, params={"BACKEND": backend})
-    for count in (3, 30_000):
-        ranks.run(same_as_arrays, async_op, count)
-
-
-def from_own_row(rank: int, size: int, async_op: bool) -> None:
     """A rank's row may lie in the place that it has in the result, as FSDP of torch has it."""
     settle()
     group = current_world().group
@@ -119,16 +120,8 @@ def from_own_row(rank: int, size: int, async_op: bool) -> None:
         assert [*group.journal.header] == before
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_is_gathered_from_its_place_in_the_result(
-    pool: Any, backend: str, size: int, async_op: bool
-) -> None:
-    pool(size, params={"BACKEND": backend}).run(from_own_row, async_op)
-
-
-def nothing_there(rank: int, size: int) -> None:
+@in_both
+def test_memory_without_elements_has_no_address(rank: int, size: int) -> None:
     """Scalars, and memory of no elements, whose address is 0."""
     settle()
     group = current_world().group
@@ -151,12 +144,8 @@ def nothing_there(rank: int, size: int) -> None:
             assert got is (out or x) or (verb, got) == ("gather", None)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_memory_without_elements_has_no_address(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(nothing_there)
-
-
-def malformed(rank: int, size: int) -> None:
+@in_both
+def test_what_is_malformed_is_left_to_python(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     x = np.zeros(4 * size)
@@ -231,12 +220,9 @@ def malformed(rank: int, size: int) -> None:
     assert (native(group, "gather", given) is None) == (rank > 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_malformed_is_left_to_python(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(malformed)
-
-
-def differing(rank: int, size: int, async_op: bool) -> list[str]:
+@pytest.mark.parametrize("async_op", [False, True])
+@in_all
+def test_a_mismatch_is_raised_on_every_rank(rank: int, size: int, async_op: bool) -> None:
     """Ranks that call different things all raise, and the group goes on."""
     settle()
     group = current_world().group
@@ -260,24 +246,14 @@ def differing(rank: int, size: int, async_op: bool) -> list[str]:
     x = np.ones(3)
     native(group, "all_reduce", by_address(x), async_op=async_op)
     assert np.all(x == size)
-    return errors
+    assert "all_reduce(float64 (3, 2)" in errors[0]
+    assert "all_reduce(float64 (4, 2)" in errors[0]
+    assert "all_reduce(bfloat16 (3,)" in errors[-1]
+    assert "all_reduce(uint16 (3,)" in errors[-1]
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mismatch_is_raised_on_every_rank(
-    pool: Any, backend: str, size: int, async_op: bool
-) -> None:
-    for errors in pool(size, params={"BACKEND": backend}).run(differing, async_op):
-        assert len(errors) == 8
-        assert "all_reduce(float64 (3, 2)" in errors[0]
-        assert "all_reduce(float64 (4, 2)" in errors[0]
-        assert "all_reduce(bfloat16 (3,)" in errors[-1]
-        assert "all_reduce(uint16 (3,)" in errors[-1]
-
-
-def unequal_rows(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("shm", 3))
+def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
     """An all_to_all of rows, and what happens where ``out`` has another number of them."""
     settle()
     group = current_world().group
@@ -309,12 +285,9 @@ def unequal_rows(rank: int, size: int) -> None:
         group.fast.collective(CODES["all_to_all"], x, out, [1] * size, 1.0, 0, 0, False)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_all_to_all_of_rows(pool: Any, size: int) -> None:
-    pool(size, params={"BACKEND": "shm"}).run(unequal_rows)
-
-
-def differing_lengths(rank: int, size: int, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@in_all
+def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
     """Gathers of unequal parts fill an ``out`` of the right length, and refuse another."""
     settle()
     group = current_world().group
@@ -340,14 +313,8 @@ def differing_lengths(rank: int, size: int, async_op: bool) -> None:
                 assert np.all(out == -1)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gathers_of_unequal_parts(pool: Any, backend: str, size: int, async_op: bool) -> None:
-    pool(size, params={"BACKEND": backend}).run(differing_lengths, async_op)
-
-
-def messages(rank: int, size: int) -> None:
+@in_all
+def test_messages(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -385,13 +352,9 @@ def messages(rank: int, size: int) -> None:
             native(group, "recv" if rank else "send", x, peer=1 - rank)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_messages(pool: Any, backend: str, size: int) -> None:
-    pool(size, params={"BACKEND": backend}).run(messages)
-
-
-def owner_of_a_dropped_work(rank: int, size: int, count: int) -> None:
+@pytest.mark.parametrize("count", [3, 300_000])
+@in_both
+def test_the_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count: int) -> None:
     """The owner lives until the operation has ended, though nobody has the Work any more."""
     settle()
     group = current_world().group
@@ -420,14 +383,6 @@ def owner_of_a_dropped_work(rank: int, size: int, count: int) -> None:
             native(group, "recv" if verb == "send" else verb, by_address(mine), out=given, tag=7)
             assert np.all((out if verb == "all_gather" else mine) == 1 + (verb == "all_reduce"))
             fl.send(np.zeros(1), 0, tag=9)
-
-
-@pytest.mark.parametrize("count", [3, 300_000])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_owner_lives_until_a_dropped_operation_ends(
-    pool: Any, backend: str, count: int
-) -> None:
-    pool(2, params={"BACKEND": backend}).run(owner_of_a_dropped_work, count)
 
 
 def test_one_rank_takes_addresses() -> None:

@@ -33,7 +33,7 @@ from flashlight_py.distributed.verbs import (
     SEND,
 )
 from flashlight_py.errors import MismatchError
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 
 ranks = ranks_in(("shm", 4), ("gloo", 3), ("hierarchical", 4))
 
@@ -65,8 +65,10 @@ def stand_in() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+@on_ranks()
 @stand_in()
-def every_verb(rank: int, size: int, blocking: bool) -> None:
+def test_nothing_moves_and_shapes_are_known(rank: int, size: int, blocking: bool) -> None:
     x = of_gpu(2 * size, 3)
     rows = [1] * (size - 1) + [size + 1]
     for call in (
@@ -97,11 +99,6 @@ def every_verb(rank: int, size: int, blocking: bool) -> None:
     got = compare(Call(RECV, x, peer=before, partial=True), blocking=True)
     assert got == Matched(before, before + 1)
     sent.wait()
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-def test_nothing_moves_and_shapes_are_known(ranks: Any, blocking: bool) -> None:
-    ranks.run(every_verb, blocking)
 
 
 def number(rank: int, size: int) -> list[int]:

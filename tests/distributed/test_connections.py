@@ -14,7 +14,8 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
-from tests.distributed.harness import run_outcomes, run_ranks
+from tests.distributed.conformance import on_ranks
+from tests.distributed.harness import run_ranks, run_survivors
 
 RANKS = 12
 # One listens; 1, 2, 4 and 8 ranks before and after it are 6 others.
@@ -42,8 +43,11 @@ def open_now() -> int:
     return sum(path.is_socket() for path in paths)
 
 
-def begin(**params: Any) -> dict[str, Any]:
-    return {"params": {"TIMEOUT": 20, **params}, "env": each_a_host}
+def among_many(timeout: float = 20) -> Any:
+    """Return a decorator of a test on new ranks, each of which is a host."""
+    return on_ranks(
+        ("hierarchical", RANKS), fresh=True, params={"TIMEOUT": timeout}, env=each_a_host
+    )
 
 
 def small_and_large(rank: int, size: int) -> list[int]:
@@ -83,23 +87,21 @@ def small_and_large(rank: int, size: int) -> list[int]:
 
 def test_only_those_who_need_each_other_are_connected() -> None:
     """Small calls need no more than the neighbours, a message one more, large arrays all."""
-    counts = np.array(run_ranks(small_and_large, RANKS, **begin()))
+    world: Any = {"params": {"TIMEOUT": 20}, "env": each_a_host}
+    counts = np.array(run_ranks(small_and_large, RANKS, **world))
     base = counts[:, 0] - AT_FIRST  # what the process had before
     assert (counts[:, 1] == counts[:, 0]).all()
     assert (counts[:, 2] == base + AT_FIRST + 1).all()
     assert (counts[:, 3] == base + RANKS).all()
 
 
-def in_a_ring(rank: int, size: int) -> None:
+@among_many()
+def test_many_ranks_send_to_the_next_in_a_ring(rank: int, size: int) -> None:
+    """Each waited for the next to receive, which waited for the one after it."""
     came = np.empty(1)
     for _ in range(3):
         fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, out=came, src=(rank - 1) % size)
         assert came[0] == (rank - 1) % size
-
-
-def test_many_ranks_send_to_the_next_in_a_ring() -> None:
-    """Each waited for the next to receive, which waited for the one after it."""
-    run_ranks(in_a_ring, RANKS, **begin())
 
 
 def on_two_hosts(rank: int, size: int) -> list[int]:
@@ -121,13 +123,18 @@ def test_ranks_that_share_memory_connect_to_nobody_but_their_counterparts() -> N
     assert (counts[:, 2] == counts[:, 1] + 1).all()
 
 
-def mismatch(rank: int, size: int) -> None:
+@among_many()
+def test_who_calls_something_else_is_named_among_many(rank: int, size: int) -> None:
+    """All have heard of all, and the group lives on."""
     with pytest.raises(MismatchError, match=f"rank {LATE}"):
         fl.all_reduce(np.zeros(4 if rank == LATE else 3))
     assert fl.all_reduce(np.ones(1)) == size
 
 
-def come_late(rank: int, size: int) -> None:
+@pytest.mark.slow
+@among_many(timeout=1)
+def test_who_is_late_is_named_among_many(rank: int, size: int) -> None:
+    """Not those who wait for it, and were to pass on what it calls."""
     fl.barrier()
     if rank == LATE:
         time.sleep(2.5)
@@ -147,23 +154,10 @@ def disappear(rank: int, size: int) -> None:
         fl.all_reduce(np.zeros(3))
 
 
-def test_who_calls_something_else_is_named_among_many() -> None:
-    """All have heard of all, and the group lives on."""
-    run_ranks(mismatch, RANKS, **begin())
-
-
-@pytest.mark.slow
-def test_who_is_late_is_named_among_many() -> None:
-    """Not those who wait for it, and were to pass on what it calls."""
-    run_ranks(come_late, RANKS, **begin(TIMEOUT=1))
-
-
 @pytest.mark.slow
 def test_who_is_gone_is_named_among_many() -> None:
     """Also by those who were not connected to it."""
-    outcomes = run_outcomes(disappear, RANKS, **begin())
-    assert outcomes[GONE].signal == signal.SIGKILL
-    assert all(outcome.ok for rank, outcome in enumerate(outcomes) if rank != GONE), outcomes
+    run_survivors(disappear, RANKS, GONE, params={"TIMEOUT": 20}, env=each_a_host)
 
 
 def first_message(

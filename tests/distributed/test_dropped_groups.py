@@ -18,7 +18,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.calls import fast_path
 from flashlight_py.distributed.groups import membership
 from flashlight_py.parallel import functional
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(("gloo", 2), ("shm", 2), slow=[("hierarchical", 4), ("mpi", 2)])
@@ -71,7 +71,8 @@ def cycle(group: Any) -> None:
     holder.append(holder)
 
 
-def keep_what_runs(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_dropped_group_stays_while_something_runs_in_it(rank: int, size: int) -> None:
     got = np.zeros(1000)
     last = size - 1
     if rank == 0:
@@ -94,11 +95,8 @@ def keep_what_runs(rank: int, size: int) -> None:
     fl.barrier()
 
 
-def test_a_dropped_group_stays_while_something_runs_in_it(ranks: Any) -> None:
-    ranks.run(keep_what_runs)
-
-
-def keep_an_open_receive(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_dropped_group_stays_while_it_receives_from_any_rank(rank: int, size: int) -> None:
     group, got = fl.new_group(range(size)), np.zeros(1000)
     if rank == 0:
         work = group.irecv(got, None)
@@ -112,10 +110,6 @@ def keep_an_open_receive(rank: int, size: int) -> None:
         assert np.all(work.wait() == 1)
         assert work.source == size - 1
     fl.barrier()
-
-
-def test_a_dropped_group_stays_while_it_receives_from_any_rank(ranks: Any) -> None:
-    ranks.run(keep_an_open_receive)
 
 
 def used(group: fl.ProcessGroup) -> fl.ProcessGroup:

@@ -45,27 +45,16 @@ IN_A_THREAD = (
 
 def by_hand(path: Path, how: str, size: int = 2, env: Any = None, **params: Any) -> Any:
     params["FILE_PATH"] = str(path / "meet")
-    ranks = [
-        start(
-            [
-                sys.executable,
-                "-c",
-                PROGRAM.format(how=how, rank=rank, size=size, params=params),
-            ],
-            env(rank) if env is not None else None,
-        )
-        for rank in range(size)
-    ]
+    ranks = []
+    for rank in range(size):
+        program = PROGRAM.format(how=how, rank=rank, size=size, params=params)
+        ranks.append(start([sys.executable, "-c", program], env and env(rank)))
     return [ended(rank) for rank in ranks]
 
 
 @pytest.mark.parametrize(
     ("size", "world"),
-    [
-        (2, {"BACKEND": "shm"}),
-        (2, {"BACKEND": "gloo"}),
-        (3, {"env": conformance.two_hosts}),
-    ],
+    [(2, {"BACKEND": "shm"}), (2, {"BACKEND": "gloo"}), (3, {"env": conformance.two_hosts})],
 )
 def test_the_others_raise_with_the_traceback(tmp_path: Path, size: int, world: Any) -> None:
     started = time.monotonic()

@@ -11,7 +11,15 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.groups.grid import Grid, extents_of
 from tests.distributed import conformance
-from tests.distributed.conformance import LAYOUTS, WORLDS, assert_equal, lay_out, ranks_in, values
+from tests.distributed.conformance import (
+    LAYOUTS,
+    WORLDS,
+    assert_equal,
+    lay_out,
+    on_ranks,
+    ranks_in,
+    values,
+)
 from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(*WORLDS)
@@ -113,7 +121,8 @@ def test_what_is_no_grid_is_refused() -> None:
         fl.grid(1, group=3)  # type: ignore[arg-type]
 
 
-def groups_that_have_none(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_a_process_outside_of_a_group_has_no_place_in_its_grid(rank: int, size: int) -> None:
     group = fl.new_group([1])
     if rank == 1:
         assert group.grid((1, 1)).coords == (0, 0)
@@ -122,10 +131,6 @@ def groups_that_have_none(rank: int, size: int) -> None:
             group.grid((1, 1))
     with pytest.raises(ValueError, match=f"and this group has {size} ranks"):
         fl.grid((size, 2))
-
-
-def test_a_process_outside_of_a_group_has_no_place_in_its_grid(pool: Any) -> None:
-    pool(2, params={"BACKEND": "shm"}).run(groups_that_have_none)
 
 
 def halos(rank: int, size: int, layout: str, periodic: bool) -> None:
@@ -157,7 +162,8 @@ def test_halos_of_arrays_of_every_layout(ranks: Any) -> None:
     ranks.run_each(halos, [*itertools.product(shaped, (False, True))])
 
 
-def edges(rank: int, size: int) -> None:
+@on_ranks()
+def test_nobody_is_no_rank_and_no_message(rank: int, size: int) -> None:
     """What nobody gets or gives is not looked at; whom one must be named says where None may be."""
     x, out = np.full(3, 1.0), np.zeros(3)
     assert fl.sendrecv("no array", None, out=out, src=None) is out  # type: ignore[arg-type]
@@ -185,7 +191,3 @@ def edges(rank: int, size: int) -> None:
     for kind in ("receive", fl.send, print, [], None):
         with pytest.raises(ValueError, match="kind must be 'send' or 'recv'"):
             fl.P2POp(kind, x, 0)  # type: ignore[arg-type]
-
-
-def test_nobody_is_no_rank_and_no_message(ranks: Any) -> None:
-    ranks.run(edges)

@@ -9,7 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.world import current_world
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import run_ranks
 
 SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
@@ -28,7 +28,8 @@ def waits_in_vain(group: Any, verb: str) -> None:
     assert SHORT * 0.9 < time.monotonic() - began < MOST
 
 
-def times_out(rank: int, size: int) -> None:
+@on_ranks()
+def test_who_waits_in_a_group_waits_for_its_timeout(rank: int, size: int) -> None:
     made = [fl.new_group([2, 0, 1], timeout=SHORT), fl.split(0, timeout=np.float32(SHORT))]
     made.append(fl.new_group([0, 1], timeout=SHORT))
     made += [group.new_group([1, 0]) for group in made[:2]]  # those of a group have its timeout
@@ -40,11 +41,8 @@ def times_out(rank: int, size: int) -> None:
         group.close()
 
 
-def test_who_waits_in_a_group_waits_for_its_timeout(ranks: Any) -> None:
-    ranks.run(times_out)
-
-
-def changes(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_timeout_can_be_changed(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     group.limit(MOST)
     assert group.all_reduce(np.ones(2))[0] == size
@@ -55,10 +53,6 @@ def changes(rank: int, size: int) -> None:
         waits_in_vain(group, "all_reduce")
     assert fl.all_reduce(np.ones(2))[0] == size
     group.close()
-
-
-def test_a_timeout_can_be_changed(ranks: Any) -> None:
-    ranks.run(changes)
 
 
 def shortens_the_world(rank: int, size: int) -> None:
@@ -78,7 +72,8 @@ def test_that_of_the_world_can_be_changed(name: str) -> None:
     run_ranks(shortens_the_world, 2, params={"BACKEND": name})
 
 
-def differ(rank: int, size: int) -> None:
+@on_ranks()
+def test_ranks_pass_one_timeout(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError, match=r"rank 1: new_group \[0, 1\], timeout=1\.0"):
         fl.new_group([0, 1], timeout=rank or None)
     with pytest.raises(fl.errors.MismatchError, match=r"rank 0: split; rank 1: split, timeout=1"):
@@ -91,11 +86,8 @@ def differ(rank: int, size: int) -> None:
     assert fl.all_reduce(np.ones(2))[0] == size
 
 
-def test_ranks_pass_one_timeout(ranks: Any) -> None:
-    ranks.run(differ)
-
-
-def wait_for_long(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_timeout_may_be_as_long_as_one_likes(rank: int, size: int) -> None:
     for timeout in LONG:
         with fl.new_group(range(size), timeout=timeout) as group:
             group.barrier(timeout)
@@ -110,18 +102,11 @@ def wait_for_long(rank: int, size: int) -> None:
             assert received.wait(timeout)[0] == (rank - 1) % size
 
 
-def test_a_timeout_may_be_as_long_as_one_likes(ranks: Any) -> None:
-    ranks.run(wait_for_long)
-
-
-def wait_for_no_number(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_wait_for_no_number_of_seconds_ends_at_once(rank: int, size: int) -> None:
     received = fl.irecv(np.zeros(1), (rank - 1) % size)
     with pytest.raises((fl.errors.CollectiveTimeoutError, ValueError)):
         received.wait(float("nan"))
     fl.barrier()
     fl.send(np.full(1, float(rank)), (rank + 1) % size)
     assert received.wait()[0] == (rank - 1) % size
-
-
-def test_a_wait_for_no_number_of_seconds_ends_at_once(ranks: Any) -> None:
-    ranks.run(wait_for_no_number)

@@ -9,7 +9,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(("gloo", 4), ("shm", 4), slow=[("hierarchical", 5), ("mpi", 4)])
@@ -19,7 +19,8 @@ def total(group: ProcessGroup, value: float) -> float:
     return float(fl.all_reduce(np.array([value]), group=group)[0])
 
 
-def members_in_the_order_given(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_new_group_has_its_members_in_the_order_given(rank: int, size: int) -> None:
     with fl.new_group([3, 1]) as group:
         assert group.size == 2
         assert group.ranks == (3, 1)
@@ -33,11 +34,8 @@ def members_in_the_order_given(rank: int, size: int) -> None:
     assert total(fl.new_group(range(size)), 1.0) == size
 
 
-def test_a_new_group_has_its_members_in_the_order_given(ranks: Any) -> None:
-    ranks.run(members_in_the_order_given)
-
-
-def splits_by_color_and_key(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_split_is_by_color_then_key_then_rank(rank: int, size: int) -> None:
     group = fl.split(rank % 2, key=-rank)
     expected = [r for r in range(size) if r % 2 == rank % 2][::-1]
     assert group.ranks == tuple(expected)
@@ -49,11 +47,8 @@ def splits_by_color_and_key(rank: int, size: int) -> None:
         assert outside.ranks == tuple(range(1, size))
 
 
-def test_a_split_is_by_color_then_key_then_rank(ranks: Any) -> None:
-    ranks.run(splits_by_color_and_key)
-
-
-def groups_of_groups(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_group_can_be_made_of_a_groups_ranks_and_ends_with_it(rank: int, size: int) -> None:
     outer = fl.new_group([0, 2, 3])
     if not outer.is_member:
         return
@@ -70,11 +65,8 @@ def groups_of_groups(rank: int, size: int) -> None:
             inner.barrier()
 
 
-def test_a_group_can_be_made_of_a_groups_ranks_and_ends_with_it(ranks: Any) -> None:
-    ranks.run(groups_of_groups)
-
-
-def in_flight_together(rank: int, size: int) -> None:
+@on_ranks()
+def test_collectives_of_different_groups_are_in_flight_together(rank: int, size: int) -> None:
     """Collectives of three groups, begun in different orders by different ranks."""
     everyone = fl.new_group(range(size))
     parity, half = fl.split(rank % 2), fl.split(int(rank < 2))
@@ -89,10 +81,6 @@ def in_flight_together(rank: int, size: int) -> None:
             assert np.all(array == expected)
     for group, _ in begun:
         group.close()
-
-
-def test_collectives_of_different_groups_are_in_flight_together(ranks: Any) -> None:
-    ranks.run(in_flight_together)
 
 
 def outsiders_raise(rank: int, size: int) -> list[str]:
@@ -122,7 +110,8 @@ def test_a_rank_outside_a_group_gets_a_clear_answer(ranks: Any) -> None:
         assert all("[0, 1]" in text and "is_member" in text for text in said)
 
 
-def refused_lists(rank: int, size: int) -> None:
+@on_ranks()
+def test_wrong_lists_of_ranks_are_refused_before_anything_is_sent(rank: int, size: int) -> None:
     for members, match in (
         ([0, size], f"0 to {size - 1}; got {size}"),
         ([0, -1], "got -1"),
@@ -134,10 +123,6 @@ def refused_lists(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="color must be an integer"):
         fl.split("red")  # type: ignore[arg-type]
     fl.barrier()  # nothing was sent
-
-
-def test_wrong_lists_of_ranks_are_refused_before_anything_is_sent(ranks: Any) -> None:
-    ranks.run(refused_lists)
 
 
 def different_lists(rank: int, size: int) -> str:
@@ -156,7 +141,8 @@ def test_ranks_that_ask_for_different_groups_raise_on_every_rank(ranks: Any) -> 
         assert "rank 1: new_group [0, 1]" in message
 
 
-def closed_groups(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_closed_group_says_so_and_leaves_the_others_alone(rank: int, size: int) -> None:
     with fl.new_group([0, 1]) as group:
         pass
     if group.is_member:
@@ -173,21 +159,15 @@ def closed_groups(rank: int, size: int) -> None:
     assert total(fl.new_group(range(size)), 1.0) == size
 
 
-def test_a_closed_group_says_so_and_leaves_the_others_alone(ranks: Any) -> None:
-    ranks.run(closed_groups)
-
-
-def many_groups(rank: int, size: int) -> None:
+@on_ranks()
+def test_groups_come_and_go(rank: int, size: int) -> None:
     for _ in range(30):
         with fl.split(rank % 2) as group:
             assert total(group, 1.0) == group.size
 
 
-def test_groups_come_and_go(ranks: Any) -> None:
-    ranks.run(many_groups)
-
-
-def barrier_of_both(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_barrier_is_one_of_the_gpus_too(rank: int, size: int) -> None:
     """The GPUs' backend is that of the CPUs here, which counts: what is asked is who is asked."""
     group = fl.new_group(range(size))
     group._joiner = dataclasses.replace(group._joiner, join_gpus=lambda backend: backend)
@@ -199,10 +179,6 @@ def barrier_of_both(rank: int, size: int) -> None:
     group.limit(20.0)
     group.barrier()
     assert asked == ["barrier"] * 2
-
-
-def test_a_barrier_is_one_of_the_gpus_too(ranks: Any) -> None:
-    ranks.run(barrier_of_both)
 
 
 def shutdown_with_open_groups(rank: int, size: int) -> None:

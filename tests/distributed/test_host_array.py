@@ -12,8 +12,9 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.memory import topology
-from tests.distributed.conformance import BACKENDS, ranks_in
-from tests.distributed.harness import run_outcomes, run_ranks
+from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
+from tests.distributed.harness import run_ranks, run_survivors
+from tests.distributed.told import first_error
 
 ranks = ranks_in(("shm", 2), ("gloo", 3), ("hierarchical", 4), slow=[("mpi", 3)])
 MB = 1 << 20
@@ -155,32 +156,24 @@ def die_while_loading(rank: int, size: int) -> str:
     def load() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    try:
-        fl.host_array(load)
-    except fl.errors.PeerLostError as error:
-        return str(error)
-    return "no error"
+    return first_error(lambda: fl.host_array(load))
 
 
-def among_names(rank: int, size: int) -> list[str]:
-    """Share memory by a name, as containers of a pod do; returns what is left of it."""
+@on_ranks(("shm", 2), fresh=True)
+def test_a_name_in_dev_shm_is_gone_when_all_have_mapped_it(rank: int, size: int) -> None:
+    """Memory is shared by a name, as containers of a pod do."""
     topology.process_space = lambda: ""  # type: ignore[assignment]
     x = fl.host_array(lambda: np.full(1000, 3.0))
     fl.barrier()
     assert x.sum() == 3000
     assert fl.distributed.get_local_size() == size
-    return [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
-
-
-def test_a_name_in_dev_shm_is_gone_when_all_have_mapped_it() -> None:
-    assert run_ranks(among_names, 2) == [[], []]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
 
 
 @pytest.mark.slow
 def test_the_loading_rank_is_killed() -> None:
-    killed, other = run_outcomes(die_while_loading, 2)
-    assert killed.exit_code == -signal.SIGKILL
-    assert "lost rank 0" in other.value
+    (text,) = run_survivors(die_while_loading, 2, 0)
+    assert "lost rank 0" in text
 
 
 def outlives_the_group(rank: int, size: int, megabytes: int) -> float:

@@ -1,6 +1,5 @@
 """torch's words for how ranks meet are translated, or refused with the translation."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from tests.distributed.harness import run_ranks
+from tests.distributed.jobs import free_port
 
 ENV, FILE = fl.DistributedInit.ENV, fl.DistributedInit.FILE_SYSTEM
 ADDRESS = {"MASTER_ADDR": "node1"}
@@ -73,20 +73,17 @@ def test_a_rank_beside_an_environment_that_says_otherwise(monkeypatch: pytest.Mo
         fl.distributed_init("env://", 1, 2)
 
 
-def meet(rank: int, size: int, init_method: str, environ: bool) -> Any:
-    given = (-1, -1) if environ else (rank, size)
-    fl.distributed_init(init_method, *given, {"TIMEOUT": 30})
+def meet(rank: int, size: int, init_method: str | None, is_told: bool, **params: Any) -> Any:
+    given = (rank, size) if is_told else (-1, -1)
+    fl.distributed_init(init_method, *given, {"TIMEOUT": "30", **params})
     x = fl.all_reduce(np.array([rank + 1]))
     fl.distributed_shutdown()
     return int(x[0])
 
 
 def test_ranks_meet_by_torchs_words(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    for word in (f"tcp://localhost:{port}", f"file://{tmp_path / 'meet'}"):
-        assert run_ranks(meet, 2, word, False, init=None) == [3, 3]
+    for word in (f"tcp://localhost:{free_port()}", f"file://{tmp_path / 'meet'}"):
+        assert run_ranks(meet, 2, word, True, init=None) == [3, 3]
 
 
 def variables(rank: int) -> dict[str, str]:
@@ -94,27 +91,17 @@ def variables(rank: int) -> dict[str, str]:
 
 
 def test_an_address_beside_an_environment_that_says_rank_and_size() -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    word = f"tcp://localhost:{port}"
-    assert run_ranks(meet, 2, word, True, init=None, env=variables) == [3, 3]
+    word = f"tcp://localhost:{free_port()}"
+    assert run_ranks(meet, 2, word, False, init=None, env=variables) == [3, 3]
 
 
 def join_by_params(rank: int, size: int) -> Any:
-    params = {"TIMEOUT": "30", "MASTER_ADDR": "localhost"}
-    fl.distributed_init(None, rank, size, params)
-    x = fl.all_reduce(np.array([rank + 1]))
-    fl.distributed_shutdown()
-    return int(x[0])
+    return meet(rank, size, None, True, MASTER_ADDR="localhost")
 
 
 def test_params_say_where_rank_0_is() -> None:
     """Before the environment, which says what they leave out."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environ = {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(port)}
+    environ = {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(free_port())}
     assert run_ranks(join_by_params, 2, init=None, env=lambda _: environ) == [3, 3]
 
 

@@ -17,6 +17,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.failures import watchdog
 from flashlight_py.distributed.start import initialize
 from tests.distributed.harness import mpirun_command, run_ranks
+from tests.distributed.jobs import free_port
 
 MAIN = Path(__file__).with_name("start_main.py")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_LOCAL", "SLURM_")
@@ -67,12 +68,6 @@ def test_a_shared_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("method", ["auto", "env"])
 def test_the_variables_of_torchrun(method: str) -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
@@ -106,9 +101,7 @@ def test_alone_without_a_launcher() -> None:
 
 def test_a_rank_that_would_believe_it_is_alone_refuses() -> None:
     """As when the mpirun of one MPI starts a program whose mpi4py has loaded another."""
-    process = start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    errors = error_of(start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"))
     assert "RendezvousError" in errors
     assert "the environment says rank 1 of 4" in errors
     assert "MPI says 1" in errors
@@ -116,18 +109,19 @@ def test_a_rank_that_would_believe_it_is_alone_refuses() -> None:
 
 def test_mpi_without_mpi4py_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')\n")
-    process = start("mpi", PYTHONPATH=str(tmp_path))
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    errors = error_of(start("mpi", PYTHONPATH=str(tmp_path)))
     assert "BackendUnavailableError" in errors
     assert "pip install 'flashlight-py[mpi]'" in errors
 
 
 def test_a_size_without_a_place_to_meet_says_so() -> None:
-    process = start("env", RANK="0", WORLD_SIZE="2")
+    assert "MASTER_ADDR" in error_of(start("env", RANK="0", WORLD_SIZE="2"))
+
+
+def error_of(process: subprocess.Popen[str]) -> str:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "MASTER_ADDR" in errors
+    return errors
 
 
 def held() -> tuple[int, int, Any, bool]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import BACKENDS, ranks_in
-from tests.distributed.harness import run_outcomes
+from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
+from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(("gloo", 4), ("shm", 4), ("hierarchical", 5), slow=[("mpi", 4)])
 
@@ -61,7 +61,8 @@ def test_a_result_may_lie_over_what_it_is_made_of(ranks: Any, n: int) -> None:
         ranks.run(check, n)
 
 
-def read_only_inputs(rank: int, size: int) -> None:
+@on_ranks()
+def test_what_is_only_read_may_be_read_only(rank: int, size: int) -> None:
     x = np.full(size, float(rank))
     x.flags.writeable = False
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -82,11 +83,8 @@ def read_only_inputs(rank: int, size: int) -> None:
         fl.sendrecv(came, size, out=came, src=left)
 
 
-def test_what_is_only_read_may_be_read_only(ranks: Any) -> None:
-    ranks.run(read_only_inputs)
-
-
-def integers_of_numpy(rank: int, size: int) -> None:
+@on_ranks()
+def test_ranks_tags_and_colors_may_be_integers_of_numpy(rank: int, size: int) -> None:
     last = np.arange(size)[-1]
     same(fl.broadcast(np.array([rank]), root=last), [last])
     same(fl.reduce(np.array([rank]), root=last), [sum(range(size)) if rank == last else rank])
@@ -106,16 +104,15 @@ def integers_of_numpy(rank: int, size: int) -> None:
         fl.new_group([0.5, 1])  # type: ignore[list-item]
 
 
-def test_ranks_tags_and_colors_may_be_integers_of_numpy(ranks: Any) -> None:
-    ranks.run(integers_of_numpy)
-
-
 def test_what_is_no_message_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"batch_isend_irecv takes .*P2POp.* got tuple"):
         fl.batch_isend_irecv([("send", np.ones(1), 0)])  # type: ignore[list-item]
 
 
-def fails_late_and_is_reported_once(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_failure_that_was_reported_is_not_raised_by_sync_distributed(
+    rank: int, size: int
+) -> None:
     work = fl.all_reduce(np.ones((4, 2 * size + 2 * rank))[:, ::2], async_op=True)
     for _ in range(2):
         with pytest.raises(fl.errors.MismatchError, match="called different things"):
@@ -123,11 +120,11 @@ def fails_late_and_is_reported_once(rank: int, size: int) -> None:
     fl.sync_distributed()  # who waited knows of it
 
 
-def test_a_failure_that_was_reported_is_not_raised_by_sync_distributed(ranks: Any) -> None:
-    ranks.run(fails_late_and_is_reported_once)
-
-
-def arrive_with_other_rows(rank: int, size: int, is_reported: bool) -> None:
+@pytest.mark.parametrize("is_reported", [True, False])
+@on_ranks()
+def test_rows_that_do_not_fit_are_raised_once_and_no_result_is_lost(
+    rank: int, size: int, is_reported: bool
+) -> None:
     """Start a call whose rows do not fit into ``out``, and another one with gaps in memory."""
     x, out, gaps = np.ones((rank + 1, 2)), np.zeros((1, 2)), np.ones((3, 4))[:, ::2]
     work = fl.all_gather(x, out=out, async_op=True)
@@ -142,13 +139,6 @@ def arrive_with_other_rows(rank: int, size: int, is_reported: bool) -> None:
             fl.sync_distributed()
     same(gaps, np.full((3, 2), size))
     fl.sync_distributed()
-
-
-@pytest.mark.parametrize("is_reported", [True, False])
-def test_rows_that_do_not_fit_are_raised_once_and_no_result_is_lost(
-    ranks: Any, is_reported: bool
-) -> None:
-    ranks.run(arrive_with_other_rows, is_reported)
 
 
 def test_a_result_that_cannot_be_brought_home_is_never_reported_as_done() -> None:
@@ -168,7 +158,8 @@ class Unreadable:
         return int, ("no number",)
 
 
-def sends_what_nobody_can_unpickle(rank: int, size: int) -> None:
+@on_ranks()
+def test_unpickling_that_fails_reports_whose_object_it_was(rank: int, size: int) -> None:
     if rank == 1:
         fl.broadcast_object(Unreadable(), root=1)
     else:
@@ -178,18 +169,11 @@ def sends_what_nobody_can_unpickle(rank: int, size: int) -> None:
     assert fl.all_gather_object(rank) == list(range(size))  # nobody is behind
 
 
-def test_unpickling_that_fails_reports_whose_object_it_was(ranks: Any) -> None:
-    ranks.run(sends_what_nobody_can_unpickle)
-
-
-def leaves_groups_at_once(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_group_may_be_closed_at_once(rank: int, size: int) -> None:
     for _ in range(4):
         fl.new_group(range(size)).close()
         fl.split(rank % 2).close()
-
-
-def test_a_group_may_be_closed_at_once(ranks: Any) -> None:
-    ranks.run(leaves_groups_at_once)
 
 
 def other_tags(rank: int, size: int, peer: int) -> str:
@@ -216,10 +200,9 @@ def test_tags_that_do_not_meet_are_both_reported_on_every_rank(
 ) -> None:
     world = BACKENDS[backend][1]
     world = {**world, "params": {**world.get("params", {}), "TIMEOUT": 1}}
-    outcomes = run_outcomes(other_tags, size, peer, **world)
-    for outcome in outcomes:
-        assert "with tag 3" in outcome.value
-        assert "with tag 7" in outcome.value
+    for text in run_ranks(other_tags, size, peer, **world):
+        assert "with tag 3" in text
+        assert "with tag 7" in text
 
 
 @pytest.mark.parametrize(
@@ -242,7 +225,11 @@ def test_a_list_of_ranks_is_no_group() -> None:
             verb(np.ones(1), group=[0])  # type: ignore[operator]
 
 
-def fail_unnoticed(rank: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["rows", "calls", "calls with gaps", "messages"])
+@on_ranks()
+def test_sync_distributed_raises_each_failure_that_nobody_has_waited_for(
+    rank: int, size: int, kind: str
+) -> None:
     """Start calls that fail, keep no Work, start others that end well, and look only then."""
     x, last = np.ones(3), size - 1  # which is on another host than rank 0
     for _ in range(3):
@@ -263,13 +250,6 @@ def fail_unnoticed(rank: int, size: int, kind: str) -> None:
         with pytest.raises(error):
             fl.sync_distributed()
     fl.sync_distributed()
-
-
-@pytest.mark.parametrize("kind", ["rows", "calls", "calls with gaps", "messages"])
-def test_sync_distributed_raises_each_failure_that_nobody_has_waited_for(
-    ranks: Any, kind: str
-) -> None:
-    ranks.run(fail_unnoticed, kind)
 
 
 def refuse_and_synchronize(rank: int, size: int) -> None:

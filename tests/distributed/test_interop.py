@@ -18,6 +18,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.launch.ranks import rank_variables
+from tests.distributed.conformance import on_ranks
 
 HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
 
@@ -227,7 +228,9 @@ def test_tensors_without_memory_of_their_own_are_refused(torch: Any) -> None:
             fl.all_reduce(tensor)
 
 
-def synchronize_torch(rank: int, size: int) -> None:
+@pytest.mark.usefixtures("torch")
+@on_ranks(("shm", 2))
+def test_a_model_of_pytorch_can_be_synchronized(rank: int, size: int) -> None:
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
@@ -244,10 +247,6 @@ def synchronize_torch(rank: int, size: int) -> None:
         assert torch.equal(entry, tensor)
     optimizer.load_state_dict(fl.synchronize(optimizer.state_dict(), root=1))
     assert optimizer.param_groups[0]["lr"] == 2.0
-
-
-def test_a_model_of_pytorch_can_be_synchronized(pool: Any, torch: Any) -> None:
-    pool(2).run(synchronize_torch)
 
 
 def test_the_same_tensor_twice_is_refused(torch: Any) -> None:

@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.harness import run_outcomes
-from tests.distributed.test_interrupted_verbs import MANY, PROMPT, Group, Verb, ones, world_of
+from tests.distributed.conformance import on_ranks
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_interrupted_verbs import (
+    LIMIT,
+    MANY,
+    PROMPT,
+    Group,
+    Verb,
+    ones,
+    world_of,
+)
 
 IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this message"
 
@@ -48,6 +57,20 @@ BEHIND: dict[str, Verb] = {
     "recv": lambda group: [group.irecv(ones(), 0), group.recv(ones(), 0)],
     "irecv of any rank": lambda group: [group.irecv(ones(), None) for _ in range(3)][-1].wait(),
 }
+
+
+everywhere = on_ranks(
+    ("shm", 4),
+    slow=[("hierarchical", 4), ("gloo", 3), ("mpi", 3)],
+    fresh=True,
+    params={"TIMEOUT": LIMIT},
+)
+
+
+def run_in(backend: str, call: Any, *args: Any) -> list[Any]:
+    """Run ``call`` on ranks of its own."""
+    size, how = world_of(backend)
+    return run_ranks(call, size, *args, **how)
 
 
 def call_once_more(group: Group, rounds: int, async_op: bool) -> str:
@@ -114,9 +137,8 @@ def marked(cases: Iterable[Any], fast: set[str]) -> list[Any]:
 
 
 def backends(*fast: str) -> Any:
-    return pytest.mark.parametrize(
-        "backend", marked(["shm", "hierarchical", "gloo", "mpi"], {*fast})
-    )
+    names = ["shm", "hierarchical", "gloo", "mpi"]
+    return pytest.mark.parametrize("backend", marked(names, {*fast}))
 
 
 @backends("shm")
@@ -125,7 +147,10 @@ def test_who_waits_for_a_message_of_one_that_has_closed_the_group(backend: str, 
     pool(size, **how).run_each(close_a_group, [(name,) for name in MESSAGES])
 
 
-def leave_a_group_early(rank: int, size: int) -> None:
+@on_ranks(("shm", 4), ("hierarchical", 4), ("gloo", 3), ("mpi", 3), params={"TIMEOUT": LIMIT})
+def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
+    rank: int, size: int
+) -> None:
     for rounds, async_op in itertools.product((0, 3), (False, True)):
         with contextlib.closing(fl.new_group(range(size))) as group:
             own = call_once_more(group, rounds, async_op)
@@ -134,14 +159,6 @@ def leave_a_group_early(rank: int, size: int) -> None:
         ended = f"(it ended normally or closed this group after {rounds} calls of it, 1 fewer than "
         assert any(ended in each for each in words), words
         fl.barrier()
-
-
-@backends("shm", "hierarchical", "gloo", "mpi")
-def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
-    backend: str, pool: Any
-) -> None:
-    size, how = world_of(backend)
-    pool(size, **how).run(leave_a_group_early)
 
 
 def shut_down_early(rank: int, size: int, rounds: int) -> str:
@@ -159,12 +176,10 @@ def shut_down_early(rank: int, size: int, rounds: int) -> str:
 def test_other_ranks_read_that_a_rank_shut_down_and_how_many_calls_fewer_it_made(
     backend: str, rounds: int
 ) -> None:
-    size, how = world_of(backend)
-    for rank, outcome in enumerate(run_outcomes(shut_down_early, size, rounds, **how)):
-        assert outcome.ok, outcome
+    for rank, text in enumerate(run_in(backend, shut_down_early, rounds)):
         end = f"{rounds} calls" + ", 1 fewer than this rank" * (rank != 1)
         site = r"distributed_shutdown\(\) at \S*test_leaving.py:\d+"
-        assert re.search(f"; rank 1 called {site} after {end}[.;]", outcome.value), outcome.value
+        assert re.search(f"; rank 1 called {site} after {end}[.;]", text), text
 
 
 @backends("shm", "hierarchical")
@@ -176,9 +191,7 @@ def test_other_ranks_read_that_a_rank_shut_down_and_how_many_calls_fewer_it_made
     ),
 )
 def test_who_waits_for_a_message_of_one_that_shuts_down(backend: str, name: str) -> None:
-    size, how = world_of(backend)
-    outcomes = run_outcomes(shut_down, size, name, **how)
-    assert all(outcome.ok for outcome in outcomes), outcomes
+    run_in(backend, shut_down, name)
 
 
 def all_but_the_last_shut_down(rank: int, size: int, wait: Any, name: str) -> None:
@@ -201,12 +214,11 @@ def all_but_the_last_shut_down(rank: int, size: int, wait: Any, name: str) -> No
     ),
 )
 def test_who_waits_when_all_others_shut_down(backend: str, wait: Any, name: str) -> None:
-    size, how = world_of(backend)
-    outcomes = run_outcomes(all_but_the_last_shut_down, size, wait, name, **how)
-    assert all(outcome.ok for outcome in outcomes), outcomes
+    run_in(backend, all_but_the_last_shut_down, wait, name)
 
 
-def workers_end_one_by_one(rank: int, size: int) -> None:
+@everywhere
+def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(rank: int, size: int) -> None:
     """Those that have sent shut down; the next one sends later than a wait in vain would last."""
     if rank == 0:
         fl.irecv(ones(), None, tag=1)  # nobody waits for it
@@ -223,14 +235,8 @@ def workers_end_one_by_one(rank: int, size: int) -> None:
     fl.distributed_shutdown()
 
 
-@backends("shm")
-def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(backend: str) -> None:
-    size, how = world_of(backend)
-    outcomes = run_outcomes(workers_end_one_by_one, size, **how)
-    assert all(outcome.ok for outcome in outcomes), outcomes
-
-
-def leave_messages(rank: int, size: int) -> None:
+@everywhere
+def test_what_was_sent_before_a_shutdown_arrives(rank: int, size: int) -> None:
     """Rank 0 shuts down with messages on their way; what nobody waits for disturbs nobody."""
     last, got = size - 1, np.zeros(1 << 19)
     if rank == 0:
@@ -245,10 +251,3 @@ def leave_messages(rank: int, size: int) -> None:
             assert fl.recv(got, 0)[-1] == 1
             got[:] = 0
     fl.distributed_shutdown()
-
-
-@backends("shm")
-def test_what_was_sent_before_a_shutdown_arrives(backend: str) -> None:
-    size, how = world_of(backend)
-    outcomes = run_outcomes(leave_messages, size, **how)
-    assert all(outcome.ok for outcome in outcomes), outcomes

@@ -17,8 +17,7 @@ from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.memory import memory_room
 from flashlight_py.distributed.reducers.host_memory import hosts_of, map_zeros
 from flashlight_py.distributed.start.world import group_or_world
-from tests.distributed import conformance
-from tests.distributed.harness import run_outcomes
+from tests.distributed.conformance import on_ranks
 
 MB = 1 << 20
 MEMINFO = "MemTotal: 131072 kB\nMemAvailable:   65536 kB\nSwapFree:  {swap} kB\nHugePages_Free: 7\n"
@@ -181,9 +180,9 @@ def test_a_file_system_that_is_too_small_is_named_before_it_is_full(
 
 
 @contextlib.contextmanager
-def little_memory(folder: str) -> Iterator[None]:
+def little_memory(folder: Path) -> Iterator[None]:
     """Have this rank believe that its machine has 64 MB."""
-    before, memory_room.ROOT = memory_room.ROOT, machine(Path(folder), {})
+    before, memory_room.ROOT = memory_room.ROOT, machine(folder, {})
     try:
         yield
     finally:
@@ -209,8 +208,13 @@ TAKES: dict[str, Callable[[], object]] = {
 }
 
 
-def take_too_much(rank: int, size: int, name: str, folder: str) -> None:
-    with little_memory(f"{folder}/{rank}"), pytest.raises(fl.errors.OutOfMemoryError) as caught:
+@pytest.mark.parametrize("name", TAKES)
+@on_ranks(("shm", 2))
+def test_every_rank_raises_where_its_host_lacks_memory(
+    rank: int, size: int, name: str, tmp_path: Path
+) -> None:
+    lacking = little_memory(tmp_path / str(rank))
+    with lacking, pytest.raises(fl.errors.OutOfMemoryError) as caught:
         TAKES[name]()
     assert isinstance(caught.value, MemoryError)
     text = str(caught.value)
@@ -223,7 +227,10 @@ def take_too_much(rank: int, size: int, name: str, folder: str) -> None:
     assert fl.all_reduce(x)[-1] == size
 
 
-def know_nothing(rank: int, size: int, folder: str) -> None:
+@on_ranks(("single", 1), ("shm", 2))
+def test_a_rank_that_knows_nothing_of_its_memory_takes_it(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     """Of rank 0's memory; what is little takes no longer for that there is a question for much."""
     exchanges: list[bytes] = []
     exchange = BackendStore.exchange
@@ -232,7 +239,7 @@ def know_nothing(rank: int, size: int, folder: str) -> None:
         exchanges.append(payload)
         return exchange(store, payload)
 
-    with little_memory(f"{folder}/{rank}"), pytest.MonkeyPatch.context() as patch:
+    with little_memory(tmp_path / str(rank)), pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             (memory_room.ROOT / "proc/meminfo").write_text("MemFree: 9 kB\n")
         patch.setattr(BackendStore, "exchange", counted)
@@ -243,21 +250,8 @@ def know_nothing(rank: int, size: int, folder: str) -> None:
     assert fl.all_reduce(np.ones(1)) == size
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_rank_that_knows_nothing_of_its_memory_takes_it(
-    pool: Any, tmp_path: Path, size: int
-) -> None:
-    pool(size, params={"BACKEND": "shm"}).run(know_nothing, str(tmp_path))
-
-
-@pytest.mark.parametrize("name", TAKES)
-def test_every_rank_raises_where_its_host_lacks_memory(
-    pool: Any, tmp_path: Path, name: str
-) -> None:
-    pool(2, params={"BACKEND": "shm"}).run(take_too_much, name, str(tmp_path))
-
-
-def take_more_than_any_machine_has(rank: int, size: int) -> None:
+@on_ranks(("single", 1), ("shm", 2))
+def test_what_no_machine_has_is_refused_before_anything_is_taken(rank: int, size: int) -> None:
     takes: list[Callable[[], object]] = [
         lambda: fl.shared_empty(10**15, np.float64),
         lambda: fl.host_array(zeros, shape=10**15, dtype=np.float64),
@@ -269,17 +263,13 @@ def take_more_than_any_machine_has(rank: int, size: int) -> None:
     assert fl.all_reduce(np.ones(1)) == size
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_no_machine_has_is_refused_before_anything_is_taken(pool: Any, size: int) -> None:
-    pool(size).run(take_more_than_any_machine_has)
-
-
-def lack_on_one_host(rank: int, size: int, folder: str) -> None:
+@on_ranks(("hierarchical", 4), fresh=True)
+def test_other_hosts_raise_as_well(rank: int, size: int, tmp_path: Path) -> None:
     assert len(hosts_of(group_or_world(None))) == 2
     one: Callable[[], object] = lambda: fl.host_array(zeros, (17, MB))  # noqa: E731
     takes = {**TAKES, "host_array": one}
     for name, take in takes.items():
-        lacking = little_memory(f"{folder}/{rank}") if rank >= 2 else contextlib.nullcontext()
+        lacking = little_memory(tmp_path / str(rank)) if rank >= 2 else contextlib.nullcontext()
         with lacking, pytest.raises(fl.errors.OutOfMemoryError, match="MemAvailable") as caught:
             take()
         assert "rank 2" in str(caught.value) or rank >= 2, (name, caught.value)
@@ -291,39 +281,28 @@ def zeros(out: Any) -> None:
     """Leave it as it is."""
 
 
-def test_other_hosts_raise_as_well(tmp_path: Path) -> None:
-    outcomes = run_outcomes(lack_on_one_host, 4, str(tmp_path), env=conformance.two_hosts)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(each.report() for each in outcomes)
-
-
-def lack_over_gloo(rank: int, size: int, folder: str) -> None:
-    lacking = little_memory(folder) if rank == 1 else contextlib.nullcontext()
+@on_ranks(("gloo", 2))
+def test_over_gloo_the_others_raise_as_well(rank: int, size: int, tmp_path: Path) -> None:
+    lacking = little_memory(tmp_path) if rank == 1 else contextlib.nullcontext()
     why = rf"rank {rank} of 2: {LACK}\. rank 1: an array of float32 \(17, 1048576\): 71,303,168 "
     with lacking, pytest.raises(fl.errors.OutOfMemoryError, match=why):
         fl.shared_empty((17, MB))
     assert fl.all_reduce(np.ones(1)) == size
 
 
-def test_over_gloo_the_others_raise_as_well(pool: Any, tmp_path: Path) -> None:
-    pool(2, params={"BACKEND": "gloo"}).run(lack_over_gloo, str(tmp_path))
-
-
-def grow(rank: int, size: int, folder: str) -> None:
+@on_ranks(("shm", 2))
+def test_what_was_mapped_and_not_written_counts(rank: int, size: int, tmp_path: Path) -> None:
     """Room for parameters and gradients is not room for the state of Adam as well."""
     sharded = model(2500)
-    with little_memory(f"{folder}/{rank}"):
+    with little_memory(tmp_path / str(rank)):
         fl.fully_shard(sharded)
         fl.optim.SGDOptimizer(sharded.params(), 1e-3, momentum=0.5)
         with pytest.raises(fl.errors.OutOfMemoryError, match="state of an optimizer"):
             fl.optim.AdamOptimizer(sharded.params(), 1e-3)
 
 
-def test_what_was_mapped_and_not_written_counts(pool: Any, tmp_path: Path) -> None:
-    pool(2, params={"BACKEND": "shm"}).run(grow, str(tmp_path))
-
-
 def test_workers_of_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashlight_py.parallel.workers.processes import WorkerMemory
+    from flashlight_py.parallel.workers import WorkerMemory
 
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
     memory = WorkerMemory()

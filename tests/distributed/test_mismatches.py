@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 import flashlight_py as fl
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import BACKENDS, on_ranks
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import told, told_later, told_now_or_later, told_of_messages
 
@@ -105,7 +106,7 @@ def programs(draw: st.DrawFn) -> tuple[list[Call], list[Call]]:
     return common, odd
 
 
-def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: bool) -> int:
+def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: bool) -> None:
     """Run this rank's program up to the first call that differs, which must raise.
 
     Unless ``at_once`` it may be the next call that raises, on all ranks then.
@@ -128,7 +129,6 @@ def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: b
         break
     y = np.full(20_000, rank + 1.0)
     assert np.all(fl.all_reduce(y) == size * (size + 1) / 2)  # the group lives on
-    return 1
 
 
 @pytest.mark.parametrize("backend", WORLDS)
@@ -145,12 +145,14 @@ def test_programs_that_differ_raise_everywhere_and_change_nothing(pool: Any, bac
         common, other = drawn
         given = [other if rank == odd else common for rank in range(size)]
         at_once = backend not in ("shm", "gloo")
-        assert world.run(run, given, last, at_once) == [1] * size
+        world.run(run, given, last, at_once)
 
     check()
 
 
-def differ_beside_messages(rank: int, size: int, count: int) -> None:
+@pytest.mark.parametrize("count", [10, 100_000])
+@on_ranks(("gloo", 2), ("shm", 2), ("mpi", 2))
+def test_what_runs_beside_a_mismatch_goes_on(rank: int, size: int, count: int) -> None:
     """A mismatch of a message or of a collective leaves what runs beside it alone."""
     peer = 1 - rank
     got = np.zeros(count)
@@ -166,12 +168,6 @@ def differ_beside_messages(rank: int, size: int, count: int) -> None:
     for work in works:
         work.wait()
     assert np.all(got == peer + 1)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm", "mpi"])
-@pytest.mark.parametrize("count", [10, 100_000])
-def test_what_runs_beside_a_mismatch_goes_on(pool: Any, backend: str, count: int) -> None:
-    pool(2, **WAYS[backend]).run(differ_beside_messages, count)
 
 
 # A file's name may be any bytes, as Python shows those that are no text.
@@ -192,13 +188,13 @@ def where_it_was_called(rank: int, size: int, starts: bool) -> list[str]:
 
 
 def one(starts: bool) -> None:
-    work = fl.all_reduce(np.zeros(3), async_op=True) if starts else fl.all_reduce(np.zeros(3))
+    work = fl.all_reduce(np.zeros(3), async_op=starts)
     if starts:
         work.wait()
 
 
 def two(starts: bool) -> None:
-    work = fl.broadcast(np.zeros(3), async_op=True) if starts else fl.broadcast(np.zeros(3))
+    work = fl.broadcast(np.zeros(3), async_op=starts)
     if starts:
         work.wait()
 
@@ -244,21 +240,15 @@ COMPOSED = {
 ONE, OBJECTS = np.ones(1, int), ["a", "b", "c"]
 
 
-def compose(rank: int, size: int, odd: int) -> int:
-    """Let one rank call what the others' verb begins with inside."""
+@pytest.mark.parametrize("odd", range(3))
+@on_ranks(("gloo", 3), ("shm", 3), ("mpi", 3), ("hierarchical", 3))
+def test_a_verb_made_of_others_is_distinguished_from_them(rank: int, size: int, odd: int) -> None:
+    """One rank calls what the others' verb begins with inside."""
     for name, pair in COMPOSED.items():
         message = told_now_or_later(pair[rank == odd])
         assert f"called {name}" in message, message
         assert "test_mismatches.py:" in message
         assert fl.all_reduce(np.ones(2))[1] == size  # in step again
-    return 1
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", "hierarchical"])
-def test_a_verb_made_of_others_is_distinguished_from_them(pool: Any, backend: str) -> None:
-    world = pool(3, **WAYS[backend])
-    for odd in range(3):
-        assert world.run(compose, odd) == [1] * 3
 
 
 def differ_in_group(rank: int, size: int) -> str:
@@ -302,7 +292,13 @@ def test_verbs_of_different_groups_name_every_rank_that_is_missing(backend: str)
 MANY = [(1,) * 8 + (2, 3), (1,) * 8 + (3, 2), (1,) * 7 + (2, 1, 3)]
 
 
-def differ_beyond_eight(rank: int, size: int) -> None:
+@on_ranks(
+    *(("gloo", 2), ("shm", 3), ("hierarchical", 3), ("mpi", 2)),
+    ("shm", 3, {"env": WAYS["shm, sync"]["env"]}),
+)
+def test_shapes_that_differ_beyond_the_eighth_dimension_are_distinguished(
+    rank: int, size: int
+) -> None:
     for shape in MANY[1:]:
         for call in (fl.all_reduce, fl.broadcast, fl.all_gather, one_message):
             if call is one_message and rank > 1:
@@ -323,27 +319,16 @@ def one_message(x: Any) -> None:
     fl.sendrecv(x, peer, out=x.copy(), src=peer)
 
 
-@pytest.mark.parametrize("backend", WORLDS)
-def test_shapes_that_differ_beyond_the_eighth_dimension_are_distinguished(
-    pool: Any, backend: str
-) -> None:
-    pool(WORLDS[backend], **WAYS[backend]).run(differ_beyond_eight)
-
-
-def differ_in_checks(rank: int, size: int, path: str) -> str:
-    with pytest.raises(fl.errors.BackendUnavailableError) as caught:
-        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
-    return str(caught.value)
-
-
 def only_first_checks(rank: int) -> dict[str, str]:
     return {"FLASHLIGHT_CHECKS": "1" if rank == 0 else "0"}
 
 
-def test_ranks_must_agree_on_whether_to_compare_calls(tmp_path: Any) -> None:
-    path = str(tmp_path / "meet")
-    for message in run_ranks(differ_in_checks, 2, path, env=only_first_checks, init=None):
-        assert "FLASHLIGHT_CHECKS is 0 on rank 1, and not on the others" in message
+@on_ranks(("shm", 2), fresh=True, env=only_first_checks, init=None)
+def test_ranks_must_agree_on_whether_to_compare_calls(rank: int, size: int, tmp_path: Path) -> None:
+    why = "FLASHLIGHT_CHECKS is 0 on rank 1, and not on the others"
+    params = {"FILE_PATH": str(tmp_path / "meet")}
+    with pytest.raises(fl.errors.BackendUnavailableError, match=why):
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
 
 
 def two_hosts_unchecked(rank: int) -> dict[str, str]:
@@ -351,8 +336,7 @@ def two_hosts_unchecked(rank: int) -> dict[str, str]:
 
 
 def differ_unchecked(rank: int, size: int) -> str:
-    x = np.ones(4)
-    assert np.all(fl.all_reduce(x) == size)
+    assert np.all(fl.all_reduce(np.ones(4)) == size)
     with pytest.raises(fl.errors.DistributedError) as caught:
         fl.all_reduce(np.zeros(4 if rank < 2 else 5))
     return type(caught.value).__name__

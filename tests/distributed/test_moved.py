@@ -10,13 +10,15 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import MismatchError
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.told import told_now_or_later, told_of_messages
 
 ranks = ranks_in(("single", 1), ("shm", 3), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])
 
 
-def rows_without_bytes(rank: int, size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["f4", "M8[s]"])
+@on_ranks()
+def test_rows_without_bytes_are_counted(rank: int, size: int, name: str) -> None:
     many = [1, 4, 0, 2][:size]
     total = sum(many)
     dtype = np.dtype(name)  # dates are those that native code leaves to Python
@@ -58,12 +60,8 @@ def rows_without_bytes(rank: int, size: int, name: str) -> None:
     assert fl.reduce_scatter(mine, op="max", rows=many).shape == (many[rank], *tail)
 
 
-@pytest.mark.parametrize("name", ["f4", "M8[s]"])
-def test_rows_without_bytes_are_counted(ranks: Any, name: str) -> None:
-    ranks.run(rows_without_bytes, name)
-
-
-def out_without_rows(rank: int, size: int) -> None:
+@on_ranks()
+def test_an_out_without_rows_is_too_short(rank: int, size: int) -> None:
     """Arrays that have bytes, in any layout, and an out that has none: nobody reads its address."""
     near = np.array([0, 64, 0, 0], np.int64)
     for x in (np.zeros((2, 2), np.int64), np.zeros((2, 2), "M8[s]")):
@@ -83,20 +81,13 @@ def _count_rows(verb: Any, x: Any, out: Any, how: bool, wrong: bool) -> None:
         ended(verb(x, out=out, async_op=how))
 
 
-def test_an_out_without_rows_is_too_short(ranks: Any) -> None:
-    ranks.run(out_without_rows)
-
-
-def raised_by_wait_alone(rank: int, size: int) -> None:
+@on_ranks()
+def test_what_wait_has_raised_is_not_raised_again(rank: int, size: int) -> None:
     for out in (np.zeros((size + 1, 4))[:, ::2], np.zeros((size + 1, 2))):
         for x in (np.zeros((1, 4))[:, ::2], np.zeros((1, 2))):
             with pytest.raises(ValueError, match=f"and {size} arrived from all ranks"):
                 fl.all_gather(x, out=out, async_op=True).wait()
     fl.sync_distributed()
-
-
-def test_what_wait_has_raised_is_not_raised_again(ranks: Any) -> None:
-    ranks.run(raised_by_wait_alone)
 
 
 def block(source: int, target: int) -> np.ndarray:
@@ -106,7 +97,8 @@ def block(source: int, target: int) -> np.ndarray:
     return x.reshape(2, -1) if source else x[::2] if target else x
 
 
-def blocks_to_all(rank: int, size: int) -> None:
+@on_ranks()
+def test_blocks_of_any_shapes_go_to_all(rank: int, size: int) -> None:
     sent = [block(rank, target) for target in range(size)]
     for how in (False, True):
         for outs in (None, [np.zeros_like(block(source, rank)) for source in range(size)]):
@@ -131,10 +123,6 @@ def blocks_to_all(rank: int, size: int) -> None:
             ended(fl.all_to_all([np.ones(2, "f4")] * size, out=outs, async_op=how))
     with pytest.raises(ValueError, match=r"shares memory" if size > 1 else "sends"):
         fl.all_to_all(sent, out=[np.zeros(3)] * size)
-
-
-def test_blocks_of_any_shapes_go_to_all(ranks: Any) -> None:
-    ranks.run(blocks_to_all)
 
 
 RECORD = np.dtype([("x", "f4"), ("y", "i8", (2,)), ("when", "M8[ms]"), ("name", "U3")])
@@ -230,14 +218,11 @@ def every_verb(rank: int, size: int, name: Any, rows: int) -> None:
     messages(rank, size, x, everyone, dtype)
 
 
-def scatter_what_cannot_be_pickled(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_what_a_dtype_carries_stays_where_it_is(rank: int, size: int) -> None:
     dtype = np.dtype("i4", metadata={"of": lambda: 1})
     x = np.arange(size, dtype=np.int32).astype(dtype)
     assert fl.scatter(x if rank == 0 else None, 0, rows=[1] * size).tolist() == [rank]
-
-
-def test_what_a_dtype_carries_stays_where_it_is(pool: Any) -> None:
-    pool(2).run(scatter_what_cannot_be_pickled)
 
 
 def messages(rank: int, size: int, x: Any, everyone: list[Any], dtype: np.dtype[Any]) -> None:
@@ -326,7 +311,8 @@ def test_other_dtypes_are_a_mismatch_that_names_them(ranks: Any) -> None:
         ranks.run(other_dtypes)
 
 
-def equal_dtypes(rank: int, size: int) -> None:
+@on_ranks()
+def test_dtypes_that_numpy_takes_for_equal_are(rank: int, size: int) -> None:
     for one, other in (("M8[s]", "M8[1000ms]"), ("m8[3ms]", "m8[3000us]")):
         assert np.dtype(other) == np.dtype(one)
         for kind in (lambda name: name, lambda name: [("a", "i4"), ("b", name, (2,))]):
@@ -334,10 +320,6 @@ def equal_dtypes(rank: int, size: int) -> None:
             given = np.full(12, b"x" * dtype.itemsize).view(dtype)
             got = fl.broadcast(given.copy() if rank == 0 else np.zeros(12, dtype), 0)
             assert (got == given).all()
-
-
-def test_dtypes_that_numpy_takes_for_equal_are(ranks: Any) -> None:
-    ranks.run(equal_dtypes)
 
 
 def extremes(rank: int, size: int, count: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import flashlight_py as fl
 from tests.distributed import mpi_mix, mpi_ranks
 from tests.distributed.conformance import two_hosts
-from tests.distributed.harness import run_outcomes
+from tests.distributed.harness import run_ranks
 from tests.distributed.test_failures import mismatch_then_go_on, stay_away
 
 pytest.importorskip("mpi4py")
@@ -37,9 +37,8 @@ def mpi_world(control: str, **params: Any) -> dict[str, Any]:
 )
 def test_on_several_hosts(pool: Any, control: str, path: str) -> None:
     ranks = pool(3, **mpi_world(control))
-    assert all(
-        f"calls are compared over {path}" in text for text, _ in ranks.run(mpi_ranks.describe)
-    )
+    for text, _ in ranks.run(mpi_ranks.describe):
+        assert f"calls are compared over {path}" in text
     ranks.run(mpi_mix.mix, 4, 60)
     ranks.run(mpi_ranks.messages_by_tag, 1000)
     for name in ("shape", "verb"):
@@ -52,11 +51,7 @@ def test_on_several_hosts(pool: Any, control: str, path: str) -> None:
 @pytest.mark.parametrize(
     ("how", "own", "others"),
     [
-        (
-            "is interrupted",
-            "KeyboardInterrupt",
-            "lost rank 1 (it stopped in all_reduce: KeyboardInterrupt())",
-        ),
+        ("is interrupted", "KeyboardInterrupt", "(it stopped in all_reduce: KeyboardInterrupt())"),
         ("raises", "GroupClosedError", "it raised ValueError: in another thread"),
         ("leaves", "GroupClosedError", "lost rank 1 (it has left the group)"),
     ],
@@ -64,34 +59,32 @@ def test_on_several_hosts(pool: Any, control: str, path: str) -> None:
 def test_who_ends_in_the_middle_is_named_at_once(
     control: str, how: str, own: str, others: str
 ) -> None:
-    outcomes = run_outcomes(mpi_ranks.stop_in_the_middle, 3, how, **mpi_world(control))
-    assert outcomes[1].value.startswith(own), outcomes[1].report()
+    texts = run_ranks(mpi_ranks.stop_in_the_middle, 3, how, **mpi_world(control))
+    assert texts[1].startswith(own), texts
     for rank in (0, 2):
-        assert outcomes[rank].value.startswith("PeerLostError"), outcomes[rank].report()
-        assert f"rank {rank} of 3: lost rank 1" in outcomes[rank].value
-        assert others in outcomes[rank].value
+        assert texts[rank].startswith("PeerLostError"), texts
+        assert f"rank {rank} of 3: lost rank 1" in texts[rank]
+        assert others in texts[rank]
 
 
 @pytest.mark.slow
 @ONE_AND_SEVERAL
 def test_what_does_not_get_on_ends_after_the_timeout(control: str) -> None:
     world = mpi_world(control, TIMEOUT=1)
-    for outcome in run_outcomes(mpi_ranks.stop_in_the_middle, 3, "is stuck", **world):
-        assert "did not finish within 1 seconds" in outcome.value, outcome.report()
+    for text in run_ranks(mpi_ranks.stop_in_the_middle, 3, "is stuck", **world):
+        assert "did not finish within 1 seconds" in text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("control", ["shm", GLOO])
+@ONE_AND_SEVERAL
 def test_a_rank_that_has_done_its_part_may_leave(control: str) -> None:
-    for outcome in run_outcomes(mpi_ranks.leave_in_order, 3, **mpi_world(control)):
-        assert outcome.value == [1.0] * 10, outcome.report()
+    assert run_ranks(mpi_ranks.leave_in_order, 3, **mpi_world(control)) == [[1.0] * 10] * 3
 
 
 @pytest.mark.parametrize("control", [GLOO, pytest.param("both", marks=pytest.mark.slow)])
 def test_a_rank_that_stays_away_is_named_on_several_hosts(control: str) -> None:
-    outcomes = run_outcomes(stay_away, 3, 4.0, **mpi_world(control, TIMEOUT=1))
-    for rank in (0, 2):
-        assert "rank 1 did not join within" in outcomes[rank].value, outcomes[rank].report()
+    texts = run_ranks(stay_away, 3, 4.0, **mpi_world(control, TIMEOUT=1))
+    assert all("rank 1 did not join within" in texts[rank] for rank in (0, 2)), texts
 
 
 def reduce_where_another_has_left(rank: int, size: int) -> None:
@@ -106,16 +99,12 @@ def reduce_where_another_has_left(rank: int, size: int) -> None:
 
 @pytest.mark.slow
 def test_without_comparing_a_rank_that_has_left_takes_no_part() -> None:
-    world: dict[str, Any] = {"init": "mpi", "params": {"BACKEND": "mpi", "TIMEOUT": 2}}
-    outcomes = run_outcomes(
-        reduce_where_another_has_left, 3, env={"FLASHLIGHT_CHECKS": "0"}, **world
-    )
-    assert all(outcome.ok for outcome in outcomes), outcomes
+    world = mpi_world("shm", TIMEOUT=2)
+    run_ranks(reduce_where_another_has_left, 3, **world, env={"FLASHLIGHT_CHECKS": "0"})
 
 
 @pytest.mark.slow
 def test_without_comparing_a_wait_ends_all_the_same() -> None:
-    world = {**mpi_world("shm", TIMEOUT=1), "env": {"FLASHLIGHT_CHECKS": "0"}}
-    outcomes = run_outcomes(mpi_ranks.stay_away_unchecked, 3, **world)
-    for rank in (0, 2):
-        assert "a rank did not join" in outcomes[rank].value, outcomes[rank].report()
+    world = mpi_world("shm", TIMEOUT=1)
+    texts = run_ranks(mpi_ranks.stay_away_unchecked, 3, **world, env={"FLASHLIGHT_CHECKS": "0"})
+    assert all("a rank did not join" in texts[rank] for rank in (0, 2)), texts

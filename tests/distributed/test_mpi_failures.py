@@ -12,7 +12,6 @@ import pytest
 from tests.distributed import mpi_ranks
 from tests.distributed.harness import mpirun_command, run_outcomes
 from tests.distributed.jobs import ended, start
-from tests.distributed.test_failures import barrier_with_timeout, interrupted, stay_away
 
 pytest.importorskip("mpi4py")
 
@@ -190,28 +189,6 @@ fl.barrier()
 
 
 @pytest.mark.slow
-def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
-    outcomes = run_outcomes(stay_away, 3, 4.0, init="mpi", params={"BACKEND": "mpi", "TIMEOUT": 1})
-    for rank in (0, 2):
-        assert outcomes[rank].ok, outcomes[rank].report()
-        assert f"rank {rank} of 3: rank 1 did not join within 1 seconds" in outcomes[rank].value
-    assert outcomes[1].value == "stayed away"
-
-
-@pytest.mark.slow
-def test_a_barrier_has_a_timeout_of_its_own() -> None:
-    outcomes = run_outcomes(barrier_with_timeout, 2, 3.0, **WORLD)
-    assert outcomes[0].ok, outcomes[0].report()
-    assert "rank 1 did not join within 0.5 seconds" in outcomes[0].value
-
-
-@pytest.mark.slow
-def test_waiting_answers_ctrl_c() -> None:
-    outcomes = run_outcomes(interrupted, 2, **WORLD)
-    assert outcomes[0].value == "interrupted", outcomes[0].report()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["recv", "send"])
 def test_a_message_that_never_comes_names_both_tags(case: str) -> None:
     params = {"BACKEND": "mpi", "TIMEOUT": 1}
@@ -227,6 +204,4 @@ def test_a_message_that_never_comes_names_both_tags(case: str) -> None:
 def test_a_rank_that_leaves_is_lost_at_once() -> None:
     outcomes = run_outcomes(mpi_ranks.leave_early, 3, **WORLD)
     for rank in (0, 2):
-        assert outcomes[rank].ok, outcomes[rank].report()
-        assert "lost rank 1 (" in outcomes[rank].value
-        assert "(it ended normally or closed this group" in outcomes[rank].value
+        assert "lost rank 1 (it ended normally or closed this group" in outcomes[rank].value

@@ -4,8 +4,8 @@ import contextlib
 import gc
 import re
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.calls.arrays import DTYPES
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.journal import Record
@@ -23,10 +23,10 @@ from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import CollectiveTimeoutError, GroupClosedError, MismatchError
 from tests.distributed import conformance
-from tests.distributed.harness import run_outcomes
+from tests.distributed.conformance import on_ranks
 from tests.distributed.told import told, told_later
 
-BACKENDS = ["shm", "gloo"]
+in_both = on_ranks(("shm", 2), ("gloo", 2))
 CODES = {verb.name: verb.code for verb in (*VERBS, journal.SENDRECV)}
 
 
@@ -46,7 +46,9 @@ def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
     return got.wait() if isinstance(got, Work) else got
 
 
-def every_verb(rank: int, size: int, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@in_both
+def test_every_verb_of_plain_arrays_is_native(rank: int, size: int, async_op: bool) -> None:
     settle()
     group = current_world().group
     how: dict[str, Any] = {"async_op": async_op}
@@ -103,13 +105,8 @@ def every_verb(rank: int, size: int, async_op: bool) -> None:
             assert np.all(out == 0)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_verb_of_plain_arrays_is_native(pool: Any, backend: str, async_op: bool) -> None:
-    pool(2, params={"BACKEND": backend}).run(every_verb, async_op)
-
-
-def what_is_not_plain(rank: int, size: int) -> None:
+@in_both
+def test_what_is_not_plain_is_left_to_python(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     x, ints = np.zeros(4), np.zeros(4, int)
@@ -150,12 +147,8 @@ def what_is_not_plain(rank: int, size: int) -> None:
         assert native(group, "broadcast", np.zeros(3, dtype)) is not NotImplemented
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_not_plain_is_left_to_python(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(what_is_not_plain)
-
-
-def described_by_both(rank: int, size: int) -> None:
+@in_both
+def test_both_describe_arrays_alike(rank: int, size: int) -> None:
     """Native code describes a plain array, Python one of the other byte order, in the same way."""
     for shape in [(), (0,), (3, 0, 2), (2, 3, 4), (1,) * 7 + (2, 3, 4), (2,) * 12]:
         x = np.full(shape, rank, np.dtype("f8" if rank else ">f8"))
@@ -163,16 +156,13 @@ def described_by_both(rank: int, size: int) -> None:
         assert np.all(fl.broadcast(np.full(shape, rank, x.dtype)) == 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_both_describe_arrays_alike(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(described_by_both)
-
-
 def record_of(group: ProcessGroup) -> Record:
     return group.journal.records(1)[-1]
 
 
-def ended_by_nobody(rank: int, size: int, count: int) -> bool:
+@pytest.mark.parametrize("count", [1, 100_000])
+@in_both
+def test_an_end_is_recorded_where_nobody_waits(rank: int, size: int, count: int) -> None:
     """What nobody waits for ends all the same, and its end is recorded."""
     settle()
     group = current_world().group
@@ -183,16 +173,11 @@ def ended_by_nobody(rank: int, size: int, count: int) -> bool:
         assert time.monotonic() < until
         time.sleep(0.001)
     group.synchronize()
-    return bool(np.all(x == size))
+    assert np.all(x == size)
 
 
-@pytest.mark.parametrize("count", [1, 100_000])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_end_is_recorded_where_nobody_waits(pool: Any, backend: str, count: int) -> None:
-    assert pool(2, params={"BACKEND": backend}).run(ended_by_nobody, count) == [True, True]
-
-
-def many_at_once(rank: int, size: int) -> None:
+@in_both
+def test_started_and_blocking_calls_keep_their_order(rank: int, size: int) -> None:
     """Small ones that were started, large ones and blocking ones keep their order."""
     settle()
     group = current_world().group
@@ -214,64 +199,42 @@ def many_at_once(rank: int, size: int) -> None:
         assert works[0].wait() is arrays[0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_started_and_blocking_calls_keep_their_order(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(many_at_once)
-
-
-def closed_meanwhile(rank: int, size: int) -> list[str]:
+@in_both
+def test_closing_ends_what_was_started(rank: int, size: int) -> None:
     """One that waits for the others ends when its group is closed, by whatever thread."""
     settle()
     world = current_world().group
     group = world.new_group(range(size))
-    ends: list[str] = []
     if rank == 0:
         work = group.fast.collective(CODES["all_reduce"], np.zeros(3), None, "sum", 1.0, 0, 0, True)
-
-        def wait() -> None:
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(work.wait)
+            group.close()
             with pytest.raises(GroupClosedError):
-                work.wait()
-            ends.append("closed")
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        group.close()
-        thread.join()
+                waiting.result()
         assert group.fast.collective(CODES["barrier"], *[None] * 4, 0, 0, False) is NotImplemented
     world.barrier()
     group.close()
-    return ends
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_closing_ends_what_was_started(pool: Any, backend: str) -> None:
-    assert pool(2, params={"BACKEND": backend}).run(closed_meanwhile) == [["closed"], []]
-
-
-def differ(rank: int, size: int) -> list[str]:
+@in_both
+def test_a_mismatch_is_raised_and_recorded(rank: int, size: int) -> None:
     settle()
     group = current_world().group
-    errors = []
     for async_op in (False, True):
         x = np.zeros(3 + rank)
         message = told(lambda x=x, how=async_op: native(group, "broadcast", x, async_op=how))
         later = "" if message else told_later()
-        errors.append(record_of(group).error)
-        assert errors[-1].removeprefix("MismatchError: ") in message + later
+        error = record_of(group).error
+        assert re.match(r"MismatchError: \[(broadcast|barrier)\]", error), error
+        assert error.removeprefix("MismatchError: ") in message + later
         if message:
             told_later()
     native(group, "barrier")
-    return errors
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mismatch_is_raised_and_recorded(pool: Any, backend: str) -> None:
-    for errors in pool(2, params={"BACKEND": backend}).run(differ):
-        for error in errors:
-            assert re.match(r"MismatchError: \[(broadcast|barrier)\]", error), error
-
-
-def unequal_parts(rank: int, size: int) -> list[str]:
+@on_ranks(("shm", 2))
+def test_unequal_parts_are_native(rank: int, size: int) -> None:
     """Lists are taken natively, arrays by Python: the steps of both are the same."""
     settle()
     group = current_world().group
@@ -287,31 +250,22 @@ def unequal_parts(rank: int, size: int) -> list[str]:
     assert "all_to_all" in record_of(group).what
     native_way = group.fast.collective(CODES["all_to_all"], x, None, table[rank], 1.0, 0, 0, False)
     assert np.array_equal(native_way, wanted)
-    errors = []
     with pytest.raises(ValueError, match="arrived from all ranks") if rank == 0 else nullcontext():
         fl.all_to_all(x, rows=table[rank], out=np.empty((1, 2)) if rank == 0 else None)
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(MismatchError, match=r"all_to_all\(float32 \(6, 2\), rows=\.\.\.\)"):
         fl.all_to_all(x.astype(np.float32) if rank == 0 else x, rows=table[rank])
-    errors.append(str(caught.value))
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(MismatchError, match=r"rank 1 called all_to_all\(rows=\.\.\.\)"):
         fl.barrier() if rank == 0 else fl.all_to_all(x, rows=table[rank])
-    errors.append(str(caught.value))
     assert np.array_equal(fl.all_to_all(x, rows=table[rank]), wanted)
     for refused in ([6], [7, -1], [3, 4], [True, 5], [2.0, 4], []):
         assert (
             group.fast.collective(CODES["all_to_all"], x, None, refused, 1, 0, 0, False)
             is NotImplemented
         )
-    return errors
 
 
-def test_unequal_parts_are_native(pool: Any) -> None:
-    for kinds, verbs in pool(2, params={"BACKEND": "shm"}).run(unequal_parts):
-        assert "all_to_all(float32 (6, 2), rows=...)" in kinds
-        assert "rank 1 called all_to_all(rows=...)" in verbs
-
-
-def several_at_once(rank: int, size: int) -> int:
+@in_both
+def test_several_messages_are_native(rank: int, size: int) -> None:
     """A batch is begun natively where all of it is plain, and recorded message by message."""
     settle()
     group, peer = current_world().group, 1 - rank
@@ -340,15 +294,12 @@ def several_at_once(rank: int, size: int) -> int:
     ops += [fl.P2POp("recv", np.zeros(30_002), peer)]
     with pytest.raises(MismatchError, match="float64"):
         fl.batch_isend_irecv(ops).wait()
-    return len([record for record in group.journal.records() if record.what[2] == "send"])
+    sent = [record for record in group.journal.records() if record.what[2] == "send"]
+    assert rank or len(sent) >= 13
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_several_messages_are_native(pool: Any, backend: str) -> None:
-    assert pool(2, params={"BACKEND": backend}).run(several_at_once)[0] >= 13
-
-
-def receives_of_any(rank: int, size: int) -> None:
+@in_both
+def test_receives_of_any_rank_are_native(rank: int, size: int) -> None:
     """Each is given in turn what the other rank has sent, however it asks for that."""
     settle()
     group, peer = current_world().group, 1 - rank
@@ -405,12 +356,8 @@ def receives_of_any(rank: int, size: int) -> None:
         assert all(record.as_dict()["ended"] for record in records)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_receives_of_any_rank_are_native(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(receives_of_any)
-
-
-def batches_with_nobody(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_batches_with_nobody_are_native(rank: int, size: int) -> None:
     """Of messages to or from nobody the array keeps its place, whole or in part."""
     settle()
     group, peer = current_world().group, 1 - rank
@@ -448,11 +395,8 @@ def batches_with_nobody(rank: int, size: int) -> None:
     assert len(group.journal.records()) == count
 
 
-def test_batches_with_nobody_are_native(pool: Any) -> None:
-    pool(2, params={"BACKEND": "shm"}).run(batches_with_nobody)
-
-
-def halves(rank: int, size: int) -> None:
+@in_both
+def test_half_a_sendrecv_is_native(rank: int, size: int) -> None:
     """One half of a sendrecv, or none."""
     settle()
     group, x, out = current_world().group, np.full(3, rank + 1.0), np.zeros(3)
@@ -468,12 +412,8 @@ def halves(rank: int, size: int) -> None:
     fl.barrier()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_half_a_sendrecv_is_native(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(halves)
-
-
-def rows_of_one_rank(rank: int, size: int) -> None:
+@in_both
+def test_a_rank_without_rows_receives_those_of_others(rank: int, size: int) -> None:
     """One that has nothing to give, and is given something."""
     settle()
     for width in (3, 5000):
@@ -484,16 +424,12 @@ def rows_of_one_rank(rank: int, size: int) -> None:
             assert np.array_equal(got, x[:3] if rank == 0 else x[3:])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_without_rows_receives_those_of_others(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(rows_of_one_rank)
-
-
 class Alarm(Exception):
     """What a signal handler raises."""
 
 
-def interrupted_batches(rank: int, size: int) -> int:
+@on_ranks(("shm", 2), fresh=True)
+def test_an_interrupted_batch_raises_what_the_handler_has_raised(rank: int, size: int) -> None:
     """A handler raises at any moment while messages are started; all of them end later."""
 
     def handler(number: int, frame: Any) -> None:
@@ -513,15 +449,10 @@ def interrupted_batches(rank: int, size: int) -> int:
                     signal.setitimer(signal.ITIMER_REAL, 0)
             began += 6
         signal.signal(signal.SIGALRM, before)
-    return len(kept)
 
 
-def test_an_interrupted_batch_raises_what_the_handler_has_raised() -> None:
-    outcomes = run_outcomes(interrupted_batches, 2, params={"BACKEND": "shm"})
-    assert all(outcome.ok for outcome in outcomes), outcomes[0].report()
-
-
-def plain_numbers(rank: int, size: int) -> None:
+@in_both
+def test_numbers_are_native(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     for number in (1.5, 3, -7, np.float32(0.5), np.int16(-2), np.float64(4.0)):
@@ -549,8 +480,3 @@ def plain_numbers(rank: int, size: int) -> None:
         given = CODES[verb], number, None, op, 1.0, 1 - rank, 0, asynchronous
         assert group.fast.collective(*given) is NotImplemented, (number, verb, op)
     assert [*group.journal.header] == before  # nothing has happened
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_are_native(pool: Any, backend: str) -> None:
-    pool(2, params={"BACKEND": backend}).run(plain_numbers)

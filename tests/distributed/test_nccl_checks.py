@@ -14,8 +14,9 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.start.world import current_world
 from tests import cupy_stand_in
-from tests.distributed import conformance, nccl_stand_in
-from tests.distributed.harness import run_outcomes, run_ranks
+from tests.distributed import nccl_stand_in
+from tests.distributed.conformance import on_ranks
+from tests.distributed.harness import run_ranks, run_survivors
 
 
 class Stuck(nccl_stand_in.StandInNccl):
@@ -56,9 +57,8 @@ CALLS: dict[str, Any] = {
 }
 
 
-def differ(rank: int, size: int) -> dict[str, tuple[str, str, float]]:
-    """Differ in each way, in a group of its own: it breaks."""
-    told = {}
+@on_ranks(("shm", 2), fresh=True)
+def test_a_mismatch_aborts_and_raises_on_every_rank(rank: int, size: int) -> None:
     for name, call in CALLS.items():
         group = fl.new_group(range(size))
         cp = gpus(group)
@@ -66,43 +66,29 @@ def differ(rank: int, size: int) -> dict[str, tuple[str, str, float]]:
         started = time.monotonic()
         with pytest.raises(fl.errors.MismatchError) as caught:
             finish(group, call, group, cp, rank)
-        took = time.monotonic() - started
-        with pytest.raises(fl.errors.GroupClosedError) as after:
+        assert time.monotonic() - started < 5, name
+        message = str(caught.value)
+        assert f"rank {rank} of 2: the ranks called different things in call 2 of" in message
+        assert "rank 0 called " in message
+        assert "rank 1 called " in message
+        assert message.count("test_nccl_checks.py:") == 2
+        with pytest.raises(fl.errors.GroupClosedError, match="called different things"):
             group.all_reduce(cp.zeros(3))
-        told[name] = str(caught.value), str(after.value), took
-    return told
 
 
-def test_a_mismatch_aborts_and_raises_on_every_rank() -> None:
-    for rank, told in enumerate(run_ranks(differ, 2)):
-        for message, after, took in told.values():
-            assert f"rank {rank} of 2: the ranks called different things in call 2 of" in message
-            assert "rank 0 called " in message
-            assert "rank 1 called " in message
-            assert message.count("test_nccl_checks.py:") == 2
-            assert "called different things" in after
-            assert took < 5
-
-
-def test_a_mismatch_between_hosts_reaches_every_rank() -> None:
-    outcomes = run_outcomes(differ_between_hosts, 3, env=conformance.two_hosts)
-    for outcome in outcomes:
-        assert outcome.ok, outcome.report()
-        assert "in call 1 of this group: ranks 0, 1 called all_reduce(cupy float64 (3,)" in (
-            outcome.value
-        )
-        assert "rank 2 called all_reduce(cupy float64 (4,)" in outcome.value
-
-
-def differ_between_hosts(rank: int, size: int) -> str:
+@on_ranks(("hierarchical", 3), fresh=True)
+def test_a_mismatch_between_hosts_reaches_every_rank(rank: int, size: int) -> None:
     world = current_world().group
     cp = gpus(world)
     with pytest.raises(fl.errors.MismatchError) as caught:
         finish(world, fl.all_reduce, cp.zeros(3 if rank < 2 else 4))
-    return str(caught.value)
+    message = str(caught.value)
+    assert "call 1 of this group: ranks 0, 1 called all_reduce(cupy float64 (3,)" in message
+    assert "rank 2 called all_reduce(cupy float64 (4,)" in message
 
 
-def one_in_a_barrier(rank: int, size: int) -> str:
+@on_ranks(("shm", 2), fresh=True)
+def test_a_barrier_beside_a_reduction_is_reported_once(rank: int, size: int) -> None:
     """What has been reported once is not raised again by the shutdown."""
     world = current_world().group
     cp = gpus(world)
@@ -110,13 +96,8 @@ def one_in_a_barrier(rank: int, size: int) -> str:
     with pytest.raises(fl.errors.MismatchError) as caught:
         finish(world, *call)
     fl.distributed_shutdown()
-    return str(caught.value)
-
-
-def test_a_barrier_beside_a_reduction_is_reported_once() -> None:
-    for message in run_ranks(one_in_a_barrier, 2):
-        assert "rank 0 called barrier()" in message
-        assert "rank 1 called all_reduce(cupy float64 (3,)" in message
+    assert "rank 0 called barrier()" in str(caught.value)
+    assert "rank 1 called all_reduce(cupy float64 (3,)" in str(caught.value)
 
 
 def die(rank: int, size: int, has_called: bool) -> str:
@@ -139,15 +120,15 @@ def die(rank: int, size: int, has_called: bool) -> str:
 @pytest.mark.parametrize("has_called", [False, True])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_that_dies_is_lost_within_two_seconds(backend: str, has_called: bool) -> None:
-    outcomes = run_outcomes(die, 2, has_called, params={"BACKEND": backend})
-    assert outcomes[0].ok, outcomes[0].report()
-    assert "lost rank 1 (" in outcomes[0].value
-    assert ", which is process " in outcomes[0].value
+    (text,) = run_survivors(die, 2, 1, has_called, params={"BACKEND": backend})
+    assert "lost rank 1 (" in text
+    assert ", which is process " in text
     if has_called:
-        assert "(its process has ended)" in outcomes[0].value
+        assert "(its process has ended)" in text
 
 
-def raise_in_between(rank: int, size: int) -> str:
+@on_ranks(("shm", 2), ("gloo", 2), ("hierarchical", 3), fresh=True)
+def test_an_exception_of_another_rank_ends_what_is_on_its_way(rank: int, size: int) -> None:
     """The last rank raises when all have called, and goes on: its process does not end."""
     world = current_world().group
     cp = gpus(world)
@@ -161,28 +142,14 @@ def raise_in_between(rank: int, size: int) -> str:
     with pytest.raises(kind) as caught:
         world.gpus.synchronize()
     assert time.monotonic() - started < 2
-    return str(caught.value)
+    if rank < size - 1:
+        assert f"lost rank {size - 1}, which is process " in str(caught.value)
+        assert "ZeroDivisionError: of its own" in str(caught.value)
+        assert "in test_an_exception_of_another_rank" in str(caught.value)
 
 
-WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "shm": (2, {}),
-    "gloo": (2, {"params": {"BACKEND": "gloo"}}),
-    "hierarchical": (3, {"env": conformance.two_hosts}),
-}
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_an_exception_of_another_rank_ends_what_is_on_its_way(world: str) -> None:
-    size, how = WORLDS[world]
-    for rank, outcome in enumerate(run_outcomes(raise_in_between, size, **how)):
-        assert outcome.ok, outcome.report()
-        if rank < size - 1:
-            assert f"lost rank {size - 1}, which is process " in outcome.value
-            assert "ZeroDivisionError: of its own" in outcome.value
-            assert "in raise_in_between" in outcome.value
-
-
-def differ_in_kind(rank: int, size: int) -> tuple[str, str]:
+@on_ranks(("shm", 2), fresh=True)
+def test_a_call_with_an_array_of_the_other_kind_is_a_mismatch(rank: int, size: int) -> None:
     """One calls with a NumPy array, the other with a CuPy array: what then, and after that."""
     world = current_world().group
     cp, told = gpus(world), []
@@ -193,17 +160,13 @@ def differ_in_kind(rank: int, size: int) -> tuple[str, str]:
             finish(world, call)
         told.append(f"{type(caught.value).__name__}: {caught.value}")
     assert time.monotonic() - started < 5
-    return told[0], told[1]
-
-
-def test_a_call_with_an_array_of_the_other_kind_is_a_mismatch() -> None:
-    for rank, (first, then) in enumerate(run_ranks(differ_in_kind, 2)):
-        assert first.startswith("MismatchError")
-        assert "rank 0 called all_reduce(float64 (3,)" in first
-        assert "rank 1 called all_reduce(cupy float64 (3,)" in first
-        # Rank 0 had not begun anything with NCCL, and finds out by the next call.
-        assert then.startswith(("MismatchError", "GroupClosedError")[rank])
-        assert "the ranks called different things" in then
+    first, then = told
+    assert first.startswith("MismatchError")
+    assert "rank 0 called all_reduce(float64 (3,)" in first
+    assert "rank 1 called all_reduce(cupy float64 (3,)" in first
+    # Rank 0 had not begun anything with NCCL, and finds out by the next call.
+    assert then.startswith(("MismatchError", "GroupClosedError")[rank])
+    assert "the ranks called different things" in then
 
 
 def one_is_late(rank: int, size: int, elsewhere: bool) -> str:
@@ -260,7 +223,8 @@ def test_a_failure_of_nccl_on_one_rank_is_reported_to_the_others() -> None:
     assert "rank 0 called nothing more, as NCCL has failed there: [all_reduce] rank 0" in other
 
 
-def leave_early(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2), fresh=True)
+def test_a_rank_that_leaves_when_it_has_done_its_part_is_not_lost(rank: int, size: int) -> None:
     """A rank that has done its part, and leaves, is not lost: what is on its way ends well."""
     group = fl.new_group(range(size))
     cp = gpus(group)
@@ -279,12 +243,8 @@ def leave_early(rank: int, size: int) -> None:
     group.gpus.synchronize()
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_rank_that_leaves_when_it_has_done_its_part_is_not_lost(backend: str) -> None:
-    run_ranks(leave_early, 2, params={"BACKEND": backend})
-
-
-def refuse(rank: int, size: int) -> list[str]:
+@on_ranks(("shm", 2), fresh=True)
+def test_a_refusal_is_told_to_all_ranks(rank: int, size: int) -> None:
     """One rank refuses its arguments: the others hear of it where they would wait."""
     group, told = fl.new_group(range(size)), []
     cp = gpus(group)
@@ -303,20 +263,12 @@ def refuse(rank: int, size: int) -> list[str]:
             calls[rank == 0]()
         told.append(f"{type(caught.value).__name__}: {caught.value}")
     # The communicator of the rank that has refused has ended as well.
-    with pytest.raises((fl.errors.MismatchError, fl.errors.GroupClosedError)) as after:
+    with pytest.raises(fl.errors.MismatchError if rank else fl.errors.GroupClosedError):
         finish(group, group.all_reduce, x)
-    return [*told, f"{type(after.value).__name__}: {after.value}"]
-
-
-def test_a_refusal_is_told_to_all_ranks() -> None:
-    others, own = run_ranks(refuse, 2)
-    assert [text.partition(":")[0] for text in own] == [
-        *["ValueError"] * 2,
-        "TypeError",
-        "ValueError",
-        "MismatchError",
-    ]
-    assert others.pop().startswith("GroupClosedError")
-    for text, verb in zip(others, ("all_gather", "all_to_all", "send", "all_reduce"), strict=True):
-        assert text.startswith("MismatchError"), text
+    kinds = [text.partition(":")[0] for text in told]
+    if rank:
+        assert kinds == ["ValueError", "ValueError", "TypeError", "ValueError"]
+        return
+    assert kinds == ["MismatchError"] * 4
+    for text, verb in zip(told, ("all_gather", "all_to_all", "send", "all_reduce"), strict=True):
         assert f"rank 1 called {verb}, and refused its arguments (" in text

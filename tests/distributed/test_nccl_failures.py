@@ -117,6 +117,17 @@ def backend(nccl: Nccl, cupy: StandInCupy) -> Any:
     made.close()
 
 
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given to the device ends when the test says so."""
+    monkeypatch.setattr(Event, "ends_at_once", False)
+
+
+def ones(count: int = 4, **how: Any) -> Call:
+    """An all_reduce of an array of the device."""
+    return Call(ALL_REDUCE, sys.modules["cupy"].asarray(np.ones(count)), **how)
+
+
 # The communicator ---------------------------------------------------------------------------
 
 
@@ -199,13 +210,10 @@ def test_what_takes_too_long_is_cut_off_and_what_does_not_is_left(nccl: Nccl) ->
     assert isinstance(made.broken, CollectiveTimeoutError)
 
 
-def test_a_failure_inside_a_group_is_raised_after_its_end(
-    nccl: Nccl, backend: Any, cupy: StandInCupy
-) -> None:
+def test_a_failure_inside_a_group_is_raised_after_its_end(nccl: Nccl, backend: Any) -> None:
     nccl.answers["ncclAllReduce"] = INVALID_USAGE
-    calls = [Call(ALL_REDUCE, cupy.asarray(np.ones(3))) for _ in range(2)]
     with pytest.raises(DistributedError, match=r"status 5"):
-        backend.start_many(calls)
+        backend.start_many([ones(), ones()])
     assert nccl.calls.count("ncclAllReduce") == 2
     assert nccl.calls.index("ncclGroupEnd") < nccl.calls.index("ncclCommAbort")
 
@@ -317,12 +325,12 @@ def test_the_first_message_of_a_pair_connects_on_the_communicator_that_does_not_
     assert nccl.on == [("send", 1), ("send", 2), ("recv", 1), ("recv", 2), ("send", 2), ("recv", 2)]
 
 
-def test_a_launch_that_blocks_ends_when_the_watchdog_aborts(split: Any, cupy: StandInCupy) -> None:
+def test_a_launch_that_blocks_ends_when_the_watchdog_aborts(split: Any) -> None:
     """The abort of the first communicator ends the launch, then the second one is freed."""
     backend, nccl = split(timeout=0.3)
     nccl.blocks = True
     with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 seconds"):
-        backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(3))))
+        backend.start(ones())
     backend.close()
     assert nccl.on == [("all_reduce", 2), ("abort", 1), ("abort", 2)]
 
@@ -357,13 +365,12 @@ def test_a_thread_that_asks_who_is_missing_keeps_no_communicator(nccl: Nccl) -> 
 
 
 def test_a_thread_that_stays_in_a_launch_keeps_its_communicator(
-    split: Any, cupy: StandInCupy, caplog: pytest.LogCaptureFixture
+    split: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend, nccl = split(timeout=0.3, leaves=False)
     nccl.blocks = True
-    array = cupy.asarray(np.ones(3))
     with ThreadPoolExecutor(1) as thread:
-        launched = thread.submit(backend.start, Call(ALL_REDUCE, array))
+        launched = thread.submit(backend.start, ones())
         assert nccl.aborted.wait(10)
         backend._watchdog.stop()
         nccl.ended.set()
@@ -373,13 +380,10 @@ def test_a_thread_that_stays_in_a_launch_keeps_its_communicator(
     assert "is not freed" in caplog.text
 
 
-def test_a_launch_waits_while_too_many_collectives_have_not_ended(
-    split: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("endless")
+def test_a_launch_waits_while_too_many_collectives_have_not_ended(split: Any) -> None:
     backend, nccl = split()
-    monkeypatch.setattr(Event, "ends_at_once", False)
-    array = cupy.asarray(np.ones(3))
-    call = Call(ALL_REDUCE, array, blocking=False)
+    call = ones(blocking=False)
     for _ in range(MOST_UNFINISHED):
         backend.start(call)
     with ThreadPoolExecutor(1) as thread:
@@ -410,8 +414,7 @@ def test_the_reason_why_calls_begin_on_a_thread_of_nccl(
     version: int, loaded: str | None, environment: dict[str, str], reason: str
 ) -> None:
     found = why_slow(version, loaded, environment)
-    assert found.startswith(reason)
-    assert bool(found) == bool(reason)
+    assert (found.startswith(reason), bool(found)) == (True, bool(reason))
 
 
 def test_the_path_says_why_calls_begin_on_a_thread_of_nccl(nccl: Nccl, cupy: StandInCupy) -> None:
@@ -426,10 +429,8 @@ def test_the_path_says_why_calls_begin_on_a_thread_of_nccl(nccl: Nccl, cupy: Sta
 # Streams, events and lifetimes --------------------------------------------------------------
 
 
-def test_streams_wait_for_each_other_and_the_host_for_none(
-    backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Event, "ends_at_once", False)
+@pytest.mark.usefixtures("endless")
+def test_streams_wait_for_each_other_and_the_host_for_none(backend: Any, cupy: StandInCupy) -> None:
     x = cupy.asarray(np.ones(4))
     with Stream(name="mine"):
         work = backend.start(Call(ALL_REDUCE, x, blocking=False))
@@ -451,11 +452,9 @@ def test_a_blocking_verb_orders_the_current_stream_at_once(backend: Any, cupy: S
     assert LOG[-1] == ("wait", "default", LOG[-2][2])
 
 
-def test_arrays_are_kept_until_the_device_is_done(
-    backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Event, "ends_at_once", False)
-    work = backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
+@pytest.mark.usefixtures("endless")
+def test_arrays_are_kept_until_the_device_is_done(backend: Any) -> None:
+    work = backend.start(ones(blocking=False))
     flight = backend._flights.newest()
     assert len(flight.arrays) == 1
     assert not work.is_completed()
@@ -528,7 +527,7 @@ def test_a_released_graph_is_destroyed_and_not_launched(monkeypatch: pytest.Monk
     driver = StandInLibrary(ffi, StandInNccl(ffi, None), "stand-in", 22809)
     driver.lib.cuGraphLaunch = driver.lib.cuEventRecord = lambda *_: LOG.append("launch") or 0
     monkeypatch.setattr(launching, "driver_address", driver.address)
-    graph = StandInGraph()
+    graph = type("Graph", (), {"graphExec": 3})()
     graphs = weakref.ref(graph)
     launcher = launching.GraphLauncher(graph, [])
     LOG.clear()
@@ -541,16 +540,10 @@ def test_a_released_graph_is_destroyed_and_not_launched(monkeypatch: pytest.Monk
         launcher.launch([], 1, 2)
 
 
-class StandInGraph:
-    graphExec = 3
-
-
-def test_the_watchdog_finds_what_takes_too_long(
-    nccl: Nccl, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("endless")
+def test_the_watchdog_finds_what_takes_too_long(nccl: Nccl, cupy: StandInCupy) -> None:
     backend = NcclBackend(Cpu(), communicator(nccl), cupy, 0)
-    monkeypatch.setattr(Event, "ends_at_once", False)
-    backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
+    backend.start(ones(blocking=False))
     with pytest.raises(CollectiveTimeoutError, match=r"within 0.05 seconds.*Asked over the CPU"):
         backend.synchronize()
     backend.close()
@@ -568,16 +561,16 @@ def test_a_rank_that_dies_while_nccl_connects_is_noticed_as_soon_as_any(
     nccl.answers["ncclAllReduce"] = nccl.state = IN_PROGRESS
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="its process has ended"):
-        backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
+        backend.start(ones(blocking=False))
     assert time.monotonic() - began < 10
     backend.close()
 
 
+@pytest.mark.usefixtures("endless")
 def test_a_failure_of_cuda_is_no_collective_that_takes_long(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Event, "ends_at_once", False)
-    backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
+    backend.start(ones(blocking=False))
     for status in (600, 900):  # not ready; a graph is being captured
         monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
         backend._watchdog.look()
@@ -586,6 +579,7 @@ def test_a_failure_of_cuda_is_no_collective_that_takes_long(
         backend.synchronize()
 
 
+@pytest.mark.usefixtures("endless")
 def test_a_watchdog_that_fails_lets_nobody_wait_for_ever(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -594,19 +588,17 @@ def test_a_watchdog_that_fails_lets_nobody_wait_for_ever(
 
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
-    monkeypatch.setattr(Event, "ends_at_once", False)
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", fail)
-    backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
+    backend.start(ones(blocking=False))
     with pytest.raises(DistributedError, match=r"\[watchdog\] rank 0 of 2: ZeroDivisionError"):
         backend.synchronize()
     backend._watchdog.stop()
     assert told[0].exc_type is ZeroDivisionError
 
 
-def test_several_arrays_begin_as_one(backend: Any, nccl: Nccl, cupy: StandInCupy) -> None:
-    arrays = [cupy.asarray(np.ones(n)) for n in (3, 0, 5)]
+def test_several_arrays_begin_as_one(backend: Any, nccl: Nccl) -> None:
     nccl.calls.clear()
-    backend.start_many([Call(ALL_REDUCE, array, blocking=False) for array in arrays])
+    backend.start_many([ones(n, blocking=False) for n in (3, 0, 5)])
     assert nccl.calls == ["ncclGroupStart", "ncclAllReduce", "ncclAllReduce", "ncclGroupEnd"]
     assert sum(entry[0] == "record" for entry in LOG) == 2
 

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.gpu import test_contact, test_hooks, test_training, verbs
 
-
-@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    return pool(request.param, env={"STAND_IN": "1"})
+GPU = {"env": {"STAND_IN": "1"}}
+ranks = ranks_in(("shm", 2, GPU), slow=[("shm", 3, GPU)])
 
 
 @pytest.mark.parametrize("dtype", verbs.DTYPES)
@@ -69,7 +68,8 @@ def test_gathers_of_different_shapes_are_refused_everywhere(ranks: Any) -> None:
         assert "rank 1 called all_gather(cupy float64 (2, 4)) at " in text
 
 
-def let_go(rank: int, size: int) -> None:
+@on_ranks()
+def test_an_array_is_let_go_when_the_device_is_done(rank: int, size: int) -> None:
     x = verbs.on_gpu(np.ones(3))
     held = weakref.ref(x)
     fl.all_reduce(x)
@@ -78,12 +78,9 @@ def let_go(rank: int, size: int) -> None:
     assert held() is None
 
 
-def test_an_array_is_let_go_when_the_device_is_done(ranks: Any) -> None:
-    ranks.run(let_go)
-
-
-def closed_at_once(rank: int, size: int) -> tuple[bool, bool]:
-    """Return whether the array and the GPUs' backend of a closed group are gone, uncollected."""
+@on_ranks()
+def test_a_closed_group_keeps_nothing_on_the_gpu(rank: int, size: int) -> None:
+    """The array and the GPUs' backend are gone, uncollected, though the flight record stays."""
     x = verbs.on_gpu(np.ones(3))
     group = fl.new_group(range(size))
     gc.collect()
@@ -94,15 +91,11 @@ def closed_at_once(rank: int, size: int) -> tuple[bool, bool]:
     group.close()
     gone = held() is None, backend() is None
     gc.enable()
-    return gone
+    assert gone == (True, True)
 
 
-def test_a_closed_group_keeps_nothing_on_the_gpu(ranks: Any) -> None:
-    """Though its flight record stays."""
-    assert ranks.run(closed_at_once) == [(True, True)] * ranks.size
-
-
-def out_of_another_length(rank: int, size: int) -> None:
+@on_ranks()
+def test_an_out_of_another_length_is_an_error_on_its_rank(rank: int, size: int) -> None:
     """The others have begun by then: they have their result, and the group goes on."""
     x = verbs.on_gpu(np.full((1, 2), rank))
     for verb, how in ((fl.all_gather, {}), (fl.all_to_all, {"rows": [1] + [0] * (size - 1)})):
@@ -117,10 +110,6 @@ def out_of_another_length(rank: int, size: int) -> None:
             assert out.get()[:, 0].tolist() == list(range(rows))
 
 
-def test_an_out_of_another_length_is_an_error_on_its_rank(ranks: Any) -> None:
-    ranks.run(out_of_another_length)
-
-
 def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:
     assert ranks.run(verbs.side_by_side) == [["SHM", "NCCL"]] * ranks.size
 
@@ -128,26 +117,28 @@ def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> Non
 @pytest.mark.parametrize("kind", ["sgd", "nesterov", "adam"])
 def test_training_equals_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
     """Buckets, hooks and fused steps on arrays of a GPU; the kernels are compiled for the CPU."""
-    expected = test_training.train(0, 1, "cpu", kind)
-    for got in ranks.run(test_training.train, "cuda", kind):
-        for one, other in zip(got, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+    same_as_on_the_cpu(ranks, kind)
 
 
 def test_sharded_training_too(ranks: Any) -> None:
     """Parameters gathered while they are used; the layers and their ReLU share a launch."""
-    expected = test_training.train(0, 1, "cpu", "adam")
-    for got in ranks.run(test_training.train, "cuda", "adam", True):
+    same_as_on_the_cpu(ranks, "adam", True)
+    test_training.test_states_are_those_of_the_whole(ranks)
+
+
+def same_as_on_the_cpu(ranks: Any, kind: str, *how: bool) -> None:
+    expected = test_training.train(0, 1, "cpu", kind)
+    for got in ranks.run(test_training.train, "cuda", kind, *how):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
-    test_training.test_states_are_those_of_the_whole(ranks)
 
 
 def test_each_group_has_a_communicator_of_its_own(ranks: Any) -> None:
     ranks.run(test_contact.in_every_group)
 
 
-def one_comes_late(rank: int, size: int) -> bool:
+@on_ranks()
+def test_joining_takes_as_long_as_in_the_group_around(rank: int, size: int) -> None:
     """Join GPUs in a group whose timeout is shorter than one rank takes to come."""
     verbs.cupy()
     with fl.new_group(range(size), timeout=0.3) as group:
@@ -155,26 +146,19 @@ def one_comes_late(rank: int, size: int) -> bool:
         if rank == 1:
             threading.Event().wait(1.0)
         group.all_reduce(x)
-        return bool((x.get() == size).all())
+        assert (x.get() == size).all()
 
 
-def test_joining_takes_as_long_as_in_the_group_around(ranks: Any) -> None:
-    assert all(ranks.run(one_comes_late))
+def rank_1_blocks(rank: int) -> dict[str, str]:
+    return {"STAND_IN": "1", "NCCL_COMM_BLOCKING": str(rank)}
 
 
-def join_in_vain(rank: int, size: int) -> str:
+@on_ranks(("shm", 2), env=rank_1_blocks)
+def test_waiting_without_end_is_refused_on_every_rank(rank: int, size: int) -> None:
     verbs.cupy()
-    with pytest.raises(fl.errors.BackendUnavailableError) as caught:
+    why = "rank 1: NCCL_COMM_BLOCKING=1 makes NCCL wait for ever"
+    with pytest.raises(fl.errors.BackendUnavailableError, match=why):
         fl.all_reduce(verbs.on_gpu(np.ones(3)))
-    return str(caught.value)
-
-
-def test_waiting_without_end_is_refused_on_every_rank(pool: Any) -> None:
-    def env(rank: int) -> dict[str, str]:
-        return {"STAND_IN": "1", "NCCL_COMM_BLOCKING": str(rank)}
-
-    for message in pool(2, env=env).run(join_in_vain):
-        assert "rank 1: NCCL_COMM_BLOCKING=1 makes NCCL wait for ever" in message
 
 
 def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from flashlight_py.distributed.memory.topology import DeviceRule
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 from tests.distributed.harness import run_outcomes, run_ranks
+from tests.distributed.jobs import free_port
 
 
 @pytest.fixture
@@ -54,10 +54,7 @@ def test_the_real_id_crosses_the_rendezvous(init: str, backend: str) -> None:
 
 @pytest.mark.usefixtures("_nccl")
 def test_the_real_id_crosses_the_rendezvous_of_the_environment() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    check_ids(run_ranks(real_unique_id, 3, port, init=None))
+    check_ids(run_ranks(real_unique_id, 3, free_port(), init=None))
 
 
 def check_ids(results: list[tuple[bytes, bytes]]) -> None:

@@ -8,9 +8,11 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.calls.checks import require_bits
 from flashlight_py.distributed.constants import ReduceOp
+from tests.distributed.conformance import on_ranks
 
 
-def all_of_them(rank: int, size: int) -> list[Any]:
+@on_ranks(("shm", 2))
+def test_a_number_of_each_kind(rank: int, size: int) -> None:
     world = fl.new_group(range(size))
     results = [
         fl.all_reduce(rank + 0.5),
@@ -27,47 +29,35 @@ def all_of_them(rank: int, size: int) -> list[Any]:
         fl.all_reduce(np.float32(rank)),
     ]
     world.close()
-    return results
+    reduced = 3 if rank == 1 else 1  # a reduce leaves the others theirs
+    expected = [2.0, 1.0, 6, True, False, 1 + 2j, 6, 1, 10, 0.5, reduced, np.float32(1)]
+    assert results == expected
+    assert [type(x) for x in results] == [type(x) for x in expected]
 
 
-def test_a_number_of_each_kind(pool: Any) -> None:
-    zero, one = pool(2).run(all_of_them)
-    expected = [2.0, 1.0, 6, True, False, 1 + 2j, 6, 1, 10, 0.5, 3, np.float32(1)]
-    assert one == expected
-    assert zero == [*expected[:10], 1, expected[11]]  # reduce leaves the others theirs
-    assert [type(x) for x in zero] == [type(x) for x in expected]
-
-
-def locate(rank: int, size: int) -> list[Any]:
+@on_ranks(("shm", 2))
+def test_all_reduce_location_of_a_number_returns_a_number_and_a_rank(rank: int, size: int) -> None:
     pair = fl.all_reduce_location(np.float32(-rank), async_op=True).wait()
-    return [
+    pairs = [
         fl.all_reduce_location(rank + 0.5, op="max"),
         fl.all_reduce_location(5 - rank),
         fl.all_reduce_location(rank == 1, op="max"),
         pair,
         fl.all_reduce_location(np.datetime64(rank, "s")),
     ]
-
-
-def test_all_reduce_location_of_a_number_returns_a_number_and_a_rank(pool: Any) -> None:
     expected = [(1.5, 1), (4, 1), (True, 1), (np.float32(-1), 1), (np.datetime64(0, "s"), 0)]
-    for pairs in pool(2).run(locate):
-        assert pairs == expected
-        assert [(type(x), type(r)) for x, r in pairs] == [(type(x), int) for x, _ in expected]
+    assert pairs == expected
+    assert [(type(x), type(r)) for x, r in pairs] == [(type(x), int) for x, _ in expected]
     with pytest.raises(OverflowError, match="all_reduce_location: "):
         fl.all_reduce_location(2**63)
 
 
-def of_other_kinds(rank: int, size: int) -> str:
+@on_ranks(("shm", 2))
+def test_kinds_that_differ_between_ranks(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.all_reduce(1 if rank == 0 else 1.0)
-    return str(caught.value)
-
-
-def test_kinds_that_differ_between_ranks(pool: Any) -> None:
-    for said in pool(2).run(of_other_kinds):
-        assert "rank 0 called all_reduce(int64 ()" in said
-        assert "rank 1 called all_reduce(float64 ()" in said
+    assert "rank 0 called all_reduce(int64 ()" in str(caught.value)
+    assert "rank 1 called all_reduce(float64 ()" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +100,7 @@ def test_alone_a_number_is_the_same_number() -> None:
         (lambda: fl.all_reduce("x"), "got str. all_gather_object(x) sends any object"),
         (lambda: fl.all_reduce(None), "got NoneType. all_gather_object(x) sends any object"),
         (lambda: fl.broadcast({"a": 1}), "got dict. broadcast_object(x) sends any object"),
-        (
-            lambda: fl.all_gather(3.5),
-            "got float. np.asarray(x) makes an array of numbers, and all_gather_object(x) sends",
-        ),
+        (lambda: fl.all_gather(3.5), "float. np.asarray(x) makes an array of numbers, and all_ga"),
         (lambda: fl.gather((1, 2)), "and gather_object(x) sends any object"),
         (lambda: fl.all_gather(np.zeros(2), out=[0]), "got list. np.asarray(x)"),
     ],

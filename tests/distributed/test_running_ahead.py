@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -10,16 +11,23 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.backends.nccl.comparing import ComparesAhead
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import of
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.errors import DistributedError, MismatchError
-from tests.distributed.conformance import BACKENDS
-from tests.distributed.harness import run_outcomes, run_ranks
+from tests.distributed.conformance import BACKENDS, on_ranks
+from tests.distributed.harness import run_ranks, run_survivors
 from tests.distributed.told import told, told_later
 
 BACKEND = pytest.mark.parametrize("backend", ["shm", "gloo"])
+
+
+def in_both(size: int, **how: Any) -> Any:
+    return on_ranks(("shm", size), ("gloo", size), **how)
+
+
 # Over TCP what nobody waits for may lie in the kernel for 200 ms; what somebody does must not.
 CALLS, LONGEST = 16, 0.1
 # Each with the ranks that need nobody in it, and what all have afterwards.
@@ -32,7 +40,9 @@ VERBS: dict[str, Any] = {
 }
 
 
-def go_ahead(rank: int, size: int, verb: str) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+@in_both(3)
+def test_who_needs_nobody_does_not_wait(rank: int, size: int, verb: str) -> None:
     """Call before those who can call only after a message of this rank."""
     call, is_free = VERBS[verb]
     token = np.zeros(1)
@@ -53,7 +63,7 @@ def go_ahead(rank: int, size: int, verb: str) -> None:
 def compare_later(rank: int, size: int, differ: bool) -> list[str]:
     """Make many calls that are compared ahead, the last of another op on rank 1 if they differ."""
     cpu, x, found = of(None).backend(), np.ones(3), list[str]()
-    assert cpu.compares_ahead
+    assert isinstance(cpu, ComparesAhead)
     try:
         for n in range(100):
             op = ReduceOp.MAX if differ and rank == 1 and n == 99 else ReduceOp.SUM
@@ -68,22 +78,21 @@ def compare_later(rank: int, size: int, differ: bool) -> list[str]:
     return found
 
 
-def look_back_after_the_end(rank: int, size: int) -> str:
+def look_back_after_the_end(rank: int, size: int) -> None:
     """Look back at a call that rank 1 does not make, in a group that has ended meanwhile."""
     cpu = of(None).backend()
+    assert isinstance(cpu, ComparesAhead)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     cpu.start(Call(ALL_REDUCE, np.ones(3), compared=True, is_ahead=True, blocking=False))
     with pytest.raises(DistributedError):
         fl.all_reduce(np.ones(100_000))
-    with pytest.raises(DistributedError) as caught:
+    with pytest.raises(DistributedError, match="rank 1"):
         cpu.look_back("all_reduce", 30.0)
-    return str(caught.value)
 
 
 def test_a_look_back_in_a_group_that_has_ended_raises() -> None:
-    outcome, _ = run_outcomes(look_back_after_the_end, 2)
-    assert "rank 1" in outcome.value
+    run_survivors(look_back_after_the_end, 2, 1)
 
 
 def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back() -> None:
@@ -93,13 +102,8 @@ def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back() -> 
         assert "op=sum" in error
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@BACKEND
-def test_who_needs_nobody_does_not_wait(pool: Any, verb: str, backend: str) -> None:
-    pool(3, **BACKENDS[backend][1]).run(go_ahead, verb)
-
-
-def many(rank: int, size: int) -> None:
+@in_both(3)
+def test_many_calls_ahead_bring_what_was_given(rank: int, size: int) -> None:
     """More calls than a rank may be ahead, of all sizes; each brings what was given to it."""
     for n in range(300):
         x = np.full(1 + 37 * n % 700, n + 1000.0 * (rank == n % size))
@@ -110,12 +114,8 @@ def many(rank: int, size: int) -> None:
             assert np.array_equal(parts, np.repeat(np.arange(float(size)), rows))
 
 
-@BACKEND
-def test_many_calls_ahead_bring_what_was_given(pool: Any, backend: str) -> None:
-    pool(3, **BACKENDS[backend][1]).run(many)
-
-
-def give_unevenly(rank: int, size: int) -> float:
+@in_both(3)
+def test_who_gives_much_does_not_wait_for_who_has_run_ahead(rank: int, size: int) -> None:
     """One gives more than goes with a call; one gives nothing, and waits until the root has all."""
     token = np.zeros(1)
     began = time.monotonic()
@@ -126,49 +126,35 @@ def give_unevenly(rank: int, size: int) -> float:
             fl.send(token, 2)
         if rank == 2:
             fl.recv(token, 0)
-    return time.monotonic() - began
+    assert time.monotonic() - began < CALLS * LONGEST
 
 
-@BACKEND
-def test_who_gives_much_does_not_wait_for_who_has_run_ahead(pool: Any, backend: str) -> None:
-    assert max(pool(3, **BACKENDS[backend][1]).run(give_unevenly)) < CALLS * LONGEST
-
-
-def differ(rank: int, size: int) -> str:
+@in_both(3)
+def test_the_next_call_names_the_earlier_one_and_its_lines(rank: int, size: int) -> None:
     x = np.full(3 if rank == 0 else 4, rank + 1.0)
+    line = sys._getframe().f_lineno + 1
     now = told(lambda: fl.broadcast(x))
     assert (now == "") == (rank == 0)
     assert np.all(x == rank + 1)
-    later = told_later()
+    message = told_later()
     assert told_later() == ""
-    return later
+    assert "an earlier call of this group, 1 before this one: " in message
+    for who, rows in (("rank 0", 3), ("ranks 1, 2", 4)):
+        call = f"{who} called broadcast(float64 ({rows},), root=0) at "
+        assert f"{call}distributed/test_running_ahead.py:{line}" in message, message
+    assert "FLASHLIGHT_CHECKS=sync" in message
 
 
-@BACKEND
-def test_the_next_call_names_the_earlier_one_and_its_lines(pool: Any, backend: str) -> None:
-    line = differ.__code__.co_firstlineno + 2
-    for message in pool(3, **BACKENDS[backend][1]).run(differ):
-        assert "an earlier call of this group, 1 before this one: " in message
-        for who, rows in (("rank 0", 3), ("ranks 1, 2", 4)):
-            call = f"{who} called broadcast(float64 ({rows},), root=0) at "
-            assert f"{call}distributed/test_running_ahead.py:{line}" in message, message
-        assert "FLASHLIGHT_CHECKS=sync" in message
-
-
-def differ_at_the_end(rank: int, size: int) -> str:
+@on_ranks(("shm", 2), ("gloo", 2), fresh=True)
+def test_a_shutdown_raises_what_nobody_was_told(rank: int, size: int) -> None:
     now = told(lambda: fl.broadcast(np.zeros(3 + rank)))
     later = told(fl.distributed_shutdown)
     assert later
-    return now or later
+    assert "rank 0 called broadcast(float64 (3,), root=0)" in (now or later)
 
 
-@BACKEND
-def test_a_shutdown_raises_what_nobody_was_told(backend: str) -> None:
-    for message in run_ranks(differ_at_the_end, 2, **BACKENDS[backend][1]):
-        assert "rank 0 called broadcast(float64 (3,), root=0)" in message
-
-
-def leave_ahead(rank: int, size: int) -> bool:
+@in_both(3)
+def test_what_was_given_arrives_when_its_giver_has_left(rank: int, size: int) -> None:
     """Give, and be gone before the others take it."""
     group = fl.new_group(range(size))
     token = np.zeros(1)
@@ -187,15 +173,11 @@ def leave_ahead(rank: int, size: int) -> bool:
         with contextlib.suppress(fl.errors.DistributedError):
             group.close()
     fl.barrier()
-    return True
 
 
-@BACKEND
-def test_what_was_given_arrives_when_its_giver_has_left(pool: Any, backend: str) -> None:
-    assert all(pool(3, **BACKENDS[backend][1]).run(leave_ahead))
-
-
-def refuse_often(rank: int, size: int, verb: str) -> None:
+@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
+@in_both(3)
+def test_all_ranks_go_on_after_refusals_of_a_root(rank: int, size: int, verb: str) -> None:
     """Refuse calls on the root, which every rank catches, and go on."""
     call = {"broadcast": fl.broadcast, "scatter": lambda x: fl.scatter(x if rank == 0 else None)}
     for times in (1, 2, 3, 20):
@@ -206,12 +188,6 @@ def refuse_often(rank: int, size: int, verb: str) -> None:
             x = call[verb](np.full((size, 2), 5.0 + n) if rank == 0 else np.zeros((size, 2)))
             assert np.all(x == 5 + n)
         assert fl.all_reduce(1) == size
-
-
-@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
-@BACKEND
-def test_all_ranks_go_on_after_refusals_of_a_root(pool: Any, backend: str, verb: str) -> None:
-    pool(3, **BACKENDS[backend][1]).run(refuse_often, verb)
 
 
 def raise_in_a_later_call(rank: int, size: int, verb: str) -> tuple[list[int], str]:
@@ -321,14 +297,6 @@ def scatter_after_a_mismatch(rank: int, size: int) -> bool:
     return raised != ""
 
 
-def reduce_after_a_mismatch(rank: int, size: int) -> bool:
-    raised = told(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
-    assert raised == (rank > 0)
-    raised = told(lambda: fl.all_reduce(np.full(40_000, 1.0))) != ""
-    assert told_later() == ""
-    return raised
-
-
 @BACKEND
 def test_all_ranks_find_the_same_earlier_mismatches(pool: Any, backend: str) -> None:
     world = BACKENDS[backend][1]
@@ -340,7 +308,9 @@ def sync_on_rank_1(rank: int) -> dict[str, str]:
     return {"FLASHLIGHT_CHECKS": "sync"} if rank == 1 else {}
 
 
-@BACKEND
-def test_one_rank_may_compare_each_call_at_once(backend: str) -> None:
-    world = {**BACKENDS[backend][1], "env": sync_on_rank_1}
-    assert run_ranks(reduce_after_a_mismatch, 3, **world) == [True] * 3
+@in_both(3, env=sync_on_rank_1)
+def test_one_rank_may_compare_each_call_at_once(rank: int, size: int) -> None:
+    raised = told(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
+    assert raised == (rank > 0)
+    assert told(lambda: fl.all_reduce(np.full(40_000, 1.0))) != ""
+    assert told_later() == ""

@@ -12,15 +12,16 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import CollectiveTimeoutError, GroupClosedError, PeerLostError
-from tests.distributed.harness import run_outcomes, run_ranks
+from tests.distributed.conformance import on_ranks
+from tests.distributed.harness import run_survivors
 
 # More than what fits into the kernel's memory of a connection; and what a lost rank may take.
 LARGE, PROMPT = 4_000_000, 10.0
 
 
-@pytest.fixture(params=["gloo", "shm"])
-def world(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"params": {"BACKEND": request.param, "TIMEOUT": 30}}
+def by_both(size: int) -> Any:
+    """Return a decorator of a test on new ranks, in shared memory and over TCP."""
+    return on_ranks(("gloo", size), ("shm", size), fresh=True, params={"TIMEOUT": 30})
 
 
 # So many pass on what they call, and are not all connected.
@@ -47,10 +48,11 @@ def tasks_and_descriptors() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def many_groups(rank: int, size: int, count: int) -> None:
+@by_both(4)
+def test_groups_cost_no_threads_and_no_descriptors(rank: int, size: int) -> None:
     assert total() == size
     before = tasks_and_descriptors()
-    groups = [fl.new_group(range(size)) for _ in range(count)]
+    groups = [fl.new_group(range(size)) for _ in range(200)]
     halves = [group.split(rank % 2, rank) for group in groups[:10]]
     for group in (*groups, *halves):
         assert total(group) == group.size
@@ -68,11 +70,8 @@ def many_groups(rank: int, size: int, count: int) -> None:
     assert all(total(group) == size for group in groups[1::2])
 
 
-def test_groups_cost_no_threads_and_no_descriptors(world: Any) -> None:
-    run_ranks(many_groups, 4, 200, **world)
-
-
-def late_messages(rank: int, size: int) -> None:
+@by_both(3)
+def test_what_is_late_for_a_closed_group_does_not_disturb_others(rank: int, size: int) -> None:
     """What comes for a group that a rank has closed, or was to go out of it, is in nobody's way."""
     for count in (3, LARGE):
         group = fl.new_group(range(size))
@@ -89,15 +88,13 @@ def late_messages(rank: int, size: int) -> None:
         goes_on(size)
 
 
-def test_what_is_late_for_a_closed_group_does_not_disturb_others(world: Any) -> None:
-    run_ranks(late_messages, 3, **world)
-
-
-def close_in_the_middle(rank: int, size: int, is_read: bool) -> None:
+@by_both(3)
+def test_a_group_that_is_closed_while_it_sends_sends_nothing_else(rank: int, size: int) -> None:
     """Its array is filled with something else at once: none of that may arrive as the array.
 
-    Where it ``is_read`` from the sender's memory some may be in one that has not arrived.
+    Where it is read from the sender's memory some may be in one that has not arrived.
     """
+    is_read = fl.distributed_backend() is fl.DistributedBackend.SHM
     for seconds in (0.0, 0.003, 0.01, 0.03):
         group = fl.new_group(range(size))
         x, y = np.full(2 * LARGE, 1.0), np.full(2 * LARGE, -1.0)
@@ -121,11 +118,8 @@ def close_in_the_middle(rank: int, size: int, is_read: bool) -> None:
         goes_on(size)
 
 
-def test_a_group_that_is_closed_while_it_sends_sends_nothing_else(world: Any) -> None:
-    run_ranks(close_in_the_middle, 3, world["params"]["BACKEND"] == "shm", **world)
-
-
-def waits_for_who_closes(rank: int, size: int) -> None:
+@by_both(3)
+def test_who_waits_in_a_group_for_one_that_closes_it_raises(rank: int, size: int) -> None:
     group = fl.new_group([2, 1, 0])
     assert total(group) == size
     if rank == 1:
@@ -141,11 +135,9 @@ def waits_for_who_closes(rank: int, size: int) -> None:
     goes_on(size)
 
 
-def test_who_waits_in_a_group_for_one_that_closes_it_raises(world: Any) -> None:
-    run_ranks(waits_for_who_closes, 3, **world)
-
-
-def is_late(rank: int, size: int) -> None:
+@on_ranks(("gloo", 3), fresh=True, params={"TIMEOUT": 30})
+def test_a_group_that_breaks_breaks_no_other(rank: int, size: int) -> None:
+    # In shared memory who comes late finds all calls there, and is in time.
     group, other = fl.new_group(range(size), timeout=0.5), fl.new_group(range(size))
     if rank == 2:
         time.sleep(1.5)
@@ -158,11 +150,6 @@ def is_late(rank: int, size: int) -> None:
             group.barrier()
     assert total(other) == size
     goes_on(size)
-
-
-def test_a_group_that_breaks_breaks_no_other() -> None:
-    # In shared memory who comes late finds all calls there, and is in time.
-    run_ranks(is_late, 3, params={"BACKEND": "gloo", "TIMEOUT": 30})
 
 
 def lose_one(rank: int, size: int) -> None:
@@ -180,14 +167,14 @@ def lose_one(rank: int, size: int) -> None:
         assert fl.all_reduce(np.ones(LARGE), group=group)[-1] == group.size
 
 
-@pytest.mark.parametrize("ranks", [4, MANY])
-def test_a_lost_rank_ends_the_groups_that_have_it(world: Any, ranks: int) -> None:
-    outcomes = run_outcomes(lose_one, ranks, **world)
-    assert outcomes[-1].signal == signal.SIGKILL
-    assert all(outcome.ok for outcome in outcomes[:-1]), outcomes
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("count", [4, MANY])
+def test_a_lost_rank_ends_the_groups_that_have_it(backend: str, count: int) -> None:
+    run_survivors(lose_one, count, count - 1, params={"BACKEND": backend, "TIMEOUT": 30})
 
 
-def made_in_any_order(rank: int, size: int) -> None:
+@by_both(3)
+def test_groups_are_made_in_any_order(rank: int, size: int) -> None:
     """Threads of a rank make groups of different groups at the same time."""
     parents = [fl.new_group(range(size)) for _ in range(4)]
     made: dict[int, Any] = {}
@@ -209,11 +196,8 @@ def made_in_any_order(rank: int, size: int) -> None:
     goes_on(size)
 
 
-def test_groups_are_made_in_any_order(world: Any) -> None:
-    run_ranks(made_in_any_order, 3, **world)
-
-
-def not_connected(rank: int, size: int) -> None:
+@by_both(MANY)
+def test_a_group_connects_who_is_not_connected(rank: int, size: int) -> None:
     """Ranks that are no neighbours: connections are made by the group that needs them first."""
     far = fl.split(rank % (size // 2), rank)
     assert far.ranks == (rank % 6, rank % 6 + 6)
@@ -228,11 +212,8 @@ def not_connected(rank: int, size: int) -> None:
     goes_on(size)
 
 
-def test_a_group_connects_who_is_not_connected(world: Any) -> None:
-    run_ranks(not_connected, MANY, **world)
-
-
-def behind_dropped_ones(rank: int, size: int) -> None:
+@by_both(2)
+def test_a_group_outlives_one_that_is_dropped_and_not_the_world(rank: int, size: int) -> None:
     for _ in range(3):
         middle = fl.new_group(range(size))
         inner = middle.new_group(range(size))
@@ -243,15 +224,12 @@ def behind_dropped_ones(rank: int, size: int) -> None:
         inner.barrier()
 
 
-def test_a_group_outlives_one_that_is_dropped_and_not_the_world(world: Any) -> None:
-    run_ranks(behind_dropped_ones, 2, **world)
-
-
 def two_hosts(rank: int) -> dict[str, str]:
     return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank % 2)}
 
 
-def groups_of_hosts(rank: int, size: int) -> None:
+@on_ranks(("hierarchical", 4), fresh=True, params={"TIMEOUT": 30}, env=two_hosts)
+def test_groups_over_hosts_cost_no_threads(rank: int, size: int) -> None:
     assert total() == size
     before = tasks_and_descriptors()
     groups = [fl.new_group([3, 0, 1, 2]) for _ in range(10)]
@@ -266,7 +244,3 @@ def groups_of_hosts(rank: int, size: int) -> None:
     for group in groups:
         group.close()
     assert total() == size
-
-
-def test_groups_over_hosts_cost_no_threads() -> None:
-    run_ranks(groups_of_hosts, 4, params={"TIMEOUT": 30}, env=two_hosts)

@@ -16,8 +16,8 @@ import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.hierarchical_calls import cut_evenly
 from tests.distributed import conformance
-from tests.distributed.conformance import assert_equal, combined, values
-from tests.distributed.harness import run_outcomes, run_ranks
+from tests.distributed.conformance import assert_equal, combined, on_ranks, values
+from tests.distributed.harness import run_ranks
 
 SHM = {"BACKEND": "shm"}
 
@@ -42,7 +42,8 @@ def test_an_array_in_shared_memory_has_the_same_bits(pool: Any, size: int) -> No
     pool(size, params=SHM).run_each(shared_equals_ordinary, itertools.product(names, counts))
 
 
-def views_and_strangers(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("shm", 3))
+def test_views_and_arrays_in_different_places(rank: int, size: int) -> None:
     whole = fl.distributed.shared_empty((2, 100_000), np.float64)
     whole[...] = rank
     assert fl.all_reduce(whole[1]).base is not None  # a view, in place
@@ -56,29 +57,20 @@ def views_and_strangers(rank: int, size: int) -> None:
     assert np.all(x == sum(range(size)))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_views_and_arrays_in_different_places(pool: Any, size: int) -> None:
-    pool(size, params=SHM).run(views_and_strangers)
-
-
-def survive_the_group(rank: int, size: int) -> float:
+@on_ranks(("shm", 2), fresh=True)
+def test_a_shared_array_outlives_the_group(rank: int, size: int) -> None:
     x = fl.distributed.shared_empty(1000)
     x[...] = 1.0
     fl.all_reduce(x)
     fl.distributed_shutdown()
     x += 1.0
-    return float(x.sum())
+    assert x.sum() == 3000.0
 
 
-def test_a_shared_array_outlives_the_group() -> None:
-    assert run_ranks(survive_the_group, 2, params=SHM) == [3000.0, 3000.0]
-
-
-def allocate_and_drop(rank: int, size: int) -> list[int]:
+@on_ranks(("shm", 2))
+def test_shared_arrays_that_are_dropped_are_unmapped(rank: int, size: int) -> None:
     def mapped() -> int:
-        return sum(
-            "flashlight-" in line for line in Path("/proc/self/maps").read_text().split("\n")
-        )
+        return Path("/proc/self/maps").read_text().count("flashlight-")
 
     counts = []
     for _ in range(20):
@@ -89,15 +81,11 @@ def allocate_and_drop(rank: int, size: int) -> list[int]:
         gc.collect()
         fl.barrier()
         counts.append(mapped())
-    return counts
+    assert counts[-1] <= counts[0]  # at first there may be arrays of other tests
 
 
-def test_shared_arrays_that_are_dropped_are_unmapped(pool: Any) -> None:
-    for counts in pool(2, params=SHM).run(allocate_and_drop):
-        assert counts[-1] == counts[0]
-
-
-def shared_empty_arguments(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_shared_empty_checks_what_it_is_given(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="negative"):
         fl.distributed.shared_empty((2, -1))
     with pytest.raises(TypeError, match="object"):
@@ -105,19 +93,11 @@ def shared_empty_arguments(rank: int, size: int) -> None:
     assert fl.distributed.shared_empty((2, 3), np.int16).shape == (2, 3)
 
 
-@pytest.mark.parametrize("params", [{"BACKEND": "gloo"}, SHM])
-def test_shared_empty_checks_what_it_is_given(pool: Any, params: Any) -> None:
-    pool(2, params=params).run(shared_empty_arguments)
-
-
-def nothing_is_named(rank: int, size: int) -> list[str]:
+@on_ranks(("shm", 3), fresh=True)
+def test_no_file_has_a_name_once_all_have_mapped_it(rank: int, size: int) -> None:
     x = fl.distributed.shared_empty(100_000)
     fl.all_reduce(x)
-    return [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
-
-
-def test_no_file_has_a_name_once_all_have_mapped_it() -> None:
-    assert run_ranks(nothing_is_named, 3, params=SHM) == [[], [], []]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
 
 
 def describe(rank: int, size: int) -> tuple[str, str]:
@@ -190,34 +170,18 @@ def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
     assert apart in found[0][1][0]
 
 
-def try_shm(rank: int, size: int, path: str) -> str:
-    params = {"FILE_PATH": path, "BACKEND": "shm"}
-    with pytest.raises(fl.errors.BackendUnavailableError) as caught:
+@on_ranks(("shm", 2), fresh=True, env=each_alone, init=None)
+def test_shm_that_cannot_be_is_refused_on_every_rank(rank: int, size: int, tmp_path: Path) -> None:
+    params = {"FILE_PATH": str(tmp_path / "meet"), "BACKEND": "shm"}
+    with pytest.raises(fl.errors.BackendUnavailableError, match="do not all share memory"):
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
-    return str(caught.value)
 
 
-def test_shm_that_cannot_be_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for message in run_ranks(try_shm, 2, str(tmp_path / "meet"), env=each_alone, init=None):
-        assert "do not all share memory" in message
-
-
-def differ_between_hosts(rank: int, size: int) -> str:
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        fl.all_reduce(np.zeros(4 if rank < 2 else 5))
-    return str(caught.value)
-
-
-def differ_within_a_host(rank: int, size: int) -> str:
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        fl.all_reduce(np.zeros(5 if rank == 1 else 4))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("differ", [differ_between_hosts, differ_within_a_host])
-def test_a_mismatch_reaches_every_rank_of_every_host(differ: Any) -> None:
-    outcomes = run_outcomes(differ, 5, env=conformance.two_hosts)
-    assert all(outcome.ok for outcome in outcomes), [o.report() for o in outcomes]
+@pytest.mark.parametrize("odd", [{1}, {2, 3, 4}], ids=["within a host", "between hosts"])
+@on_ranks(("hierarchical", 5), fresh=True)
+def test_a_mismatch_reaches_every_rank_of_every_host(rank: int, size: int, odd: set[int]) -> None:
+    with pytest.raises(fl.errors.MismatchError):
+        fl.all_reduce(np.zeros(5 if rank in odd else 4))
 
 
 def test_parts_cover_an_array() -> None:
@@ -267,10 +231,7 @@ def test_a_small_dev_shm_matters_to_containers_alone_and_is_gone_around(
     tmp_path: Path, size: str, each: str, way: str, warning: str | None
 ) -> None:
     """In a mount namespace of its own, with a /dev/shm as small as a container's may be."""
-    script = SMALL_DEV_SHM.format(
-        size=size, each=each, python=sys.executable, path=tmp_path / "meet"
-    )
-    done = in_namespaces(script)
+    done = in_namespaces(SMALL_DEV_SHM, tmp_path, size=size, each=each)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert len(lines) == 2, f"left in /dev/shm: {lines[2:]}"
@@ -301,17 +262,15 @@ wait
 
 
 def test_a_process_of_another_container_that_ends_is_noticed(tmp_path: Path) -> None:
-    script = DIE_IN_A_CONTAINER.format(
-        each=CONTAINER, python=sys.executable, path=tmp_path / "meet"
-    )
-    done = in_namespaces(script)
+    done = in_namespaces(DIE_IN_A_CONTAINER, tmp_path, each=CONTAINER)
     assert "shared memory" in done.stdout, done
     assert "lost rank 1 (its process has ended)" in done.stdout
     assert done.stdout.strip().endswith("True")
 
 
-def in_namespaces(script: str) -> subprocess.CompletedProcess[str]:
+def in_namespaces(script: str, folder: Path, **words: str) -> subprocess.CompletedProcess[str]:
     """Run ``script`` in a mount namespace of its own; skips where that is not allowed."""
+    script = script.format(python=sys.executable, path=folder / "meet", **words)
     unshare = ["unshare", "-m", "--pid", "--fork", "true"]
     tried = subprocess.run(unshare, capture_output=True, check=False)
     if tried.returncode != 0:

@@ -14,6 +14,7 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed import conformance
+from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -64,7 +65,8 @@ def two_threads_reduce(rank: int, size: int) -> list[float]:
     return [float(array[0]) for array in arrays]
 
 
-def reduce_lists_beside_a_thread(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_all_reduce_multiple_goes_on_if_another_thread_begins_calls(rank: int, size: int) -> None:
     """Native code leaves the rest of a list to Python when the thread's calls are before it."""
     lists = [[np.ones(3) for _ in range(20)] for _ in range(100)]
     begin = [lambda: fl.all_reduce(np.ones(3), async_op=True)] * 300
@@ -101,13 +103,6 @@ def a_barrier_then_a_reduction(rank: int, size: int) -> float:
 def test_two_threads_wait_for_a_late_peer(pool: Any, backend: str, work: Any) -> None:
     got = pool(2, params={"BACKEND": backend}).run(work)
     assert got == ([[3.0, 3.0]] * 2 if work is two_threads_reduce else [3.0] * 2)
-
-
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_all_reduce_multiple_goes_on_if_another_thread_begins_calls(
-    pool: Any, backend: str
-) -> None:
-    pool(2, params={"BACKEND": backend}).run(reduce_lists_beside_a_thread)
 
 
 def another_thread_closes(rank: int, size: int) -> list[str]:

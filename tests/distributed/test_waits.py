@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 
 # Large enough to be reduced and brought home while the threads wake up.
 SIDE = 300
@@ -18,7 +18,8 @@ ROUNDS = 10
 ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3))
 
 
-def two_threads_wait(rank: int, size: int) -> None:
+@on_ranks()
+def test_each_of_two_threads_gets_the_whole_result(rank: int, size: int) -> None:
     total = size * (size + 1) / 2
     with ThreadPoolExecutor(2) as threads:
         for _ in range(ROUNDS):
@@ -43,10 +44,6 @@ def two_threads_wait(rank: int, size: int) -> None:
             gathered = fl.all_gather(np.full(SIDE, rank), async_op=True)
             found = [wait.result(30) for wait in [threads.submit(gathered.wait) for _ in range(2)]]
             assert all(np.array_equal(x, np.repeat(np.arange(size), SIDE)) for x in found)
-
-
-def test_each_of_two_threads_gets_the_whole_result(ranks: Any) -> None:
-    ranks.run(two_threads_wait)
 
 
 async def await_while_other_tasks_run(rank: int, size: int) -> None:
@@ -75,9 +72,6 @@ async def await_while_other_tasks_run(rank: int, size: int) -> None:
         await fl.all_reduce(np.ones(rank + 1), async_op=True)
 
 
-def test_await_does_not_block_the_event_loop(ranks: Any) -> None:
-    ranks.run(await_in_an_event_loop)
-
-
-def await_in_an_event_loop(rank: int, size: int) -> None:
+@on_ranks()
+def test_await_does_not_block_the_event_loop(rank: int, size: int) -> None:
     asyncio.run(await_while_other_tasks_run(rank, size))

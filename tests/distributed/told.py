@@ -7,7 +7,7 @@ import numpy as np
 
 import flashlight_py as fl
 
-__all__ = ["told", "told_later", "told_now_or_later", "told_of_messages"]
+__all__ = ["first_error", "told", "told_later", "told_now_or_later", "told_of_messages"]
 
 
 def told(call: Callable[[], Any]) -> str:
@@ -20,6 +20,16 @@ def told(call: Callable[[], Any]) -> str:
         return ""
     assert "called different things" in message
     return message
+
+
+def first_error(*calls: Callable[[], Any]) -> str:
+    """Make ``calls`` and return what the first one that fails raises; "" if none does."""
+    try:
+        for call in calls:
+            call()
+    except fl.errors.DistributedError as error:
+        return str(error)
+    return ""
 
 
 def told_later() -> str:
