@@ -1,13 +1,8 @@
 // A connection that is being made, until both ends have proven who they are.
 #pragma once
 
-#include <gloo/transport/tcp/loop.h>
-
-#include <cstdint>
-#include <optional>
-#include <string>
-
 #include "abi.h"
+#include "pair.h"
 
 namespace fl {
 
@@ -23,10 +18,9 @@ struct Greeting {
 };
 
 // Events come on Gloo's thread.
-class Attempt : public gloo::transport::tcp::Handler {
+class Attempt : public Handler {
  public:
-  static constexpr char kStranger[] =
-      "who connected in its place does not know the secret of this job";
+  static constexpr char kStranger[] = "who connected in its place does not know the secret of this job";
 
   // To `peer`, by a socket that is connecting, maybe only to ask what it has called in a group; or by one
   // that was accepted, of whoever it is (-1).

@@ -1,9 +1,5 @@
 #include "calls.h"
 
-#include <algorithm>
-#include <cstring>
-#include <utility>
-
 #include "../../csrc/common/copying.h"
 #include "reference.h"
 
@@ -50,51 +46,25 @@ Script Author::write(int calls) {
 
 void Author::add_call() {
   switch (random_.below(27)) {
-    case 0:
-    case 1:
-    case 2:
-    case 3:
-    case 4:
-      return add_reduction(FL_ALL_REDUCE);
-    case 5:
-      return add_reduction(FL_REDUCE);
-    case 24:
-      return add_scan(random_.one_in(2) ? FL_SCAN : FL_EXSCAN);
-    case 6:
-      return add_reduce_scatter();
-    case 7:
-      return add_broadcast();
-    case 8:
-      return add_gather(FL_ALL_GATHER);
-    case 9:
-      return add_gather(FL_GATHER);
-    case 10:
-      return add_scatter();
-    case 11:
-      return add_all_to_all();
-    case 12:
-      return add_barrier();
-    case 13:
-      return add_message();
-    case 14:
-      return add_ring();
-    case 15:
-    case 16:
-      return random_.one_in(8) ? add_root_that_knows_nothing() : add_mismatch();
-    case 17:
-      return add_message_mismatch();
-    case 18:
-      return add_uneven_all_to_all();
-    case 19:
-    case 20:
-    case 21:
-      return add_letters();
-    case 22:
-      return add_uneven_reduce_scatter();
-    case 23:
-      return add_open_receives();
-    default:
-      return add_or_drop_region();
+    case 0: case 1: case 2: case 3: case 4: return add_reduction(FL_ALL_REDUCE);
+    case 5: return add_reduction(FL_REDUCE);
+    case 6: return add_reduce_scatter();
+    case 7: return add_broadcast();
+    case 8: return add_gather(FL_ALL_GATHER);
+    case 9: return add_gather(FL_GATHER);
+    case 10: return add_scatter();
+    case 11: return add_all_to_all();
+    case 12: return add_barrier();
+    case 13: return add_message();
+    case 14: return add_ring();
+    case 15: case 16: return random_.one_in(8) ? add_root_that_knows_nothing() : add_mismatch();
+    case 17: return add_message_mismatch();
+    case 18: return add_uneven_all_to_all();
+    case 19: case 20: case 21: return add_letters();
+    case 22: return add_uneven_reduce_scatter();
+    case 23: return add_open_receives();
+    case 24: return add_scan(random_.one_in(2) ? FL_SCAN : FL_EXSCAN);
+    default: return add_or_drop_region();
   }
 }
 
@@ -102,14 +72,8 @@ void Author::add_call() {
 
 size_t Author::some_bytes() {
   const size_t chunk = world_.chunk_bytes, ranks = world_.ranks;
-  const size_t small[] = {0,
-                          1,
-                          fl::kTinyBytes,
-                          fl::kStreamBytes,
-                          fl::kInlineBytes,
-                          fl::kStreamBytes * ranks,
-                          fl::kInlineBytes / ranks,
-                          64 * ranks};
+  const size_t small[] = {0, 1, fl::kTinyBytes, fl::kStreamBytes, fl::kInlineBytes,
+                          fl::kStreamBytes * ranks, fl::kInlineBytes / ranks, 64 * ranks};
   const size_t large[] = {chunk, chunk / ranks, world_.piece_bytes, chunk + fl::kInlineBytes};
   if (random_.one_in(4)) return random_.below(2 * fl::kInlineBytes);
   if (!random_.one_in(3)) return small[random_.below(sizeof small / sizeof *small)];
@@ -123,12 +87,12 @@ size_t Author::some_count(int itemsize) {
 }
 
 int Author::some_op() {
-  const int ops[] = {fl::kSum, fl::kProd, fl::kMin, fl::kMax, fl::kAnd, fl::kOr, fl::kXor};
+  const int ops[] = {FL_SUM, FL_PROD, FL_MIN, FL_MAX, FL_AND, FL_OR, FL_XOR};
   return ops[random_.below(7)];
 }
 
 int Author::some_dtype(int op) {
-  if (op < fl::kAnd && random_.one_in(3)) return fl::kFloat32;
+  if (op < FL_AND && random_.one_in(3)) return FL_FLOAT32;
   for (;;) {
     const int dtype = static_cast<int>(random_.below(kDTypes));
     if (goes_together(dtype, op)) return dtype;
@@ -222,8 +186,7 @@ void Author::add_reduction(int verb) {
   const Block result = block(std::move(wanted));
   std::vector<Step> call;
   for (int r = 0; r < world_.ranks; ++r) {
-    call.push_back(
-        step(signature(verb, dtype, op, verb == FL_REDUCE ? root : 0, scale, count), given[r]));
+    call.push_back(step(signature(verb, dtype, op, verb == FL_REDUCE ? root : 0, scale, count), given[r]));
     if (verb == FL_ALL_REDUCE || r == root) call[r].data_after = result;
   }
   place(call, result->size());
@@ -266,7 +229,7 @@ void Author::add_reduce_scatter() {
 }
 
 void Author::add_broadcast() {
-  const int dtype = some_dtype(fl::kMin), root = some_root();
+  const int dtype = some_dtype(FL_MIN), root = some_root();
   const auto given = inputs(dtype, some_count(info_of(dtype).itemsize), false);
   const size_t count = given[0]->size() / info_of(dtype).itemsize;
   std::vector<Step> call;
@@ -279,7 +242,7 @@ void Author::add_broadcast() {
 
 // Everyone gives as much as it likes.
 void Author::add_gather(int verb) {
-  const int dtype = some_dtype(fl::kMin), root = verb == FL_GATHER ? some_root() : 0;
+  const int dtype = some_dtype(FL_MIN), root = verb == FL_GATHER ? some_root() : 0;
   const size_t item = info_of(dtype).itemsize, together = some_count(static_cast<int>(item));
   const bool equal = random_.one_in(3);
   std::vector<Step> call;

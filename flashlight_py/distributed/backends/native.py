@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import _native
+from flashlight_py._native import codes
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import (
@@ -26,7 +28,6 @@ from flashlight_py.distributed.backends.callers import (
 )
 from flashlight_py.distributed.backends.native_errors import (
     NAMED,
-    SHAPE,
     call_in_words,
     failure,
     names_seen,
@@ -42,7 +43,6 @@ from flashlight_py.distributed.backends.native_work import (
     light_work,
 )
 from flashlight_py.distributed.calls.arrays import (
-    MOVED,
     code_of,
     name_of,
     number_of,
@@ -74,12 +74,16 @@ _SEEN = 1024  # dtypes whose names are remembered
 _STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 # What csrc/fast/plain.h wants to know of each verb, by its code.
-FLAGS = bytes(
-    0
-    if verb is None
-    else 1 | verb.rooted << 1 | verb.in_place << 2 | verb.reduces << 3 | verb.prefix << 4
-    for verb in map({verb.code: verb for verb in VERBS}.get, range(1 + max(v.code for v in VERBS)))
-)
+_flags = bytearray(codes.VERBS)
+for _verb in VERBS:
+    _flags[_verb.code] = (
+        codes.VERB_KNOWN
+        | _verb.rooted * codes.VERB_ROOTED
+        | _verb.in_place * codes.VERB_IN_PLACE
+        | _verb.reduces * codes.VERB_REDUCES
+        | _verb.prefix * codes.VERB_PREFIX
+    )
+FLAGS = bytes(_flags)
 
 
 class Describer(threading.local):
@@ -89,7 +93,7 @@ class Describer(threading.local):
     """
 
     def __init__(self, native: ModuleType) -> None:
-        self._ffi, self._lib = native.ffi, native.lib
+        self._ffi = native.ffi
         self.signature = self._ffi.new("fl_signature *")
 
     def describe(self, call: Call, like: Array | None, code: int, root: int) -> str:
@@ -98,13 +102,13 @@ class Describer(threading.local):
         Behind the dimensions stands the number of a dtype that the library does not know. The
         result, empty else, is its name, or a barrier's, to go with the call in front of its line.
         """
-        signature, lib, name = self.signature, self._lib, ""
+        signature, name = self.signature, ""
         if like is None:
             signature.verb, signature.op, signature.root = code, call.op, root
-            signature.dtype = call.compared * lib.FL_COMPARED
+            signature.dtype = call.compared * codes.COMPARED
             signature.itemsize = signature.count = 0
-            known = lib.FL_ANY if call.finds_shape else 0
-            signature.ndim = lib.FL_REFUSED if call.refusal else known
+            known = codes.ANY if call.finds_shape else 0
+            signature.ndim = codes.REFUSED if call.refusal else known
             name = f"{SHUTDOWN}{NAMED}" if call.part_of == SHUTDOWN else name
         else:
             holds, shape = call.holds, like.shape
@@ -117,7 +121,7 @@ class Describer(threading.local):
                 names_seen[number], name = text, f"{text}{NAMED}"
                 shape = (*shape, number)
             if call.compared:
-                dtype |= lib.FL_COMPARED | is_cupy(like) * lib.FL_ON_GPU
+                dtype |= codes.COMPARED | is_cupy(like) * codes.ON_GPU
             size = like.size, 0 if call.compared else like.itemsize
             signature[0] = _outlined(self._ffi, shape, *size, code, dtype, call.op, root)[0]
         signature.scale = call.scale
@@ -132,11 +136,11 @@ def _outlined(ffi: Any, shape: tuple[int, ...], count: int, itemsize: int, *numb
     signature = ffi.new("fl_signature *")
     signature.verb, signature.dtype, signature.op, signature.root = numbers
     signature.itemsize, signature.count, signature.ndim = itemsize, count, len(shape)
-    if len(shape) > SHAPE:  # the last is a hash of all from there on
+    if len(shape) > codes.DIMENSIONS:  # the last is a hash of all from there on
         number = 0
-        for extent in shape[SHAPE - 1 :]:
+        for extent in shape[codes.DIMENSIONS - 1 :]:
             number = number * 1099511628211 + extent
-        shape = (*shape[: SHAPE - 1], number & (2**63 - 1))
+        shape = (*shape[: codes.DIMENSIONS - 1], number & (2**63 - 1))
     signature.shape[0 : len(shape)] = shape
     return signature
 
@@ -278,7 +282,7 @@ class NativeBackend(Backend):
         if handle:
             work = self._wrapped(handle, verb, arrays, root, self.timeout)
             work.id, work.number = place, number
-        if verb == self.lib.FL_RECV:
+        if verb == codes.RECV:
             work.source = peer
         return work
 
@@ -288,9 +292,9 @@ class NativeBackend(Backend):
         """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
         x, out, made, *_ = arrays
         result = made
-        if made is None and (NATIVE[verb] in OBJECTS or verb == self.lib.FL_SCATTER):
+        if made is None and (NATIVE[verb] in OBJECTS or verb == codes.SCATTER):
             result = GATHERED if NATIVE[verb].ragged else SCATTERED
-        elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
+        elif made is not None and verb in (codes.ALL_GATHER, codes.GATHER):
             result = GATHERED
         name, op = NATIVE[verb].name, self.ffi.cast("fl_op *", handle)
         work = NativeWork(self, name, op, arrays, seconds, result, x, out, root, made)
@@ -313,7 +317,7 @@ class NativeBackend(Backend):
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
         call, group = self.ffi.new("fl_signature *"), self.group
         ahead = group is not None and self.lib.fl_is_ahead(group, rank, call) > 0
-        return call_in_words(self.lib, call) if ahead else ""
+        return call_in_words(call) if ahead else ""
 
     def _launch(
         self,
@@ -334,7 +338,8 @@ class NativeBackend(Backend):
         what must live as long as the operation, ``result`` what the Work returns (else the array).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
-        verb, array, seconds = call.verb, call.array, self._seconds(call)
+        verb, array = call.verb, call.array
+        seconds = self.timeout if call.seconds is None else call.seconds
         if root is None:
             root = call.tag if verb.is_message else call.root
         result = array if result is _ARRAY else result
@@ -351,14 +356,15 @@ class NativeBackend(Backend):
             if self._first:
                 self._do_first(group)
             name = self._next.describe(call, like, code, root)
-            site = self._site(call.refusal or name)
-            if site is None:
+            if text := call.refusal or name:
+                site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
+            else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
                 # A rank may be done with these before anybody could ask.
                 runs_ahead = verb.rooted or verb.prefix
                 site = self.ffi.NULL if asks and not runs_ahead else self._here()
             where = source, target, call.peer
-            how = seconds, 2 if call.is_ahead else not call.blocking, site
+            how = seconds, self.lib.FL_AHEAD if call.is_ahead else not call.blocking, site
             handle = self.lib.fl_run(group, self._next.signature, *where, *how)
             raise_interruption(self.lib, handle)
         finally:
@@ -386,9 +392,6 @@ class NativeBackend(Backend):
                     self.forget(other)
             self._most_running = max(_LEAST_RUNNING, 2 * len(self._running))
 
-    def _seconds(self, call: Call) -> float:
-        return self.timeout if call.seconds is None else call.seconds
-
     def is_calling(self) -> bool:
         return self._callers.has_this()
 
@@ -398,10 +401,6 @@ class NativeBackend(Backend):
         if group is None:
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
-
-    def _site(self, text: str) -> Any:
-        """Return where user code has called, with ``text``; None where there is none."""
-        return self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)}) if text else None
 
     def _here(self, depth: int = 3) -> Any:
         """Return where user code has called, as the library takes it."""
