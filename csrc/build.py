@@ -78,7 +78,7 @@ EXTENSIONS = [
     numpy_extension("fast", files("fast/*.c"), C),
     *(numpy_extension(name, files(f"{name}/*.cc"), KERNELS) for name in ("nn", "optim", "tape")),
 ]
-GROUP = ["common/types.cdef.h", "common/group.cdef.h"]
+GROUP = [f"common/{name}.cdef.h" for name in ("codes", "types", "group")]
 COMMON = ("common/*.cc", "reduce/*.cc")
 gloo = binding(
     "gloo",

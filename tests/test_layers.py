@@ -85,7 +85,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("backends", "groups", "api", "start", "reducers"),
     ),
     "parallel": (
-        *("data_container", "agreement", "leaf_tree", "failing", "epochs", "gradient_pass"),
+        *("agreement", "data", "leaf_tree", "failing", "gradient_pass"),
         *("functional", "shard_memory", "optimizer", "gradcheck", "shard_linear", "batch_norm"),
         *("sharder", "tree", "synchronize", "gathered_shards", "leaf_sync", "join"),
         *("data_parallel", "fully_sharded", "workers"),

@@ -129,7 +129,7 @@ int place_and_site(Binding *binding, PyObject **place, const fl_site **site) {
 /* Note the line of a call, a reference of its own, or NULL with an exception. */
 static void set_place(const Binding *binding, ring_call *row, PyObject *place) {
   if (place != NULL && PyList_SetItem(binding->notes, row - binding->calls->calls, place) == 0) {
-    row->flags |= RING_PLACED;
+    row->flags |= FL_RECORDED_PLACED;
   } else {
     PyErr_Clear();
   }
@@ -168,7 +168,7 @@ int is_left_to_python(const Binding *binding) {
 int is_hurried(const Binding *binding, uint64_t before, int64_t now) {
   enum { FIRST_CALLS = 2000, SOON_TICKS = 50000 };
   const ring *calls = binding->calls;
-  return calls->number >= FIRST_CALLS && now - calls->calls[(before - 1) % RING_CALLS].started < SOON_TICKS;
+  return calls->number >= FIRST_CALLS && now - calls->calls[(before - 1) % FL_RECORDED_CALLS].started < SOON_TICKS;
 }
 
 recorded record_alone(Binding *binding, const fl_signature *shown) {

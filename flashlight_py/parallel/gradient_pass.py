@@ -11,8 +11,6 @@ The kinds of passes differ in what a unit is and where its sum goes: reduced in 
 learns (``tagi``).
 """
 
-from __future__ import annotations
-
 import abc
 import functools
 import itertools

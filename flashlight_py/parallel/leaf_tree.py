@@ -7,8 +7,6 @@ top by their sum where both children of a node are there. Complete subtrees are 
 which go into the sums above them: so the additions are the same for any number of ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     Group,
@@ -19,7 +20,6 @@ from flashlight_py.distributed.api.verb_call import (
 )
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.arrays import (
-    MOVED,
     WITH_TEXT,
     as_array,
     code_of,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import (
     LOGICAL,
-    MOVED,
     Terms,
     as_array,
     check_reduction,

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import _native
+from flashlight_py._native import codes
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import (
@@ -26,7 +28,6 @@ from flashlight_py.distributed.backends.callers import (
 )
 from flashlight_py.distributed.backends.native_errors import (
     NAMED,
-    SHAPE,
     call_in_words,
     failure,
     names_seen,
@@ -42,7 +43,6 @@ from flashlight_py.distributed.backends.native_work import (
     light_work,
 )
 from flashlight_py.distributed.calls.arrays import (
-    MOVED,
     code_of,
     name_of,
     number_of,
@@ -89,7 +89,7 @@ class Describer(threading.local):
     """
 
     def __init__(self, native: ModuleType) -> None:
-        self._ffi, self._lib = native.ffi, native.lib
+        self._ffi = native.ffi
         self.signature = self._ffi.new("fl_signature *")
 
     def describe(self, call: Call, like: Array | None, code: int, root: int) -> str:
@@ -98,13 +98,13 @@ class Describer(threading.local):
         Behind the dimensions stands the number of a dtype that the library does not know. The
         result, empty else, is its name, or a barrier's, to go with the call in front of its line.
         """
-        signature, lib, name = self.signature, self._lib, ""
+        signature, name = self.signature, ""
         if like is None:
             signature.verb, signature.op, signature.root = code, call.op, root
-            signature.dtype = call.compared * lib.FL_COMPARED
+            signature.dtype = call.compared * codes.COMPARED
             signature.itemsize = signature.count = 0
-            known = lib.FL_ANY if call.finds_shape else 0
-            signature.ndim = lib.FL_REFUSED if call.refusal else known
+            known = codes.ANY if call.finds_shape else 0
+            signature.ndim = codes.REFUSED if call.refusal else known
             name = f"{SHUTDOWN}{NAMED}" if call.part_of == SHUTDOWN else name
         else:
             holds, shape = call.holds, like.shape
@@ -117,7 +117,7 @@ class Describer(threading.local):
                 names_seen[number], name = text, f"{text}{NAMED}"
                 shape = (*shape, number)
             if call.compared:
-                dtype |= lib.FL_COMPARED | is_cupy(like) * lib.FL_ON_GPU
+                dtype |= codes.COMPARED | is_cupy(like) * codes.ON_GPU
             size = like.size, 0 if call.compared else like.itemsize
             signature[0] = _outlined(self._ffi, shape, *size, code, dtype, call.op, root)[0]
         signature.scale = call.scale
@@ -132,11 +132,11 @@ def _outlined(ffi: Any, shape: tuple[int, ...], count: int, itemsize: int, *numb
     signature = ffi.new("fl_signature *")
     signature.verb, signature.dtype, signature.op, signature.root = numbers
     signature.itemsize, signature.count, signature.ndim = itemsize, count, len(shape)
-    if len(shape) > SHAPE:  # the last is a hash of all from there on
+    if len(shape) > codes.DIMENSIONS:  # the last is a hash of all from there on
         number = 0
-        for extent in shape[SHAPE - 1 :]:
+        for extent in shape[codes.DIMENSIONS - 1 :]:
             number = number * 1099511628211 + extent
-        shape = (*shape[: SHAPE - 1], number & (2**63 - 1))
+        shape = (*shape[: codes.DIMENSIONS - 1], number & (2**63 - 1))
     signature.shape[0 : len(shape)] = shape
     return signature
 
@@ -278,7 +278,7 @@ class NativeBackend(Backend):
         if handle:
             work = self._wrapped(handle, verb, arrays, root, self.timeout)
             work.id, work.number = place, number
-        if verb == self.lib.FL_RECV:
+        if verb == codes.RECV:
             work.source = peer
         return work
 
@@ -288,9 +288,9 @@ class NativeBackend(Backend):
         """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
         x, out, made, *_ = arrays
         result = made
-        if made is None and (NATIVE[verb] in OBJECTS or verb == self.lib.FL_SCATTER):
+        if made is None and (NATIVE[verb] in OBJECTS or verb == codes.SCATTER):
             result = GATHERED if NATIVE[verb].ragged else SCATTERED
-        elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
+        elif made is not None and verb in (codes.ALL_GATHER, codes.GATHER):
             result = GATHERED
         name, op = NATIVE[verb].name, self.ffi.cast("fl_op *", handle)
         work = NativeWork(self, name, op, arrays, seconds, result, x, out, root, made)
@@ -313,7 +313,7 @@ class NativeBackend(Backend):
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
         call, group = self.ffi.new("fl_signature *"), self.group
         ahead = group is not None and self.lib.fl_is_ahead(group, rank, call) > 0
-        return call_in_words(self.lib, call) if ahead else ""
+        return call_in_words(call) if ahead else ""
 
     def _launch(
         self,

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashlight_py._native import codes
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, array_module, bfloat16, is_cupy, is_floating
 from flashlight_py.distributed.calls.kinds import BFLOAT16_BYTES, copy_to_fill, is_of, kind_of
 from flashlight_py.distributed.constants import ReduceOp
@@ -29,19 +31,11 @@ ACCEPTED = (
     "scatter, all_to_all, messages), of any dtype without objects; min and max take dates"
 )
 
-# In the order of csrc/reduce/reduce.h. bfloat16 is recognised by its name: NumPy knows it only once
-# ml_dtypes has been imported, by whoever made the array.
-DTYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "longdouble"),
-    *("complex64", "complex128", "clongdouble"),
-)
+# bfloat16 is recognised by its name: NumPy knows it only once ml_dtypes has been imported.
+DTYPES = codes.DTYPES
 _CODES = {name: code for code, name in enumerate(DTYPES)}
 for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
     _CODES[np.dtype(name).name] = _CODES[name]
-
-MOVED = len(DTYPES)
-"""The code of every other dtype: verbs move it as bytes, and ranks compare its ``number_of``."""
 
 _LONG_NAME = 128  # of a dtype, beside which the line of a call is shown
 _SEEN = 1024  # dtypes that are remembered; a program has few, unless it makes them of its data
