@@ -150,10 +150,7 @@ void note_place(Binding *binding, ring_call *row) {
 }
 
 int is_left_to_python(const Binding *binding) {
-  if (binding->calls->off) return 1;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(binding->first); ++i) {
-    if (PyObject_Size(PyTuple_GetItem(binding->first, i)) != 0) return 1;
-  }
+  if (binding->calls->off || PyList_Size(binding->first) != 0 || PyObject_Size(binding->dropped) != 0) return 1;
   const unsigned long thread = PyThread_get_thread_ident();
   for (int i = 0; i < CALLERS; ++i) {
     if (binding->calls->callers[i] == thread) return 1;
@@ -172,9 +169,8 @@ int is_hurried(const Binding *binding, uint64_t before, int64_t now) {
 }
 
 recorded record_alone(Binding *binding, const fl_signature *shown) {
-  const int is_soon = is_hurried(binding, binding->calls->written, fl_ticks());
   const recorded made = record(binding, shown, -1, 0, NULL);
-  if (!is_soon) note_place(binding, made.row);
+  if (!is_hurried(binding, made.id - 1, made.row->started)) note_place(binding, made.row);
   return made;
 }
 

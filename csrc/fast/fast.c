@@ -222,11 +222,11 @@ static int check(Binding *binding) {
 
 static int parse(PyObject *args, Binding *b) {
   PyObject *group, *owner, *addresses;
-  if (!PyArg_ParseTuple(args, "OOiidO!(OOO)(OOOO!)O!O!O!O!O!", &group, &owner, &b->rank, &b->size, &b->seconds,
+  if (!PyArg_ParseTuple(args, "OOiidO!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
                         &PyTuple_Type, &addresses, &b->ended, &b->started, &b->here, &b->together, &b->forked,
                         &b->work, &PyDict_Type, &b->running, &PyArray_Type, &b->memory, &PyList_Type,
-                        &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside, &PyTuple_Type,
-                        &b->first)) {
+                        &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside, &PyList_Type,
+                        &b->first, &b->dropped)) {
     return 0;
   }
   size_t library[sizeof b->library / sizeof(size_t)];
@@ -243,7 +243,8 @@ static int parse(PyObject *args, Binding *b) {
 
 /* bind(group, owner, rank, size, seconds,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
-   (ended, started, here), (together, forked, work, running), memory, notes, folders, inside, first):
+   (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
+   (first, dropped)):
    (native, native_sendrecv, native_object, native_barrier). The group and the library's functions are addresses;
    `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {

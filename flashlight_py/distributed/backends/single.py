@@ -60,6 +60,6 @@ class SingleBackend(Backend):
         functions = fast.bind(
             *(0, None, 0, 1, 0.0, (0,) * 12, (None,) * 3),
             (AllOf, None, light_work(fast), {}),
-            *(journal.memory, journal.notes, folders(), set(), (dropped,)),
+            *(journal.memory, journal.notes, folders(), set(), ([], dropped)),
         )
         return EntryPoints(*functions)
