@@ -25,12 +25,15 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
-from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
-from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.failures.journal import leave_to_python
-from flashlight_py.distributed.groups.membership import Membership
-from flashlight_py.distributed.verbs import ALL_REDUCE, SCATTER
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed import Work
+from flashlight_py.distributed.internal import (
+    ALL_REDUCE,
+    SCATTER,
+    Call,
+    Membership,
+    graph_launcher,
+    leave_to_python,
+)
 from flashlight_py.errors import DistributedError, GroupClosedError
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
@@ -38,14 +41,7 @@ from flashlight_py.random import generator
 from flashlight_py.structure import count, here
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
-from flashlight_py.tape.recording import (
-    BaseRecorder,
-    CtrlC,
-    line_of_user,
-    merged,
-    note_gradients,
-    overlap,
-)
+from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, meets, merged, note_gradients
 from flashlight_py.tape.state import ITEMS, EveryCall, Place, State, plain_arrays, words
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step
@@ -58,7 +54,7 @@ class _CannotSend(CannotCapture, DistributedError):
     """A verb cannot be captured. The vote after the capture notifies the other ranks."""
 
 
-class Recorder(BaseRecorder):
+class Recorder(Watcher):
     """A recorder of the verbs, optimizers and gradients of a step on this thread.
 
     ``groups``: their ranks have agreed on a capture; None: the step runs eagerly.
@@ -194,7 +190,7 @@ class Graph:
         flags = [given.flags.c_contiguous or given.flags.f_contiguous for given, _ in pairs]
         self._plain = [number for number, is_plain in enumerate(flags) if is_plain]
         self._strided = [number for number, is_plain in enumerate(flags) if not is_plain]
-        self._graph = GraphLauncher(graph, [inputs[number] for number in self._plain])
+        self._graph = graph_launcher(graph, [inputs[number] for number in self._plain])
         self._names = state.names
         self._kept = {id(value) for _, value in state.held}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
@@ -554,7 +550,7 @@ def _spans_of(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
 
 def _have_any(spans: Sequence[tuple[int, int]], arrays: Iterable[Any]) -> bool:
     """Return whether one of ``arrays`` has memory in one of ``spans``."""
-    return any(overlap(spans, *_range(array)) for array in arrays)
+    return any(meets(spans, array, _range) for array in arrays)
 
 
 def _range(array: Any) -> tuple[int, int]:

@@ -28,7 +28,7 @@ import numpy as np
 from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
-from flashlight_py.distributed.failures.journal import leave_to_python
+from flashlight_py.distributed.internal import leave_to_python
 from flashlight_py.structure import here
 from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
 
@@ -60,7 +60,7 @@ class Note:
     required: Array | None = None
 
 
-class BaseRecorder:
+class Watcher:
     """A recorder of a step: it notes which gradients of ``variables`` are read and set."""
 
     def __init__(self, variables: Iterable[Variable]) -> None:
@@ -75,7 +75,7 @@ class BaseRecorder:
             self.left = f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
 
 
-class Recording(BaseRecorder):
+class Recording(Watcher):
     """The notes of a step on this thread, from ``begin`` to ``end``.
 
     ``known``: arrays that were there before. ``swap``: called with whether arrays of the state are
@@ -521,13 +521,9 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def meets(spans: Sequence[tuple[int, int]], array: Array) -> bool:
-    """Return whether elements lie in one of ``spans``, as of :func:`merged`."""
-    return overlap(spans, *bounds(array))
-
-
-def overlap(spans: Sequence[tuple[int, int]], low: int, high: int) -> bool:
-    """Return whether addresses from ``low`` to ``high`` are in one of ``spans``."""
+def meets(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bounds) -> bool:
+    """Return whether elements of ``array`` lie in one of ``spans``, as of :func:`merged`."""
+    low, high = range_of(array)
     place = bisect_right(spans, (high,)) - 1
     return place >= 0 and low < spans[place][1]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashlight_py.distributed.start.initialize import leave_first_at_exit
-from flashlight_py.distributed.work import Then, Work
+from flashlight_py.distributed import Work
+from flashlight_py.distributed.internal import Then, leave_first_at_exit
 from flashlight_py.errors import DistributedError
 
 # How long who completes futures waits for the first of several before it looks at the others.
@@ -150,9 +150,8 @@ class Futures:
     def add(self, work: TensorWork, future: torch.futures.Future[Any]) -> None:
         """Complete ``future`` when ``work`` has ended."""
         if self._thread is None:
-            args = (self._asked,)
-            name = "flashlight-futures"
-            self._thread = threading.Thread(target=_complete, args=args, name=name, daemon=True)
+            how: Any = {"args": (self._asked,), "name": "flashlight-futures", "daemon": True}
+            self._thread = threading.Thread(target=_complete, **how)
             self._thread.start()
             # torch 2.6 drops groups without a word. At exit the world is left first, which ends
             # every operation: a thread in C++ that waits for Python then would abort the process.
