@@ -81,11 +81,11 @@ class DynamicScaler(HoldsState):
     """A factor of the loss, so that gradients of float16 neither vanish nor overflow.
 
     It follows torch's ``GradScaler``: a step whose gradients are not all finite is left out and the
-    scale multiplied by ``backoff_factor`` (above 0, below 1); after ``growth_interval`` steps (at
-    least 1) in turn without that it is multiplied by ``growth_factor`` (above 1). bfloat16 has the
-    range of float32 and needs none. In a world of several ranks ``unscale`` is collective: all
-    leave the step out if one has to. If ``enabled`` is False, ``scale`` returns the loss, ``step``
-    steps, and nothing else happens.
+    scale multiplied by ``backoff_factor`` (above 0, below 1); after ``growth_interval`` steps (not
+    seconds; at least 1) in turn without that it is multiplied by ``growth_factor`` (above 1).
+    bfloat16 has the range of float32 and needs none. In a world of several ranks ``unscale`` is
+    collective: all leave the step out if one has to. If ``enabled`` is False, ``scale`` returns the
+    loss, ``step`` steps, and nothing else happens.
 
     A captured step ends with ``backward()``; call ``step`` and ``update`` after it.
 
