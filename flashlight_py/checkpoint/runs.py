@@ -72,18 +72,10 @@ Part: TypeAlias = Stateful | Mapping[str, Stateful] | Sequence[Stateful]
 
 @in_step()
 def save(
-    path: str | os.PathLike[str],
-    module: Part | None = None,
-    *,
-    optimizer: Part | None = None,
-    sampler: Part | None = None,
-    schedule: Part | None = None,
-    rng: Any = None,
-    step: int = 0,
-    extra: Any = None,
-    keep: int = 3,
-    group: ProcessGroup | None = None,
-) -> Path:
+    path: str | os.PathLike[str], module: Part | None = None, *, optimizer: Part | None = None,
+    sampler: Part | None = None, schedule: Part | None = None, rng: Any = None, step: int = 0,
+    extra: Any = None, keep: int = 3, group: ProcessGroup | None = None,
+) -> Path:  # fmt: skip
     """Write a checkpoint into the directory ``path``; keep the newest ``keep`` of them.
 
     Collective, blocking. Rank 0 alone writes, and its module, optimizer, sampler, schedule and
@@ -185,15 +177,10 @@ class _Found(NamedTuple):
 
 @in_step()
 def load(
-    path: str | os.PathLike[str],
-    module: Part | None = None,
-    *,
-    optimizer: Part | None = None,
-    sampler: Part | None = None,
-    schedule: Part | None = None,
-    rng: Any = None,
+    path: str | os.PathLike[str], module: Part | None = None, *, optimizer: Part | None = None,
+    sampler: Part | None = None, schedule: Part | None = None, rng: Any = None,
     group: ProcessGroup | None = None,
-) -> Checkpoint | None:
+) -> Checkpoint | None:  # fmt: skip
     """Go on from the newest whole checkpoint in the directory ``path``; None: there is none.
 
     Collective, blocking. Rank 0 alone reads, and broadcasts what it has read; ``path`` need not be
