@@ -5,8 +5,6 @@ wire: products are computed in float32 and rounded once; arrays that are kept fo
 or travel, are half as large, and the casts take time. See docs/mixed-precision.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ContextDecorator
@@ -63,11 +61,11 @@ class autocast(ContextDecorator):
             raise ValueError(f"autocast: dtype must be float16 or bfloat16, got {self.dtype}")
         self._entered: list[AbstractContextManager[None]] = []
 
-    def _recreate_cm(self) -> autocast:
+    def _recreate_cm(self) -> "autocast":
         """Return another one for each call of a decorated function: threads may call it at once."""
         return autocast(self.dtype, self.enabled)
 
-    def __enter__(self) -> autocast:
+    def __enter__(self) -> "autocast":
         dtype = self.dtype if self.enabled else None
         self._entered.append(casting(dtype, here.casts if dtype == here.dtype else None))
         self._entered[-1].__enter__()

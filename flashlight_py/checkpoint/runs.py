@@ -1,7 +1,5 @@
 """Save and load: each rank sends its own state and rank 0 writes; it reads, and all get that."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -335,7 +333,7 @@ class Attempt:
         self._what, self._group = what, group
         self._error: Exception | None = None
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> "Attempt":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
