@@ -63,7 +63,6 @@ class _Job:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
         self._pipe, self._unread = self.process.stdout.fileno(), b""
 
     def await_event(self, event: str, ends: float, count: int = 1) -> list[dict[str, Any]]:
@@ -103,7 +102,6 @@ class _Job:
     def end(self) -> None:
         processes.kill(processes.members({self.process.pid} | self._groups()), 5.0)
         self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
     def _groups(self) -> set[int]:

@@ -59,7 +59,6 @@ TRAINJOB = {  # as Kubeflow's Trainer sets them, beside an indexed Job's own
 
 
 def place(found: LaunchEnvironment | None) -> tuple[object, ...]:
-    assert found is not None
     return found.launcher, found.rank, found.size, found.local_rank, found.local_size
 
 
@@ -78,7 +77,6 @@ def test_os_environ_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchrun_with_the_place_to_meet() -> None:
     found = detect(TORCHRUN)
     assert place(found) == ("launcher", 3, 4, 1, 2)
-    assert found is not None
     assert (found.master_address, found.master_port, found.file) == ("node1", 29500, None)
     assert found.variables == ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -86,7 +84,6 @@ def test_torchrun_with_the_place_to_meet() -> None:
 def test_our_launcher_with_a_file() -> None:
     found = detect({"RANK": "0", "WORLD_SIZE": "2", "FLASHLIGHT_FILE": "/shared/meet"})
     assert place(found) == ("launcher", 0, 2, None, None)
-    assert found is not None
     assert found.file == "/shared/meet"
 
 
@@ -105,7 +102,6 @@ def test_our_port_counts_while_master_port_is_the_one_set_with_it(
     ours = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40000"}
     meeting = {"FLASHLIGHT_PORT": "40001:40000", "FLASHLIGHT_ADDRESSES": "10.0.0.1,fd00::1"}
     found = detect({**ours, **meeting, **change})
-    assert found is not None
     assert (found.master_port, found.addresses) == (port, addresses)
 
 
@@ -152,7 +148,6 @@ def test_a_pod_of_kubeflow() -> None:
 def test_a_pod_of_a_trainjob_that_is_one_rank() -> None:
     found = detect(TRAINJOB)
     assert place(found) == ("kubeflow", 1, 2, None, None)
-    assert found is not None
     assert (found.master_address, found.master_port) == ("train-node-0-0.train", 29400)
     assert found.said_by == "PET_NODE_RANK, PET_NNODES"
     assert place(detect({**TRAINJOB, "PET_NODE_RANK": "0", "PET_NNODES": "1"}))[:3] == (
@@ -178,7 +173,6 @@ def test_a_pod_of_an_indexed_job() -> None:
     meeting = {"MASTER_ADDR": "train-workers-0-0.train", "MASTER_PORT": "29500"}
     found = detect({**pod, "WORLD_SIZE": "4", **meeting})
     assert place(found) == ("kubernetes", 2, 4, None, None)
-    assert found is not None
     assert (found.master_address, found.master_port) == ("train-workers-0-0.train", 29500)
     ours = {**pod, **meeting, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
     assert place(detect(ours))[:4] == ("launcher", 5, 8, 1)
@@ -189,7 +183,6 @@ def test_a_pod_of_an_indexed_job() -> None:
 def test_a_slurm_step_with_its_first_host() -> None:
     found = detect(STEP)
     assert place(found) == ("slurm", 4, 5, 0, 1)
-    assert found is not None
     assert found.master_address == "gpu03"
     assert found.master_port is not None
     assert 12_000 <= found.master_port < 32_000
@@ -201,13 +194,11 @@ def test_a_slurm_step_with_its_first_host() -> None:
 )
 def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     found = detect({**STEP, "SLURM_STEP_NODELIST": nodes})
-    assert found is not None
     assert found.master_address == first
 
 
 def test_a_master_address_given_goes_before_slurms() -> None:
     found = detect({**STEP, "MASTER_ADDR": "chosen", "MASTER_PORT": "5"})
-    assert found is not None
     assert (found.master_address, found.master_port) == ("chosen", 5)
 
 
@@ -220,7 +211,6 @@ def test_an_mpirun_inside_a_slurm_step_counts_before_slurm() -> None:
     """Hydra starts its proxies by srun: Slurm's numbers are then those of the nodes."""
     found = detect({**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **HYDRA})
     assert place(found) == ("pmi", 2, 4, 2, 4)
-    assert found is not None
     assert found.master_address is None
 
 
