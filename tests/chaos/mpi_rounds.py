@@ -55,7 +55,7 @@ class _Job:
         self.events: list[dict[str, Any]] = []
         self.output = ""
         self.process = subprocess.Popen(
-            [*mpirun_command(self.size), sys.executable, "-m", "tests.chaos.mpi_rank"],
+            [*mpirun_command(self.size), sys.executable, "-m", "tests.chaos.rank"],
             cwd=ROOT,
             env={**os.environ, "CHAOS_PLAN": json.dumps(plan), "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

@@ -40,7 +40,7 @@ def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
     except (MemoryError, OSError, DistributedError) as error:
         with contextlib.suppress(DistributedError):  # another rank may be in its next split
             fl.distributed_shutdown()
-        return len(groups), str(error)
+        return len(groups), f"{type(error).__name__}: {error}"
     return len(groups), ""
 
 
@@ -51,7 +51,7 @@ def test_groups_beyond_the_memory_are_an_exception(backend: str, more: int) -> N
     results = run_ranks(make_groups, 2, more << 20, deadline=30.0, params=params)
     first = min(results)
     assert first[0] < MOST_GROUPS
-    assert "memory" in first[1], results
+    assert "memory" in first[1].lower(), results  # NumPy has it in the name of its class
 
 
 @pytest.fixture
