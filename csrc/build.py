@@ -75,10 +75,11 @@ def binding(
 
 
 EXTENSIONS = [
-    numpy_extension("fast", files("fast/*.c"), C),
+    # GCC's own memset of 240 bytes takes 8 ns longer than that of the C library.
+    numpy_extension("fast", files("fast/*.c"), [*C, "-fno-builtin-memset"]),
     *(numpy_extension(name, files(f"{name}/*.cc"), KERNELS) for name in ("nn", "optim", "tape")),
 ]
-GROUP = ["common/types.cdef.h", "common/group.cdef.h"]
+GROUP = [f"common/{name}.cdef.h" for name in ("codes", "types", "group")]
 COMMON = ("common/*.cc", "reduce/*.cc")
 gloo = binding(
     "gloo",

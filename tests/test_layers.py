@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import runpy
 import subprocess
 import sys
@@ -21,6 +22,7 @@ LONGEST = 700  # of one idea that is told as a whole
 # the narrower rule stands before the wider one.
 FRAMEWORK = ("errors", "device", "random", "kernels", "autograd", "nn", "optim")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "": (*FRAMEWORK, "_version", "distributed", "tape"),
     "_version": (),
     "tracebacks": (),
     "errors": ("tracebacks",),
@@ -73,24 +75,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "launch.records": ("launch", "distributed.failures", "system"),
     "launch": (
         *("_version", "errors", "tracebacks", "cores", "interfaces", "system"),
-        "distributed.rendezvous",
+        *("distributed.rendezvous", "engines"),  # fl.launch.ray, dask and spark
     ),
 }
-# Inside these, from the ground up: a part imports its own layer and those before it.
-LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
+# The parts of these packages from the ground up: each may import itself and the parts before it.
+LAYERS: dict[str, tuple[str, ...]] = {
     "distributed": (
-        *(("constants", "work"), ("calls", "verbs"), ("rendezvous",)),
-        *(("backend", "failures", "memory"), ("backends",), ("groups",), ("api",)),
-        *(("start",), ("reducers",)),
+        *("constants", "verbs", "work", "calls", "rendezvous", "backend", "memory", "failures"),
+        *("backends", "groups", "api", "start", "reducers"),
     ),
-    "parallel": tuple(
-        (part,)
-        for part in (
-            *("data_container", "agreement", "leaf_tree", "failing", "epochs", "gradient_pass"),
-            *("functional", "shard_memory", "optimizer", "gradcheck", "shard_linear", "batch_norm"),
-            *("sharder", "tree", "synchronize", "gathered_shards", "leaf_sync", "join"),
-            *("data_parallel", "fully_sharded", "workers"),
-        )
+    "parallel": (
+        *("agreement", "data", "leaf_tree", "failing", "gradient_pass"),
+        *("functional", "shard_memory", "optimizer", "gradcheck", "shard_linear", "batch_norm"),
+        *("sharder", "tree", "synchronize", "gathered_shards", "leaf_sync", "join"),
+        *("data_parallel", "fully_sharded", "workers"),
     ),
 }
 OPTIONAL = {
@@ -100,9 +98,6 @@ OPTIONAL = {
 
 # May be deleted with their tests and their page: the core finds them by their names alone.
 WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")
-
-# What gathers the public names of every layer, and imports them when they are used.
-GATHER = ("", "nn", "tagi", "tagi.nn", "torch")
 
 
 def name_of(module: Path) -> str:
@@ -119,9 +114,17 @@ def rule_for(name: str) -> str | None:
     return next((part for part in MAY_IMPORT if within(name, part)), None)
 
 
-def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every module named by an import, also those inside functions, as (line, dotted name)."""
+def imported(tree: ast.AST, by_name: bool = True) -> Iterator[tuple[int, str]]:
+    """Every import, also inside functions, as (line, dotted name).
+
+    ``by_name``: also the modules that ``import_module`` imports; an f-string, whose beginning is
+    constant, ends with "*".
+    """
     for node in ast.walk(tree):
+        if by_name and isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            text = ast.unparse(node.args[0]).strip("f'")
+            if not text.startswith("{"):
+                yield node.lineno, re.sub(r"\{.*", "*", text)
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -148,8 +151,6 @@ def test_imports_follow_the_arrows() -> None:
     wrong = []
     for module in MODULES:
         name = name_of(module)
-        if name in GATHER:
-            continue
         rule = rule_for(name)
         assert rule is not None, f"{name} has no place in the house; give it one in MAY_IMPORT"
         allowed = (rule, *MAY_IMPORT[rule])
@@ -165,15 +166,16 @@ def test_imports_follow_the_arrows() -> None:
 @pytest.mark.parametrize("package", LAYERS)
 def test_layers_inside_a_package_go_one_way(package: str) -> None:
     """Imports for type annotations alone count, too."""
-    floor = {part: number for number, parts in enumerate(LAYERS[package]) for part in parts}
+    order = LAYERS[package]
     wrong = []
     for module in MODULES:
         inside = name_of(module).split(".")
         if inside[0] != package or len(inside) == 1:
             continue
+        assert inside[1] in order, f"{package}.{inside[1]} has no place in LAYERS"
+        above = order[order.index(inside[1]) + 1 :]
         for line, target in imported(ast.parse(module.read_text())):
-            parts = target.removeprefix("flashlight_py.").split(".")
-            if parts[0] == package and floor.get(parts[1], -1) > floor[inside[1]]:
+            if any(within(target, f"flashlight_py.{package}.{part}") for part in above):
                 wrong.append(f"{module.relative_to(ROOT)}:{line}: {target} is above {inside[1]}")
     assert not wrong, "\n".join(wrong)
 
@@ -182,24 +184,20 @@ def test_the_core_names_no_wing() -> None:
     named = [
         f"{module.relative_to(ROOT)}:{line}: {target}"
         for module in MODULES
-        for line, target in imported(ast.parse(module.read_text()))
+        for line, target in imported(ast.parse(module.read_text()), by_name=False)
         for wing in WINGS
-        if within(target.removeprefix("flashlight_py."), wing)
-        and not within(name_of(module), wing)
-        and name_of(module) not in GATHER
+        if within(target, f"flashlight_py.{wing}") and not within(name_of(module), wing)
     ]
     assert not named, "\n".join(named)
 
 
 def test_modules_import_each_other_in_one_direction() -> None:
-    """Imports inside functions count; what is imported for a type annotation does not."""
+    """Imports inside functions count, but for annotations and public names at their first use."""
     names = {name_of(module): module for module in MODULES}
     graph: dict[str, set[str]] = {}
     for name, module in names.items():
-        if name in GATHER:
-            continue
-        found = (target for _, target in imported(without_annotations(module)))
-        ours = (target.removeprefix("flashlight_py.") for target in found)
+        found = (target for _, target in imported(without_lazy_names(module)))
+        ours = re.findall(r"^flashlight_py\.([\w.]+)$", "\n".join(found), re.MULTILINE)
         # `from module import name`: the longest part that is a module.
         graph[name] = {
             next((part for part in (target, target.rpartition(".")[0]) if part in names), name)
@@ -208,13 +206,14 @@ def test_modules_import_each_other_in_one_direction() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # a circle raises CycleError, which shows it
 
 
-def without_annotations(module: Path) -> ast.Module:
-    """The module without what only type checkers read."""
+def without_lazy_names(module: Path) -> ast.Module:
+    """The module without what type checkers read, and without its ``__getattr__``."""
     tree = ast.parse(module.read_text())
     tree.body = [
         node
         for node in tree.body
         if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        and getattr(node, "name", "") != "__getattr__"
     ]
     return tree
 
@@ -322,10 +321,12 @@ def test_the_reader_of_imports_sees_every_kind() -> None:
         "from c import d\n"
         "if TYPE_CHECKING:\n    import types_only\n"
         "try:\n    import tried\nexcept ImportError:\n    import instead\n"
-        "def f():\n    import lazy\n"
+        "def f():\n    import lazy\n    import_module('by.name')\n    import_module(f'g.{x}')\n"
         "class C:\n    import in_class\n"
     )
     tree = ast.parse(source)
     at_once = {target for _, target in imported_at_once(tree)}
     assert at_once == {"a.b", "c.d", "tried", "in_class", "instead"}
-    assert {target for _, target in imported(tree)} == at_once | {"types_only", "lazy"}
+    written = at_once | {"types_only", "lazy"}
+    assert {target for _, target in imported(tree, by_name=False)} == written
+    assert {target for _, target in imported(tree)} == written | {"by.name", "g.*"}

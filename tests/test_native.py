@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,15 @@ def test_no_exception_crosses_the_c_abi() -> None:
     assert declared <= {name for name, _ in bodies}
     throwing = {name for name, body in bodies if not CATCHES.search(body)}
     assert declared & throwing == CANNOT_THROW
+
+
+def test_one_private_header_includes_the_internal_classes_of_gloo() -> None:
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    using = [path for path in sources if "gloo/transport/tcp" in path.read_text()]
+    assert using == [ROOT / "csrc/gloo/pair.h"]
+    assert using[0].read_text().count("\n") <= 300
+
+
+def test_codes_and_limits_are_those_of_their_table() -> None:
+    written = dict(runpy.run_path(str(ROOT / "scripts/codes"))["written"]())
+    assert {path: path.read_text() for path in written} == written, "run scripts/codes"

@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
+#include "../../csrc/common/codes.cdef.h"
 #include "../../csrc/common/types.cdef.h"
 #include "../../csrc/fast/ring.h"
 

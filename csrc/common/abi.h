@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 extern "C" {
+#include "codes.cdef.h"
 #include "types.cdef.h"
 #include "group.cdef.h"
 }

@@ -30,7 +30,7 @@ uint64_t digest_of(const fl_signature& s) {
   add(static_cast<uint64_t>(s.part_of));
   add(scale);
   add(static_cast<uint64_t>(s.count));
-  for (int d = 0; d < std::min(s.ndim, 8); ++d) add(static_cast<uint64_t>(s.shape[d]));
+  for (int d = 0; d < std::min(s.ndim, FL_DIMENSIONS); ++d) add(static_cast<uint64_t>(s.shape[d]));
   return digest;
 }
 

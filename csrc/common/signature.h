@@ -35,7 +35,7 @@ inline bool same_call(const fl_signature& a, const fl_signature& b) {
   }
   const bool free = first_dimension_is_free(a.verb);
   if (!free && a.count != b.count) return false;
-  const int dims = std::min(a.ndim, 8);
+  const int dims = std::min(a.ndim, FL_DIMENSIONS);
   for (int d = free ? 1 : 0; d < dims; ++d) {
     if (a.shape[d] != b.shape[d]) return false;
   }

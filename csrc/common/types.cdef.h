@@ -1,55 +1,17 @@
-/* What both native backends have: statuses, verbs, groups, and operations that can be waited for.
+/* What both native backends have: calls, and operations that can be waited for. Needs codes.cdef.h.
 
    CFFI reads these files, the compiler includes them: no drift. No exception crosses this ABI.
    A function that makes something returns NULL if it fails, one that returns an int -1, unless it says
    otherwise; then fl_error() has the message. */
-
-typedef enum {
-  FL_OK = 0,
-  FL_PENDING = 1,     /* not finished yet */
-  FL_MISMATCH = 2,    /* ranks called different things; nothing was changed, the group lives on */
-  FL_PEER_LOST = 3,   /* a connection broke: see the missing ranks */
-  FL_TIMEOUT = 4,     /* the missing ranks did not join in time */
-  FL_CLOSED = 5,      /* the group was closed, or broke in an earlier operation */
-  FL_FAILED = 6,      /* anything else; the message says what */
-  FL_RAISED = 7,      /* a rank gave up in words of its own: see fl_give_up */
-  FL_HOST_LOST = 8,   /* the hosts of the missing ranks cannot be reached */
-  FL_LEAVING = 9,     /* the missing ranks begin no more messages: see fl_leave */
-} fl_status;
-
-typedef enum {
-  FL_ALL_REDUCE = 1,
-  FL_REDUCE_SCATTER = 2,
-  FL_BROADCAST = 3,
-  FL_ALL_GATHER = 4,
-  FL_BARRIER = 5,
-  FL_SEND = 6,
-  FL_RECV = 7,
-  FL_REDUCE = 8,
-  FL_GATHER = 9,
-  FL_SCATTER = 10,
-  FL_ALL_TO_ALL = 11,
-  FL_ALL_TO_ALL_UNEVEN = 12,
-  FL_REDUCE_SCATTER_UNEVEN = 13,
-  FL_SCAN = 14,
-  FL_EXSCAN = 15,
-  FL_VERBS, /* all numbers are below */
-} fl_verb;
 
 /* What a rank calls. Every rank's travels ahead of the payload and must equal every other's;
    all_gather, gather and all_to_all_uneven let the first dimension differ, and a rank that is not
    the root of a scatter or a broadcast may leave out what it expects: ndim is FL_ANY then. A rank whose program gave
    what cannot be called joins all the same, by a barrier, send or recv whose ndim is FL_REFUSED: that
    equals no other rank's call, and its site says why. The library itself replaces a call by a barrier whose
-   ndim is FL_WITHDRAWN, and whose op is the verb, if it raises the mismatch of an earlier call instead. */
-#define FL_ANY -1
-#define FL_REFUSED -2
-#define FL_WITHDRAWN -3
-/* Added to the dtype of a call that ranks only compare: it has no data, and its itemsize is 0. The
-   handle of a collective in which shapes may differ has every rank's signature. What moves then, another
-   library moves, that of a GPU for example: arrays in its memory are of another kind. */
-#define FL_ON_GPU 32
-#define FL_COMPARED 64
+   ndim is FL_WITHDRAWN, and whose op is the verb, if it raises the mismatch of an earlier call instead.
+   A call that ranks only compare (FL_COMPARED) has no data, and its itemsize is 0. The handle of a collective in
+   which shapes may differ has every rank's signature. What moves then, another library moves. */
 typedef struct {
   uint64_t sequence; /* calls of this group so far, this one included; filled in by the library */
   int32_t verb;      /* fl_verb */
@@ -62,7 +24,7 @@ typedef struct {
   int64_t count;     /* elements */
   int32_t itemsize;  /* bytes */
   int32_t ndim;
-  int64_t shape[8];  /* the dimensions; of more than eight, the last is a hash of all from the eighth on */
+  int64_t shape[FL_DIMENSIONS]; /* of more dimensions, the last is a hash of all from that one on */
   int64_t part_of;   /* what it is a step of, a number from 1 to 31; 0: a call by itself */
 } fl_signature;
 
@@ -83,7 +45,7 @@ typedef struct {
 /* Where a program calls: the end of "folder/file.py:12", and of a call that it refused also why;
    closed by a zero; empty: not known. */
 typedef struct {
-  char text[256];
+  char text[FL_SITE_BYTES];
 } fl_site;
 
 /* What a receive is given as output that does not know who sends (its peer is -1 then), or how many

@@ -90,7 +90,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
     started_op *one = &all->ops[i];
     if (one->peer < 0) continue;
     message->site = *site;
-    one->id = record(binding, &message++->signature, one->peer, RING_ASYNC, place).id;
+    one->id = record(binding, &message++->signature, one->peer, FL_RECORDED_ASYNC, place).id;
     one->number = binding->calls->number;
   }
   if (all->sent > 0) { /* else a refusal would be told of in nobody's message */
@@ -102,7 +102,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
   for (int i = 0; i < all->count; ++i) {
     started_op *one = &all->ops[i];
     if (one->peer < 0) continue;
-    ring_call *row = &binding->calls->calls[(one->id - 1) % RING_CALLS];
+    ring_call *row = &binding->calls->calls[(one->id - 1) % FL_RECORDED_CALLS];
     one->op = *result++;
     if (one->op == NULL) {
       ring_end(row, one->id, 0);

@@ -129,7 +129,7 @@ int place_and_site(Binding *binding, PyObject **place, const fl_site **site) {
 /* Note the line of a call, a reference of its own, or NULL with an exception. */
 static void set_place(const Binding *binding, ring_call *row, PyObject *place) {
   if (place != NULL && PyList_SetItem(binding->notes, row - binding->calls->calls, place) == 0) {
-    row->flags |= RING_PLACED;
+    row->flags |= FL_RECORDED_PLACED;
   } else {
     PyErr_Clear();
   }
@@ -150,10 +150,7 @@ void note_place(Binding *binding, ring_call *row) {
 }
 
 int is_left_to_python(const Binding *binding) {
-  if (binding->calls->off) return 1;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(binding->first); ++i) {
-    if (PyObject_Size(PyTuple_GetItem(binding->first, i)) != 0) return 1;
-  }
+  if (binding->calls->off || PyList_Size(binding->first) != 0 || PyObject_Size(binding->dropped) != 0) return 1;
   const unsigned long thread = PyThread_get_thread_ident();
   for (int i = 0; i < CALLERS; ++i) {
     if (binding->calls->callers[i] == thread) return 1;
@@ -168,13 +165,12 @@ int is_left_to_python(const Binding *binding) {
 int is_hurried(const Binding *binding, uint64_t before, int64_t now) {
   enum { FIRST_CALLS = 2000, SOON_TICKS = 50000 };
   const ring *calls = binding->calls;
-  return calls->number >= FIRST_CALLS && now - calls->calls[(before - 1) % RING_CALLS].started < SOON_TICKS;
+  return calls->number >= FIRST_CALLS && now - calls->calls[(before - 1) % FL_RECORDED_CALLS].started < SOON_TICKS;
 }
 
 recorded record_alone(Binding *binding, const fl_signature *shown) {
-  const int is_soon = is_hurried(binding, binding->calls->written, fl_ticks());
   const recorded made = record(binding, shown, -1, 0, NULL);
-  if (!is_soon) note_place(binding, made.row);
+  if (!is_hurried(binding, made.id - 1, made.row->started)) note_place(binding, made.row);
   return made;
 }
 

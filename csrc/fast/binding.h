@@ -58,7 +58,8 @@ typedef struct {
   PyObject *notes;   /* a list: the line of user code of each call of the ring, or None */
   PyObject *folders; /* a tuple of those whose code is not the user's */
   PyObject *inside;  /* a set: the threads that are in another call of the group */
-  PyObject *first;   /* a list of containers: while one has anything in it, calls are left to Python */
+  PyObject *first;   /* a list: while it has anything in it, calls are left to Python */
+  PyObject *dropped; /* the same; of all groups, and any container */
   known_site sites[SITES];
   known_code codes[CODES];
 } Binding;

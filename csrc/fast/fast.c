@@ -166,7 +166,7 @@ static PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize
   if (!place_and_site(binding, &place, &site)) return NULL;
   const plain_call *first = sends ? &sent : &received; /* as somebody waits for it */
   fl_signature shown = first->signature;
-  if (is_pair) shown.verb = RING_SENDRECV;
+  if (is_pair) shown.verb = FL_SENDRECV;
   const recorded made = record(binding, &shown, first->peer, 0, place);
   fl_message messages[2];
   fl_op *ops[2] = {NULL, NULL};
@@ -183,7 +183,7 @@ static PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize
     PyObject *handles = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)ops[0],
                                       (unsigned long long)(uintptr_t)ops[1]);
     result = handles == NULL ? NULL
-                             : PyObject_CallFunction(binding->ended, "OiOOOiKd", handles, RING_SENDRECV,
+                             : PyObject_CallFunction(binding->ended, "OiOOOiKd", handles, FL_SENDRECV,
                                                      args[0], args[2], args[2], 0,
                                                      (unsigned long long)made.id, binding->seconds);
     Py_XDECREF(handles);
@@ -212,7 +212,7 @@ static void free_binding(PyObject *capsule) {
 static int check(Binding *binding) {
   PyArrayObject *memory = (PyArrayObject *)binding->memory;
   if (PyArray_NBYTES(memory) != sizeof(ring) || !PyArray_ISCARRAY(memory) ||
-      PyList_Size(binding->notes) != RING_CALLS) {
+      PyList_Size(binding->notes) != FL_RECORDED_CALLS) {
     PyErr_SetString(PyExc_ValueError, "the memory of the ring has another layout");
     return 0;
   }
@@ -222,11 +222,11 @@ static int check(Binding *binding) {
 
 static int parse(PyObject *args, Binding *b) {
   PyObject *group, *owner, *addresses;
-  if (!PyArg_ParseTuple(args, "OOiidO!(OOO)(OOOO!)O!O!O!O!O!", &group, &owner, &b->rank, &b->size, &b->seconds,
+  if (!PyArg_ParseTuple(args, "OOiidO!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
                         &PyTuple_Type, &addresses, &b->ended, &b->started, &b->here, &b->together, &b->forked,
                         &b->work, &PyDict_Type, &b->running, &PyArray_Type, &b->memory, &PyList_Type,
-                        &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside, &PyTuple_Type,
-                        &b->first)) {
+                        &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside, &PyList_Type,
+                        &b->first, &b->dropped)) {
     return 0;
   }
   size_t library[sizeof b->library / sizeof(size_t)];
@@ -243,7 +243,8 @@ static int parse(PyObject *args, Binding *b) {
 
 /* bind(group, owner, rank, size, seconds,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
-   (ended, started, here), (together, forked, work, running), memory, notes, folders, inside, first):
+   (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
+   (first, dropped)):
    (native, native_sendrecv, native_object, native_barrier). The group and the library's functions are addresses;
    `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {

@@ -9,9 +9,6 @@
 /* As in exchange.py and api/objects.py. */
 enum { ALIGNED = 16, APART_BYTES = 4096, SHORT_BYTES = 1024, MOST_PADDING = 65536 };
 enum { CONTENT, PROBLEM, LATER };
-enum { CODE_UINT8 = 5 };
-/* Verbs as journal.py numbers them. */
-enum { BROADCAST = RING_OBJECTS, ALL_GATHER, GATHER, SCATTER };
 enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 does not name */
 
 /* A frame: this, the lengths of the buffers, the buffers, and the content, each padded. */
@@ -151,7 +148,7 @@ typedef struct {
   PyObject *given;  /* what of it is in the collective */
 } object_call;
 
-static int gathers(const object_call *call) { return call->verb == ALL_GATHER || call->verb == GATHER; }
+static int gathers(const object_call *call) { return call->verb == FL_ALL_GATHER_OBJECT || call->verb == FL_GATHER_OBJECT; }
 static int is_root(const object_call *call) { return call->binding->rank == call->root; }
 
 /* What has come: memory that `op` has, or `owner`. */
@@ -222,7 +219,7 @@ static PyObject *unpickled(received *all, const frame_head *head, char *at) {
    object; None where that is for others alone; NULL with an exception, or without one where not all has
    come, or one rank had nothing. */
 static PyObject *objects_of(const object_call *call, received *all) {
-  const int several = gathers(call), wanted = call->verb != GATHER || is_root(call);
+  const int several = gathers(call), wanted = call->verb != FL_GATHER_OBJECT || is_root(call);
   char *at = all->data, *end = several ? at + all->bytes : at + 1;
   PyObject *list = PyList_New(0);
   for (int r = 0; list != NULL && at < end; ++r) {
@@ -263,17 +260,17 @@ static PyObject *left_over(const object_call *call, received *all, uint64_t id) 
 static plain_call call_of(const object_call *call) {
   static const int verbs[] = {FL_BROADCAST, FL_ALL_GATHER, FL_ALL_GATHER, FL_SCATTER};
   plain_call step;
-  plain_begin(&step, verbs[call->verb - BROADCAST]);
+  plain_begin(&step, verbs[call->verb - FL_BROADCAST_OBJECT]);
   fl_signature *s = &step.signature;
-  s->part_of = 1 + call->verb - BROADCAST;
+  s->part_of = 1 + call->verb - FL_BROADCAST_OBJECT;
   s->root = call->root;
   s->ndim = FL_ANY;
   step.seconds = call->binding->seconds;
   if (call->given == Py_None) return step;
-  s->dtype = CODE_UINT8;
+  s->dtype = FL_UINT8;
   s->itemsize = 1;
   s->ndim = 1;
-  s->count = s->shape[0] = bytes_of(call->given) / (call->verb == SCATTER ? call->binding->size : 1);
+  s->count = s->shape[0] = bytes_of(call->given) / (call->verb == FL_SCATTER_OBJECT ? call->binding->size : 1);
   step.data = data_of(call->given);
   return step;
 }
@@ -338,10 +335,10 @@ static PyObject *result_of(const object_call *call) {
   if (alone || run(call, &all, &made)) {
     if (alone || (!gathers(call) && is_root(call))) {
       PyObject *own = call->object;
-      if (call->verb == SCATTER) own = PyList_GetItem(own, call->binding->rank);
+      if (call->verb == FL_SCATTER_OBJECT) own = PyList_GetItem(own, call->binding->rank);
       result = own == NULL ? NULL : Py_BuildValue("[O]", own);
     } else {
-      if (call->verb == BROADCAST && made.row->id == made.id) made.row->bytes = (int64_t)all.bytes;
+      if (call->verb == FL_BROADCAST_OBJECT && made.row->id == made.id) made.row->bytes = (int64_t)all.bytes;
       result = objects_of(call, &all);
       if (result == NULL) result = left_over(call, &all, made.id);
     }
@@ -357,11 +354,11 @@ static int pickle_own(object_call *call) {
     Py_INCREF(Py_None);
     call->frame = Py_None;
   } else {
-    call->frame = call->verb == SCATTER ? frames_of(call->object, call->binding->size)
+    call->frame = call->verb == FL_SCATTER_OBJECT ? frames_of(call->object, call->binding->size)
                                         : frame_of(call->object);
   }
   if (call->frame == NULL) return 0;
-  const int is_long = call->verb == GATHER && bytes_of(call->frame) > SHORT_BYTES;
+  const int is_long = call->verb == FL_GATHER_OBJECT && bytes_of(call->frame) > SHORT_BYTES;
   call->given = is_long ? short_frame(call->frame) : call->frame;
   if (!is_long) Py_INCREF(call->given);
   return call->given != NULL;
@@ -376,8 +373,8 @@ PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count)
   }
   const int is_left = is_left_to_python(call.binding);
   if (is_left < 0) return NULL;
-  if (is_left || !plain_int(args[0], SCATTER, &call.verb) ||
-      call.verb < BROADCAST || !plain_int(args[2], call.binding->size - 1, &call.root)) {
+  if (is_left || !plain_int(args[0], FL_SCATTER_OBJECT, &call.verb) ||
+      call.verb < FL_BROADCAST_OBJECT || !plain_int(args[2], call.binding->size - 1, &call.root)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   call.object = args[1];

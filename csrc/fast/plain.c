@@ -8,21 +8,20 @@
 #include "plain.h"
 
 /* Codes of csrc/reduce/reduce.h. */
-enum { OP_SUM, OP_PROD, OP_MIN, OP_MAX, OP_AVG, OP_AND, OP_OR, OP_XOR, OPS };
-enum { CODE_BOOL = 0, CODE_FLOAT = 9, CODE_BFLOAT16 = 10, CODE_COMPLEX = 14, CODES_END = 17 };
+enum { OPS = FL_XOR + 1 };
 
 /* As arrays.py says, by kind of dtype: a bit for each operation. */
 enum {
-  BITS = 1 << OP_AND | 1 << OP_OR | 1 << OP_XOR,
-  EXTREMES = 1 << OP_MIN | 1 << OP_MAX,
+  BITS = 1 << FL_AND | 1 << FL_OR | 1 << FL_XOR,
+  EXTREMES = 1 << FL_MIN | 1 << FL_MAX,
   OF_BOOL = EXTREMES | BITS,
-  OF_INTEGERS = 1 << OP_SUM | 1 << OP_PROD | EXTREMES | BITS,
-  OF_FLOATS = 1 << OP_SUM | 1 << OP_PROD | 1 << OP_AVG | EXTREMES,
-  OF_COMPLEX = 1 << OP_SUM | 1 << OP_PROD | 1 << OP_AVG,
+  OF_INTEGERS = 1 << FL_SUM | 1 << FL_PROD | EXTREMES | BITS,
+  OF_FLOATS = 1 << FL_SUM | 1 << FL_PROD | 1 << FL_AVG | EXTREMES,
+  OF_COMPLEX = 1 << FL_SUM | 1 << FL_PROD | 1 << FL_AVG,
 };
 
 /* NumPy's number of each code's dtype. It has no bfloat16: an array of that has the same bytes. */
-static const int types[CODES_END] = {
+static const int types[FL_MOVED] = {
     NPY_BOOL,   NPY_INT8,       NPY_INT16,  NPY_INT32,   NPY_INT64,  NPY_UINT8,
     NPY_UINT16, NPY_UINT32,     NPY_UINT64, NPY_HALF,    NPY_UINT16, NPY_FLOAT,
     NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
@@ -65,8 +64,8 @@ int plain_needs_nobody(const plain_call *call, int rank) {
 
 int plain_names(void) {
   memset(codes, -1, sizeof codes);
-  for (int code = 0; code < CODES_END; ++code) {
-    if (code != CODE_BFLOAT16) codes[types[code]] = (signed char)code;
+  for (int code = 0; code < FL_MOVED; ++code) {
+    if (code != FL_BFLOAT16) codes[types[code]] = (signed char)code;
   }
   codes[NPY_INT] = codes[NPY_INT32]; /* C has several types of one size */
   codes[NPY_UINT] = codes[NPY_UINT32];
@@ -95,7 +94,7 @@ static int is_bfloat16(const PyArray_Descr *descr) {
 /* The code of a dtype, or -1 for what is left to Python. */
 static int dtype_code(const PyArray_Descr *descr) {
   if (descr->type_num < (int)sizeof codes) return codes[descr->type_num];
-  return PyTypeNum_ISUSERDEF(descr->type_num) && is_bfloat16(descr) ? CODE_BFLOAT16 : -1;
+  return PyTypeNum_ISUSERDEF(descr->type_num) && is_bfloat16(descr) ? FL_BFLOAT16 : -1;
 }
 
 int plain_int(PyObject *given, int limit, int32_t *out) {
@@ -110,13 +109,13 @@ int plain_int(PyObject *given, int limit, int32_t *out) {
 /* Memory by its address. None lies in the first page: that is a mistake, or where there are no elements
    no address. */
 static void *read_address(PyObject *given, fl_signature *out) {
-  static const int32_t sizes[CODES_END] = {
+  static const int32_t sizes[FL_MOVED] = {
       1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, sizeof(long double), 8, 16, 2 * sizeof(long double)};
   static char nothing;
   enum { PAGE = 4096 };
   if (!PyTuple_CheckExact(given) || PyTuple_Size(given) != 4) return NULL;
   PyObject *place = PyTuple_GetItem(given, 0), *shape = PyTuple_GetItem(given, 2);
-  if (!PyLong_CheckExact(place) || !plain_int(PyTuple_GetItem(given, 1), CODES_END - 1, &out->dtype) ||
+  if (!PyLong_CheckExact(place) || !plain_int(PyTuple_GetItem(given, 1), FL_MOVED - 1, &out->dtype) ||
       !PyTuple_Check(shape) || PyTuple_Size(shape) > SHAPE) {
     return NULL;
   }
@@ -182,15 +181,15 @@ static int read_scale(PyObject *given, double *out) {
 static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, fl_signature *out) {
   const int code = out->dtype, op = read_op(given_op);
   if (op < 0 || !read_scale(given_scale, &out->scale)) return 0;
-  const int is_whole = code < CODE_FLOAT;
-  const int allowed = code == CODE_BOOL     ? OF_BOOL
+  const int is_whole = code < FL_FLOAT16;
+  const int allowed = code == FL_BOOL     ? OF_BOOL
                       : is_whole            ? OF_INTEGERS
-                      : code < CODE_COMPLEX ? OF_FLOATS
+                      : code < FL_COMPLEX64 ? OF_FLOATS
                                             : OF_COMPLEX;
   if ((allowed >> op & 1) == 0 || (is_whole && out->scale != 1.0)) return 0;
   out->op = op;
-  if (op == OP_AVG && (verbs[out->verb] & VERB_PREFIX) == 0) {
-    out->op = OP_SUM;
+  if (op == FL_AVG && (verbs[out->verb] & FL_VERB_PREFIX) == 0) {
+    out->op = FL_SUM;
     out->scale /= size;
   }
   return 1;
@@ -212,7 +211,7 @@ static PyObject *new_array(PyObject *like, const fl_signature *shape) {
 
 PyObject *plain_received(const fl_signature *described, const void *data) {
   const int code = described->dtype;
-  if (code >= CODES_END || code == CODE_BFLOAT16 || described->ndim < 0 || described->ndim > SHAPE) {
+  if (code >= FL_MOVED || code == FL_BFLOAT16 || described->ndim < 0 || described->ndim > SHAPE) {
     return NULL;
   }
   PyObject *array = new_array(NULL, described);
@@ -352,14 +351,14 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
 static int is_small(PyObject *x, PyObject *op) {
   int overflow = 0;
   const long number = PyLong_CheckExact(x) ? PyLong_AsLongAndOverflow(x, &overflow) : LONG_MAX;
-  return overflow == 0 && number >= -INT_MAX && number <= INT_MAX && op != names[OP_PROD] && !PyLong_Check(op);
+  return overflow == 0 && number >= -INT_MAX && number <= INT_MAX && op != names[FL_PROD] && !PyLong_Check(op);
 }
 
 int plain_has_number(PyObject *const *args) {
   PyObject *x = args[1];
   int32_t verb;
   if (PyArray_CheckExact(x) || !plain_int(args[0], FL_VERBS - 1, &verb)) return 0;
-  if ((verbs[verb] & VERB_IN_PLACE) == 0 || verb == FL_RECV) return 0;
+  if ((verbs[verb] & FL_VERB_IN_PLACE) == 0 || verb == FL_RECV) return 0;
   return PyFloat_CheckExact(x) || PyArray_IsScalar(x, Number) || is_small(x, args[3]);
 }
 
@@ -421,7 +420,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   PyObject *x = args[1], *out = args[2];
   fl_signature *s = &call->signature;
   int32_t verb;
-  if (!plain_int(args[0], FL_VERBS - 1, &verb) || (verbs[verb] & VERB_KNOWN) == 0) return 0;
+  if (!plain_int(args[0], FL_VERBS - 1, &verb) || (verbs[verb] & FL_VERB_KNOWN) == 0) return 0;
   const int flags = verbs[verb];
   if (verb == FL_SEND || verb == FL_RECV) {
     return plain_message(verb, x, args[5], args[6], args[3], rank, size, call);
@@ -429,10 +428,10 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
   plain_begin(call, verb);
   const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* a digest of packed arrays; or the root */
-  if ((verb == FL_ALL_REDUCE || (flags & VERB_ROOTED) != 0) && !plain_int(args[5], most, &s->root)) return 0;
+  if ((verb == FL_ALL_REDUCE || (flags & FL_VERB_ROOTED) != 0) && !plain_int(args[5], most, &s->root)) return 0;
   if (verb == FL_BARRIER) {
     x = Py_None;
-  } else if ((flags & VERB_IN_PLACE) != 0) {
+  } else if ((flags & FL_VERB_IN_PLACE) != 0) {
     call->data = read_memory(x, 1, s);
     if (call->data == NULL && size == 1 && PyArray_CheckExact(x) && PyArray_ISWRITEABLE((PyArrayObject *)x)) {
       call->data = describe((PyArrayObject *)x, s); /* nobody reads it */
@@ -443,7 +442,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
     const int read = read_apart(x, out, rank, size, call);
     if (read <= 0) return read;
   }
-  if ((flags & VERB_REDUCES) != 0 && !read_reduction(args[3], args[4], size, s)) {
+  if ((flags & FL_VERB_REDUCES) != 0 && !read_reduction(args[3], args[4], size, s)) {
     Py_CLEAR(call->result);
     return 0;
   }

@@ -7,6 +7,7 @@
 
 #include "numpy.h"
 
+#include "../common/codes.cdef.h"
 #include "../common/types.cdef.h"
 
 enum { SHAPE = sizeof((fl_signature *)0)->shape / sizeof(int64_t) };
@@ -69,9 +70,6 @@ typedef struct {
 
 /* Whether one that is written to shares memory with another one, which is an error that Python words; sorts them. */
 int plain_mixed_up(plain_span *spans, int count);
-
-/* What must be known of a verb, by its code: from the table of the verbs, in Python. */
-enum { VERB_KNOWN = 1, VERB_ROOTED = 2, VERB_IN_PLACE = 4, VERB_REDUCES = 8, VERB_PREFIX = 16 };
 
 /* plain_verbs(bytes): the flags of each code, from 0 on. */
 PyObject *plain_verbs(PyObject *module, PyObject *flags);

@@ -7,9 +7,6 @@
 
 #include "../common/ticks.h"
 
-enum { RING_CALLS = 512 };
-enum { RING_FAILED = 1, RING_PLACED = 2, RING_ASYNC = 4 };
-enum { RING_SENDRECV = 32, RING_OBJECTS }; /* beside the verbs of fl_verb; those of objects from here on */
 
 /* Times are those of fl_ticks(). */
 typedef struct {
@@ -18,7 +15,7 @@ typedef struct {
   int64_t ended;    /* the negative id while the call runs: see fl_stamp */
   int64_t bytes;
   int64_t shape[3]; /* the first three dimensions */
-  int8_t verb;      /* fl_verb, or RING_SENDRECV */
+  int8_t verb;      /* fl_verb, or FL_SENDRECV */
   int8_t dtype;
   int8_t op;
   int8_t ndim;
@@ -33,14 +30,14 @@ typedef struct {
   uint64_t written; /* calls so far: the last one's id */
   uint64_t off;     /* not 0: leave every call to Python */
   uint64_t callers[5]; /* threads that are in a call here, as Python knows them, or 0; of a collective the first */
-  ring_call calls[RING_CALLS];
+  ring_call calls[FL_RECORDED_CALLS];
 } ring;
 
-static inline int is_message(int verb) { return verb == FL_SEND || verb == FL_RECV || verb == RING_SENDRECV; }
+static inline int is_message(int verb) { return verb == FL_SEND || verb == FL_RECV || verb == FL_SENDRECV; }
 
 static inline ring_call *ring_begin(ring *r, const fl_signature *signature, int peer, int flags) {
   const int is_one = is_message(signature->verb);
-  ring_call *call = &r->calls[r->written++ % RING_CALLS];
+  ring_call *call = &r->calls[r->written++ % FL_RECORDED_CALLS];
   call->id = r->written;
   call->number = is_one ? 0 : ++r->number;
   __atomic_store_n(&call->ended, -(int64_t)call->id, __ATOMIC_RELAXED);
@@ -59,6 +56,6 @@ static inline ring_call *ring_begin(ring *r, const fl_signature *signature, int 
 
 /* Threads that call one group at once may have overwritten the entry by now. */
 static inline void ring_end(ring_call *call, uint64_t id, int failed) {
-  if (failed && call->id == id) call->flags |= RING_FAILED;
+  if (failed && call->id == id) call->flags |= FL_RECORDED_FAILED;
   fl_stamp(&call->ended, -(int64_t)id);
 }

@@ -6,13 +6,12 @@
 
 #include "../shm/shm.cdef.h"
 
-enum { CODE_FLOAT32 = 11, CODE_FLOAT64 = 12 };
 /* How many looks at what has come it takes (about 3 us) until the GIL is let go. To let it go takes so long that
    the peer, which waits for this rank meanwhile, would do so too from then on: it must be rare. */
 enum { SPINS_WITH_GIL = 100, SPINS_FOR_MESSAGES = 400 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 
-static int is_float(const fl_signature *s) { return s->dtype == CODE_FLOAT32 || s->dtype == CODE_FLOAT64; }
+static int is_float(const fl_signature *s) { return s->dtype == FL_FLOAT32 || s->dtype == FL_FLOAT64; }
 
 static int is_gather(const fl_signature *s) { return s->verb == FL_ALL_GATHER || s->verb == FL_GATHER; }
 
@@ -24,7 +23,7 @@ int can_run_alone(const plain_call *call, PyObject *out) {
 }
 
 static void scale(const fl_signature *s, void *data) {
-  if (s->dtype == CODE_FLOAT32) {
+  if (s->dtype == FL_FLOAT32) {
     const float by = (float)s->scale;
     for (int64_t i = 0; i < s->count; ++i) ((float *)data)[i] *= by;
   } else {
@@ -88,7 +87,7 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   if (is_small && ready == FL_COMPLETE) {
     return binding->library.finish(binding->group, &call->signature, call->data, call->output);
   }
-  const int is_placed = (row->flags & RING_PLACED) != 0;
+  const int is_placed = (row->flags & FL_RECORDED_PLACED) != 0;
   if (!is_placed && (ready == FL_AWAITED || bytes >= LARGE_BYTES)) note_place(binding, row);
   fl_op *op;
   Py_BEGIN_ALLOW_THREADS;
@@ -215,10 +214,10 @@ started_op start_one(Binding *binding, const plain_call *call, PyObject *place, 
   fl_op *op = NULL;
   if (is_alone(binding)) {
     made = record_alone(binding, s);
-    made.row->flags |= RING_ASYNC;
+    made.row->flags |= FL_RECORDED_ASYNC;
     run_alone(call);
   } else {
-    made = record(binding, s, call->peer, RING_ASYNC, place);
+    made = record(binding, s, call->peer, FL_RECORDED_ASYNC, place);
     Py_BEGIN_ALLOW_THREADS;
     op = binding->library.run(binding->group, s, call->data, call->output, call->peer, binding->seconds, 1, site);
     Py_END_ALLOW_THREADS;

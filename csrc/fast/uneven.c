@@ -6,7 +6,6 @@
 #include "../shm/shm.cdef.h"
 
 enum { MOST_RANKS = 16 }; /* with more, moving takes longer than Python does */
-enum { CODE_INT64 = 4 };
 enum { PART_OF_ROWS = 8 }; /* of call.py, COMPOSED: the place of all_to_all(rows=...), from 1 */
 
 /* `rows`, a list or a tuple, has how many of the `have` rows each of `size` ranks gets; 0: it has not. */
@@ -29,7 +28,7 @@ static plain_call table_of(int size, int64_t *counts, int64_t *table) {
   plain_call call;
   plain_begin(&call, FL_ALL_GATHER);
   fl_signature *s = &call.signature;
-  s->dtype = CODE_INT64;
+  s->dtype = FL_INT64;
   s->count = s->shape[0] = size;
   s->itemsize = sizeof(int64_t);
   s->ndim = 1;

@@ -1,13 +1,12 @@
 // A connection that is being made, until both ends have proven who they are.
 #pragma once
 
-#include <gloo/transport/tcp/loop.h>
-
 #include <cstdint>
 #include <optional>
 #include <string>
 
 #include "abi.h"
+#include "pair.h"
 
 namespace fl {
 
@@ -23,7 +22,7 @@ struct Greeting {
 };
 
 // Events come on Gloo's thread.
-class Attempt : public gloo::transport::tcp::Handler {
+class Attempt : public Handler {
  public:
   static constexpr char kStranger[] =
       "who connected in its place does not know the secret of this job";

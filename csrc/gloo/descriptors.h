@@ -5,10 +5,15 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <memory>
+#include <system_error>
 
 namespace fl {
+
+// A call of the system has failed.
+[[noreturn]] inline void fail_in(const char* call) { throw std::system_error(errno, std::generic_category(), call); }
 
 // One, and what it is: its number may come to mean something else.
 struct Descriptor {

@@ -1,8 +1,5 @@
 #include "family.h"
 
-#include <gloo/transport/device.h>
-#include <gloo/transport/tcp/address.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -15,15 +12,6 @@ using std::chrono::milliseconds;
 
 // News that cannot be delivered in this time is not worth waiting for; and how often that is looked at.
 constexpr milliseconds kGoodbye{500}, kDeliveryTick{2};
-
-std::shared_ptr<gloo::transport::tcp::Device> create_device(const std::string& host,
-                                                            const std::string& interface) {
-  gloo::transport::tcp::attr attributes;
-  attributes.hostname = host;
-  attributes.iface = interface;
-  return std::dynamic_pointer_cast<gloo::transport::tcp::Device>(
-      gloo::transport::tcp::CreateDevice(attributes));
-}
 
 // A rank that has gone needs to be told nothing.
 void tell_one(Pair& pair, uint64_t group, const std::string& text) noexcept {
@@ -175,8 +163,7 @@ std::shared_ptr<const Hosts> read_hosts(const fl_hosts& given, int size, const c
                                         size_t bytes, const char* key) {
   std::vector<sockaddr_in6> places(size);
   for (int r = 0; r < size; ++r) {
-    const char* at = addresses + r * bytes;
-    sockaddr_storage address = gloo::transport::tcp::Address(std::vector<char>(at, at + bytes)).getSockaddr();
+    sockaddr_storage address = read_address(addresses + r * bytes, bytes);
     set_port(address, given.ports[r]);
     std::memcpy(&places[r], &address, sizeof places[r]);
   }
@@ -187,8 +174,8 @@ std::shared_ptr<const Hosts> read_hosts(const fl_hosts& given, int size, const c
 }
 
 int Family::listen_for_hosts() {
-  const gloo::transport::tcp::Address address(links->address());
-  heartbeat_ = std::make_unique<Heartbeat>(links->rank, address.getSockaddr());
+  const auto& address = links->address();
+  heartbeat_ = std::make_unique<Heartbeat>(links->rank, read_address(address.data(), address.size()));
   return heartbeat_->port();
 }
 

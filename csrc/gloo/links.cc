@@ -1,7 +1,6 @@
 #include "links.h"
 
 #include <fcntl.h>
-#include <gloo/transport/tcp/address.h>
 #include <netinet/in.h>
 #include <sched.h>
 #include <sys/epoll.h>
@@ -20,8 +19,6 @@
 namespace fl {
 namespace {
 
-namespace tcp = gloo::transport::tcp;
-
 // Connections that have proven nothing yet, beyond one for each rank; more are a flood.
 constexpr size_t kSpareAttempts = 64;
 
@@ -33,25 +30,13 @@ constexpr std::chrono::microseconds kBrief{600};
 constexpr int kMostVain = 6;
 constexpr unsigned kTryEvery = 8;
 
-[[noreturn]] void fail(const char* doing) {
-  throw std::system_error(errno, std::generic_category(), doing);
-}
-
 }  // namespace
 
-class Links::Listener : public tcp::Handler {
+class Links::Listener : public Handler {
  public:
-  Listener(Links& links, const tcp::attr& where)
-      : links_(links),
-        socket(::socket(where.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)) {
-    if (socket < 0) fail("socket");
-    const auto* address = reinterpret_cast<const sockaddr*>(&where.ai_addr);
-    if (bind(socket, address, where.ai_addrlen) != 0) fail("bind");
-    if (listen(socket, SOMAXCONN) != 0) fail("listen");
-  }
-  // Of another descriptor, on which nothing happens.
+  // Of a socket that listens, or another descriptor, on which nothing happens.
   Listener(Links& links, int descriptor) : links_(links), socket(descriptor) {
-    if (socket < 0) fail("eventfd");
+    if (socket < 0) fail_in("eventfd");
   }
   ~Listener() override { close(); }
 
@@ -70,15 +55,15 @@ class Links::Listener : public tcp::Handler {
   int socket;
 };
 
-Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size, bool listens_on)
+Links::Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on)
     : Context(std::move(device), rank, size),
       listens_on_(listens_on),
-      listener_(std::make_unique<Listener>(*this, attributes_of(*device_))),
+      listener_(std::make_unique<Listener>(*this, listening_socket(*device_))),
       settles_(std::make_unique<Listener>(*this, eventfd(0, EFD_CLOEXEC))),
       descriptors_(size + 2),
       states_(new std::atomic<int>[size]()),
       problems_(size) {
-  address_ = tcp::Address::fromSockName(listener_->socket).bytes();
+  address_ = address_of(listener_->socket);
   const int loop = descriptor_of(*device_);
   fcntl(loop, F_SETFD, FD_CLOEXEC);
   descriptors_.add(loop);
@@ -189,11 +174,9 @@ std::map<int, int64_t> Links::calls_of(const std::vector<int>& peers, uint64_t g
 
 // The lock is held.
 void Links::begin(int peer, std::optional<uint64_t> asks_of) {
-  const auto at = addresses_.begin() + address_.size() * peer;
-  const tcp::Address address(std::vector<char>(at, at + address_.size()));
-  const sockaddr_storage& where = address.getSockaddr();
+  const sockaddr_storage where = read_address(&addresses_[address_.size() * peer], address_.size());
   const int made = socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (made < 0) fail("socket");
+  if (made < 0) fail_in("socket");
   auto attempt = std::make_unique<Attempt>(*this, made, peer, asks_of);
   const socklen_t bytes = where.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
   if (connect(made, reinterpret_cast<const sockaddr*>(&where), bytes) != 0 && errno != EINPROGRESS) {

@@ -6,9 +6,6 @@
 // answers all the same. Then Gloo gets the socket.
 #pragma once
 
-#include <gloo/transport/tcp/context.h>
-#include <gloo/transport/tcp/device.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -29,7 +26,7 @@ namespace fl {
 
 class Attempt;
 
-class Links : public gloo::transport::tcp::Context {
+class Links : public Context {
  public:
   // Of a peer: a connection to it was made, on Gloo's thread, which nobody else has yet. A thread that fails
   // to read from one that others have keeps it locked until that thread has gone round.
@@ -38,7 +35,7 @@ class Links : public gloo::transport::tcp::Context {
   using Calls = std::function<int64_t(uint64_t group)>;
 
   // Listens, and answers nobody yet. `listens_on`: also when all are connected, for calls_of.
-  Links(std::shared_ptr<gloo::transport::tcp::Device> device, int rank, int size, bool listens_on);
+  Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on);
   ~Links() override;
 
   // Where others connect to, as Gloo writes addresses.

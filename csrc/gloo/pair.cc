@@ -1,6 +1,5 @@
 #include "pair.h"
 
-#include <gloo/transport/tcp/loop.h>
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -16,6 +15,8 @@
 #include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "descriptors.h"
 
 namespace fl {
 
@@ -49,12 +50,34 @@ template struct Reveal<DeviceAttributes, &tcp::Device::attr_>;
 
 }  // namespace
 
-int descriptor_of(const tcp::Device& device) {
+std::shared_ptr<Device> create_device(const std::string& host, const std::string& interface) {
+  tcp::attr attributes;
+  attributes.hostname = host;
+  attributes.iface = interface;
+  return std::dynamic_pointer_cast<Device>(tcp::CreateDevice(attributes));
+}
+
+int descriptor_of(const Device& device) {
   return (*(device.*reveal(DeviceLoop{}))).*reveal(LoopDescriptor{});
 }
 
-const tcp::attr& attributes_of(const tcp::Device& device) {
-  return device.*reveal(DeviceAttributes{});
+int listening_socket(const Device& device) {
+  const tcp::attr& where = device.*reveal(DeviceAttributes{});
+  const int made = socket(where.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (made < 0) fail_in("socket");
+  const auto* address = reinterpret_cast<const sockaddr*>(&where.ai_addr);
+  const bool is_bound = bind(made, address, where.ai_addrlen) == 0;
+  if (is_bound && listen(made, SOMAXCONN) == 0) return made;
+  const int error = errno;
+  ::close(made);
+  errno = error;
+  fail_in(is_bound ? "listen" : "bind");
+}
+
+std::vector<char> address_of(int socket) { return tcp::Address::fromSockName(socket).bytes(); }
+
+sockaddr_storage read_address(const char* address, size_t bytes) {
+  return tcp::Address(std::vector<char>(address, address + bytes)).getSockaddr();
 }
 
 namespace {
@@ -93,8 +116,7 @@ class Pair::Kept : private Memory, public Buffer {
 };
 
 // It is made to listen, at an address that no rank knows.
-Pair::Pair(tcp::Context* context, tcp::Device* device, int peer, int socket, Told told,
-           Parcels& parcels)
+Pair::Pair(Context* context, Device* device, int peer, int socket, Told told, Parcels& parcels)
     : tcp::Pair(context, device, peer, std::chrono::hours(24)), told_(std::move(told)), parcels_(parcels) {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ != LISTENING) throw std::runtime_error("a stranger has connected");
@@ -116,7 +138,7 @@ void Pair::is_served(bool served) {
   if (state_ != CONNECTED) return;
   epoll_event event{};
   event.events = (served ? EPOLLIN : 0u) | (tx_.empty() ? 0u : EPOLLOUT);
-  event.data.ptr = static_cast<tcp::Handler*>(this);
+  event.data.ptr = static_cast<Handler*>(this);
   epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo would try to add it first
 }
 
@@ -495,8 +517,7 @@ void Pair::signal_all() noexcept {
 
 // Buffers --------------------------------------------------------------------------------------
 
-Receiver::Receiver(std::shared_ptr<tcp::Context> context, Route& route, void* data, size_t bytes,
-                   Mover* mover)
+Receiver::Receiver(std::shared_ptr<Context> context, Route& route, void* data, size_t bytes, Mover* mover)
     : UnboundBuffer(std::move(context), data, bytes), route_(route), mover_(mover) {}
 
 // Gloo's destructor waits until no thread uses the buffer, but this part of it is destroyed by then.

@@ -6,10 +6,13 @@
 // that has ended must not stand in the way of others: see forget.
 #pragma once
 
+#include <gloo/transport/tcp/address.h>
 #include <gloo/transport/tcp/context.h>
 #include <gloo/transport/tcp/device.h>
+#include <gloo/transport/tcp/loop.h>
 #include <gloo/transport/tcp/pair.h>
 #include <gloo/transport/tcp/unbound_buffer.h>
+#include <sys/socket.h>
 
 #include <atomic>
 #include <chrono>
@@ -26,12 +29,21 @@
 
 namespace fl {
 
-// Sockets are found by their addresses and the epoll by a private member, as Gloo exposes no
-// descriptor, and leaves them open on exec and in forked children, where they would hide that a
-// rank was killed.
-// Of Gloo's thread that serves the sockets: its epoll descriptor.
-int descriptor_of(const gloo::transport::tcp::Device& device);
-const gloo::transport::tcp::attr& attributes_of(const gloo::transport::tcp::Device& device);
+// No other file includes Gloo's internal headers. Connections of a group; Gloo's thread, which serves their
+// sockets; and what it calls with the events of a socket.
+using Context = gloo::transport::tcp::Context;
+using Device = gloo::transport::tcp::Device;
+using Handler = gloo::transport::tcp::Handler;
+
+std::shared_ptr<Device> create_device(const std::string& host, const std::string& interface);
+// Its epoll, which Gloo does not expose, and leaves open on exec and in forked children, where it would hide that
+// a rank was killed.
+int descriptor_of(const Device& device);
+// A socket that listens where the device is. Throws.
+int listening_socket(const Device& device);
+// Addresses as Gloo writes them.
+std::vector<char> address_of(int socket);
+sockaddr_storage read_address(const char* address, size_t bytes);
 
 class Receiver;
 
@@ -64,8 +76,7 @@ class Pair : public gloo::transport::tcp::Pair {
   using Told = std::function<void(int peer, uint64_t group, const std::string& text)>;
 
   // `socket` is connected. Throws if the other end has closed it; then `socket` stays open.
-  Pair(gloo::transport::tcp::Context* context, gloo::transport::tcp::Device* device, int peer,
-       int socket, Told told, Parcels& parcels);
+  Pair(Context* context, Device* device, int peer, int socket, Told told, Parcels& parcels);
   ~Pair() override;
 
   // Whether Gloo's thread reads what arrives; it does from the beginning.
@@ -182,8 +193,7 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
     ~Mover() = default;
   };
 
-  Receiver(std::shared_ptr<gloo::transport::tcp::Context> context, Route& route, void* data,
-           size_t bytes, Mover* mover = nullptr);
+  Receiver(std::shared_ptr<Context> context, Route& route, void* data, size_t bytes, Mover* mover = nullptr);
   ~Receiver() override;
 
   void send(int peer, uint64_t slot, size_t offset, size_t bytes) override;

@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kDepth = 2;
 
 // Partial results go from rank to rank before they are rounded: of 16-bit floats as float32.
-bool is_narrow(int dtype) { return dtype == kFloat16 || dtype == kBfloat16; }
+bool is_narrow(int dtype) { return dtype == FL_FLOAT16 || dtype == FL_BFLOAT16; }
 
 template <typename T>
 void widen(float* into, const void* from, size_t count) {
@@ -55,9 +55,9 @@ class Chain {
         terms_(rank_ + (mine_.verb == FL_SCAN ? 1 : 0)),
         data_(data),
         is_narrow_(is_narrow(mine_.dtype)),
-        dtype_(is_narrow_ ? static_cast<int>(kFloat32) : mine_.dtype),
-        op_(mine_.op == kAvg ? static_cast<int>(kSum) : mine_.op),
-        factor_(mine_.op == kAvg ? mine_.scale / terms_ : mine_.scale),
+        dtype_(is_narrow_ ? static_cast<int>(FL_FLOAT32) : mine_.dtype),
+        op_(mine_.op == FL_AVG ? static_cast<int>(FL_SUM) : mine_.op),
+        factor_(mine_.op == FL_AVG ? mine_.scale / terms_ : mine_.scale),
         item_(is_narrow_ ? sizeof(float) : mine_.itemsize),
         piece_(kChunkBytes / item_),
         arriving_(mesh, kChunkBytes),
@@ -112,7 +112,7 @@ class Chain {
   }
 
   const void* widened(const void* own, size_t n) {
-    mine_.dtype == kFloat16 ? widen<Float16>(wide_.get(), own, n)
+    mine_.dtype == FL_FLOAT16 ? widen<Float16>(wide_.get(), own, n)
                             : widen<Bfloat16>(wide_.get(), own, n);
     return wide_.get();
   }
@@ -122,7 +122,7 @@ class Chain {
     const size_t n = count(c);
     if (!is_narrow_) return reduce(factor_, place(c), one, other, n);
     reduce(factor_, wide_.get(), one, other, n);
-    mine_.dtype == kFloat16 ? narrow<Float16>(place(c), wide_.get(), n)
+    mine_.dtype == FL_FLOAT16 ? narrow<Float16>(place(c), wide_.get(), n)
                             : narrow<Bfloat16>(place(c), wide_.get(), n);
   }
 

@@ -23,7 +23,7 @@ Kernel* const kernel = choose();
 
 bool reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
             size_t count) {
-  if (op == kAvg) return reduce(dtype, kSum, scale / ranks, into, from, ranks, count);
+  if (op == FL_AVG) return reduce(dtype, FL_SUM, scale / ranks, into, from, ranks, count);
   return kernel(dtype, op, scale, into, from, ranks, count);
 }
 

@@ -1,19 +1,11 @@
-// Reductions of n arrays in rank order, for every dtype that the collectives take.
+// Reductions of n arrays in rank order, for every fl_dtype and fl_reduce_op that go together.
 #pragma once
 
 #include <cstddef>
 
+#include "../common/abi.h"
+
 namespace fl {
-
-enum DType {
-  kBool = 0,
-  kInt8, kInt16, kInt32, kInt64,
-  kUint8, kUint16, kUint32, kUint64,
-  kFloat16, kBfloat16, kFloat32, kFloat64, kLongDouble,
-  kComplex64, kComplex128, kComplexLongDouble,
-};
-
-enum ReduceOp { kSum = 0, kProd = 1, kMin = 2, kMax = 3, kAvg = 4, kAnd = 5, kOr = 6, kXor = 7 };
 
 // into[i] = scale * (from[0][i] op from[1][i] op ...), always in this order, so that the bits do
 // not depend on who computes them. float16 and bfloat16 accumulate in float32 and round once;

@@ -35,7 +35,7 @@ uint32_t kind_of(const fl_signature& s) {
 // FNV-1a over what same_call compares and the first line of a Call has no room for.
 uint64_t hash_of_shape(const fl_signature& s) {
   uint64_t hash = 1469598103934665603u ^ static_cast<uint64_t>(s.ndim);
-  const int dims = std::min(s.ndim, 8);
+  const int dims = std::min(s.ndim, FL_DIMENSIONS);
   for (int d = first_dimension_is_free(s.verb) ? 1 : 0; d < dims; ++d) {
     hash = (hash ^ static_cast<uint64_t>(s.shape[d])) * 1099511628211u;
   }

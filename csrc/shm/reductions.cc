@@ -13,7 +13,7 @@ constexpr size_t kPartElements = sized(64, 16);
 
 // Combining these takes longer than moving them, and should be done once, not by each of two.
 bool is_costly(int dtype) {
-  return dtype == kBfloat16 || dtype == kLongDouble || dtype == kComplexLongDouble;
+  return dtype == FL_BFLOAT16 || dtype == FL_LONGDOUBLE || dtype == FL_CLONGDOUBLE;
 }
 
 }  // namespace

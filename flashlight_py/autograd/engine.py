@@ -5,15 +5,12 @@ input that was itself computed, or to a leaf ``Variable``. Each edge carries the
 vector-Jacobian product ("vjp"): a function from the gradient of the result to that of the input.
 
 A vjp returns a new array, its argument, or a view of its argument, in the shape of its input, and
-never changes its argument. So the engine knows who owns what, and copies only where two gradients
-would share memory. It also casts, so that no vjp has to.
-
-Operations that do more than compute, such as exchanging messages, can be recorded as ordered: a
-pass visits those in the reverse of the order of recording, whatever the graph looks like.
+never changes its argument. So the engine copies only if two gradients would share memory. It also
+casts, so that no vjp has to.
 
 Results computed without recording stand in the graph as ``Part``s (see ``graph``). Visited, they
-are computed again, recorded, and the walk goes on in that graph, which ends where the parts said
-that it would: everything is visited in the same order, and every hook called when it would be.
+are computed again, recorded, and the walk goes on in that graph: everything is visited in the same
+order, and every hook called when it would be.
 
 All bookkeeping lives in local dictionaries: a pass that raises leaves nothing behind.
 """
@@ -53,9 +50,6 @@ class GradSink:
         raise NotImplementedError
 
 
-# A backward pass visits operations that exchange messages in the reverse of the order in which
-# they were recorded: ranks whose graphs differ meet all the same, and where the forward pass gets
-# through the backward pass does.
 class InPasses:
     """An owner of methods that a pass calls, notified of a pass that fails before it has.
 
@@ -87,11 +81,10 @@ _current = _Pass()
 def on_backward_end(callback: EndCallback) -> None:
     """Ask the running backward pass to call ``callback(completed)`` once, when it ends.
 
-    Meant for gradient hooks. ``completed`` is True when every gradient is in place, False when
-    the pass raised and gradients are missing or partial. Callbacks run on the thread of the pass
-    in the order in which they were given, before ``backward()`` returns; each is called even if
-    another raised, and the exception reaches the caller of ``backward()``. A backward pass inside
-    a hook is a pass of its own.
+    Meant for gradient hooks. ``completed`` is False if the pass raised and gradients are missing or
+    partial. Callbacks run on the thread of the pass in the order in which they were given, before
+    ``backward()`` returns; each is called even if another raised, and the exception reaches the
+    caller of ``backward()``. A backward pass inside a hook is a pass of its own.
 
     Raises:
         RuntimeError: no backward pass is running on this thread.
@@ -105,9 +98,9 @@ def on_backward_end(callback: EndCallback) -> None:
 
 
 def at_end(callback: EndCallback, turn: int) -> None:
-    """Ask for what ``on_backward_end`` does, before all of its callbacks, in the order of turns.
+    """Ask for a call of ``callback`` before those of ``on_backward_end``, in the order of turns.
 
-    So that ranks call their modules in one order, also where their passes have got to other places.
+    So ranks call their modules in one order, also if their passes have got to other places.
     """
     assert _current.walk is not None
     _current.walk.callbacks.append((turn, callback))
@@ -130,10 +123,7 @@ def extension() -> Any | None:
 
 
 def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
-    """Send ``seed``, the gradient of ``start``, to every leaf below, then call the end callbacks.
-
-    A leaf is itself all that is below.
-    """
+    """Send ``seed``, the gradient of ``start``, to the leaves below; then call the callbacks."""
     if module := extension():
         module.begin_pass()
     outer = _current.walk
@@ -179,8 +169,8 @@ def _join_failed(walk: Walk) -> None:
 def _visit_all(walk: Walk, root: Node) -> None:
     """Visit nodes as soon as all their consumers are done; finish a leaf with its last one.
 
-    Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
-    them, for whatever consumes it was recorded later, and has been visited.
+    Ordered nodes, such as exchanges of messages, wait until nothing else is ready. Then the latest
+    of those below ``root`` is among them, and is visited: the reverse of the order of recording.
     """
     pending, grads, replaced = walk.pending, walk.grads, walk.replaced
     walk.count([root], (), pending)

@@ -15,8 +15,8 @@ def gradcheck(
     """Compare the gradients of ``function`` with central differences, or raise.
 
     The result is weighted with fixed numbers and summed, so that it may have any shape. Every
-    element of every array is moved by ``step`` to both sides: meant for small arrays. The arrays
-    are copied, not changed.
+    element of every array, of which copies are used, is moved by ``step`` to both sides: meant for
+    small arrays.
 
     Args:
         function: takes one variable per array; must return the same result for the same input and

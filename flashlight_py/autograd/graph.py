@@ -1,8 +1,8 @@
 """The graph of a backward pass: nodes, left by operations, and their edges.
 
 An operation that is not recorded leaves an ``Outline``: what it was computed from, without the
-arrays. From the outlines of a computation that is to be done again follows what it leads to, for
-each result a ``Part`` with edges to that; the graph of the second time then takes its place.
+arrays. A computation that is to be done again leaves a ``Part`` for each result, with edges to what
+its outlines lead to; the graph of the second time then takes its place.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ Repeat: TypeAlias = Callable[[], Sequence["Leaf"]]
 class Leaf:
     """An end of a graph, with all that a pass knows of a variable: ``Variable`` is made of it."""
 
-    # For the library's own use, but grad: Variable.array is data with checks; placement says where
-    # a sharded module's parameter lies (optim.optimizer); changed is Changes.count of a leaf's last
-    # change that was noted.
+    # For the library's own use, but grad.
     __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
                  "placement")  # fmt: skip
 
-    data: Array
+    data: Array  # Variable.array is this with checks
     grad: Array | None
     node: Node | None
     hook: Callable[[Any], None] | None
     buffer: Any  # None, an array, or a GradSink
-    placement: Any
-    changed: int
+    placement: Any  # of a sharded module's parameter (optim.optimizer)
+    changed: int  # Changes.count of a leaf's last change that was noted
 
 
 class Changes:
@@ -58,8 +56,8 @@ def note_changes(leaves: Iterable[Leaf]) -> None:
 class Node:
     """One recorded operation; ``edges`` is None once a backward pass has freed it.
 
-    ``made``: how many changes of variables there had been. ``through``: what a gradient goes
-    through before the vjps of the edges, if anything, such as the slope of a ReLU.
+    ``made``: the number of changes of variables before it. ``through``: a function of the gradient
+    before the vjps of the edges, if any, such as the slope of a ReLU.
     """
 
     __slots__ = ("dtype", "edges", "made", "shape", "through")
@@ -69,13 +67,9 @@ class Node:
     repeat: Repeat | None = None
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], edges: Edges,
-        through: Vjp | None = None,
-    ) -> None:  # fmt: skip
-        self.shape = shape
-        self.dtype = dtype
-        self.edges = edges
-        self.through = through
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], edges: Edges, through: Vjp | None = None
+    ) -> None:
+        self.shape, self.dtype, self.edges, self.through = shape, dtype, edges, through
         self.made = Changes.count
 
 
@@ -129,11 +123,10 @@ recording = Outlining()
 
 
 class Part(Node):
-    """Result ``place`` of a computation that was not recorded.
+    """Result ``place`` of a computation that was not recorded; ``edges``: what the result leads to.
 
     ``repeat``: the function that does it again and returns all results, as variables; all parts of
-    a computation have the same one. ``edges``: what the result leads to. ``ordered``: there are
-    ordered operations in the computation, so that the part is one as well.
+    a computation have the same one. ``ordered``: there are ordered operations in the computation.
     """
 
     __slots__ = ("place", "repeat", "turn")
@@ -155,8 +148,8 @@ class Walk:
     """The state of a backward pass on its way through a graph.
 
     ``pending``: how many contributions each target still waits for. ``grads``: their sums so far;
-    ``owned``: those whose sum was made by the pass, hence its own to add into. ``callbacks``: what
-    to call when the pass ends, with turns. A pass that begins at a leaf has callbacks alone.
+    ``owned``: those whose sum was made by the pass, hence its own to add into. ``callbacks``: calls
+    at the end of the pass, with turns. A pass that begins at a leaf has callbacks alone.
     """
 
     def __init__(self, root: Target, seed: Array, retain_graph: bool) -> None:
@@ -175,8 +168,8 @@ class Walk:
         """Put into ``counts``, which is empty, how many edges lead to each target below ``roots``.
 
         Not below ``ends``; roots and ends that no edge leads to have 0. ``counts`` is complete even
-        if this raises: it tells of the failure to all that wait for a gradient. The walk takes note
-        of the parts on the way.
+        if this raises, because it tells who waits for a gradient. The walk takes note of the parts
+        on the way.
         """
         wrong, now = "", Changes.count
         for root in roots:
@@ -208,8 +201,7 @@ class Walk:
         """Return the node that is to be visited in the place of ``part``, or none for the time.
 
         The computation is done again, unless it was. Then the nodes of its graph take the place of
-        all its parts, with what they have and wait for, so that all sums are made in the order in
-        which they are made without parts.
+        all its parts, so that all sums are made in the order in which they are made without parts.
         """
         if part not in self.replaced:
             assert part.repeat is not None

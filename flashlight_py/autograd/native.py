@@ -1,8 +1,8 @@
-"""Native kernels of differentiable functions (csrc/nn), where they were built.
+"""Native kernels of differentiable functions (csrc/nn), if they were built.
 
-A kernel is a function of contiguous arrays of one dtype that makes others. It is called as it is,
-and is one instruction of a captured step. Callers compute the same in array operations where there
-is none: for CuPy's arrays, other dtypes, and a package without extensions.
+A kernel is a function of contiguous arrays of one dtype that makes others, and is one instruction
+of a captured step. Callers compute the same in array operations if there is none: for CuPy's
+arrays, other dtypes, and a package without extensions.
 """
 
 import functools
@@ -32,9 +32,7 @@ class Kernel:
         """Return a new array, or a tuple of several, with the shapes and dtypes of ``made``.
 
         ``sizes``, ``numbers`` and the order of arrays are the kernel's own; arrays are contiguous.
-
-        Raises:
-            RuntimeError: an array has fewer bytes than the kernel uses.
+        An array with fewer bytes than the kernel uses is a RuntimeError.
         """
         for each in arrays:
             if each is None or type(each) is np.ndarray:
@@ -141,8 +139,8 @@ def record_jointly(
 ) -> Variable:
     """Return the result of an operation ``name`` whose gradients are computed together by ``back``.
 
-    It returns one for each input, of which some may not be given. All but the first get theirs
-    first: they are parameters, whose hooks fire while others wait.
+    It returns one for each input, of which some may be None. All but the first get theirs first:
+    they are parameters, whose hooks fire while others wait.
     """
 
     def vjp(place: int) -> Any:

@@ -1,9 +1,9 @@
 """The dtype that ``fl.amp.autocast`` asks for on this thread, and casts of inputs to it.
 
-A function is of one of three classes, by how it takes its inputs: :func:`as_half` (products, which
-are most of the work), :func:`as_float32` (sums, exponentials, losses, which need the range or the
-digits), or ``as_variable`` and ``as_pair`` (the others, which compute in the widest of the dtypes
-they get). Outside of autocast all three are the same.
+A function takes its inputs by :func:`as_half` (products, which are most of the work), by
+:func:`as_float32` (sums, exponentials, losses, which need the range or the digits), or by
+``as_variable`` and ``as_pair`` (the others, which compute in the widest of the dtypes they get).
+Outside of autocast all three are the same.
 """
 
 import threading

@@ -9,27 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 
-from flashlight_py import structure
+from flashlight_py import device, structure
+from flashlight_py.autograd import graph
 from flashlight_py.autograd.engine import GradSink, run_pass
-from flashlight_py.autograd.graph import (
-    Leaf,
-    Node,
-    OrderedNode,
-    Outline,
-    Target,
-    Vjp,
-    note_changes,
-    recording,
-)
-from flashlight_py.device import (
-    Array,
-    array_module,
-    device_of,
-    is_cupy,
-    is_floating,
-    to_device,
-    total,
-)
+from flashlight_py.autograd.graph import Leaf, Node, Outline, Vjp, note_changes, recording
+from flashlight_py.device import Array, array_module, device_of, is_cupy, is_floating, to_device
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = Union["Variable", Array]
@@ -52,11 +36,11 @@ class Variable(Leaf):
 
     NumPy's functions return variables if ``fl.autograd.functions`` has the same function, arrays if
     the result has no derivative (``np.argmax``, ``<``), and raise TypeError otherwise if a variable
-    needs a gradient. ``==`` asks whether two variables are one object, as sets, dicts and lists of
-    them need it; ``np.equal(x, y)`` compares elements.
+    needs a gradient. ``==`` compares objects, as sets, dicts and lists of variables need it;
+    ``np.equal(x, y)`` compares elements.
 
     Args:
-        array: the value, any shape; a real floating dtype, or bfloat16, where ``calc_grad`` is set.
+        array: the value, any shape; of a real floating dtype, or bfloat16, with ``calc_grad``.
         calc_grad: whether ``backward()`` computes a gradient for it.
 
     Raises:
@@ -222,8 +206,8 @@ class Variable(Leaf):
         """Call ``hook(self)`` in every backward pass once this leaf's gradient is complete.
 
         The pass then goes on, so the parameters of the last layer come first. The hook may read and
-        replace ``grad``. A variable has one hook: registering replaces it. A pass in which the
-        variable takes no part does not call it.
+        replace ``grad``. Registering another one replaces it. A pass without the variable does not
+        call it.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -402,7 +386,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
         # NumPy's answer where a result has no dimensions.
         array = getattr(array, "__array_library__", np).asarray(array)
-    edges: list[tuple[Target, Vjp]] = []
+    edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge
         if x._calc_grad:
@@ -439,7 +423,7 @@ def summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
             return grad
         added = grad.ndim - len(shape)
         stretched = [i + added for i, n in enumerate(shape) if n == 1 != grad.shape[i + added]]
-        return total(grad, (*range(added), *stretched)).reshape(shape)
+        return device.total(grad, (*range(added), *stretched)).reshape(shape)
 
     vjp_of_operand.__qualname__ = vjp.__qualname__  # which is in errors
     return vjp_of_operand
@@ -448,14 +432,14 @@ def summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
 def record_in_order(array: Any, *inputs: tuple[Variable, Vjp]) -> Variable:
     """Return what :func:`record` returns, for an operation that does more than compute.
 
-    A backward pass visits those below it in the reverse of the order in which they were recorded
-    here, so that the messages of a forward pass have their answers in reverse order.
+    A backward pass visits those below it in the reverse of the order in which they were recorded,
+    so that the messages of a forward pass have their answers in reverse order.
     """
     result = record(array, *inputs)
     if isinstance(result.node, Outline):
         result.node.ordered = True
     elif result.node is not None:
-        result.node = OrderedNode(result.node)
+        result.node = graph.OrderedNode(result.node)
     return result
 
 

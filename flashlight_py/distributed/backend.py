@@ -5,154 +5,96 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath
+from flashlight_py.distributed.calls.fast_path import CallJournal, EntryPoints, FastPath
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.failures.journal import Journal
-from flashlight_py.distributed.memory.memory_room import ordinary_empty
-from flashlight_py.distributed.verbs import BARRIER, Verb
+from flashlight_py.distributed.verbs import Verb
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
 
 class Backend(abc.ABC):
-    """Moves arrays between the ``size`` ranks of one group, of which this one is ``rank``.
+    """Transport between the ranks of one group.
 
-    Collectives run in the order in which they are started; messages between two ranks run beside
-    them, those of one direction and tag in order. A mistake of ranks against each other raises on
-    all of them: see ``Work``.
+    Arguments are valid when they arrive here; ``api/`` has checked them. Every rank starts its
+    collectives in the same order. Messages between two ranks keep their order per direction and
+    tag. If the calls of ranks disagree, they raise ``MismatchError``; see ``Work``.
     """
 
     kind: DistributedBackend
-    path: str  # what carries the data, in words
-    timeout: float  # what an operation may take, in seconds
-    rank: int
-    size: int
-    processes: Sequence[str] = ()  # which process each rank is, for messages
-    team: object = None  # the same for the backends that one group is made of
-    # Whether ranks may leave out the array that a broadcast fills: it has what the root's has.
-    finds_shape = False
-    packed_bytes = 32 << 10  # of an array that all_reduce_multiple copies, for fewer calls
-    packed_bytes_async = 32 << 10  # likewise, with async_op
-    count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
-    # That of all its ranks whose connections groups share that are made of this one; see ``Kin``.
-    network: Any = None
-    # That of the ranks that share memory with this one, likewise; and which rank of it each is, -1:
-    # none.
-    memory: Any = None
-    near: Sequence[int] = ()
-
-    @cached_property
-    def hosts(self) -> Sequence[Sequence[int]]:
-        """The ranks that share memory with each other; by a network alone each is by itself."""
-        return [[rank] for rank in range(self.size)]
+    path: str  # for reports: "shared memory", "Gloo over TCP"
+    timeout: float  # seconds that one operation may take
+    rank: int  # of this process in the group
+    size: int  # number of ranks
+    processes: Sequence[str] = ()  # of each rank, for errors: "process 12 on host a"
+    hosts: Sequence[Sequence[int]] = ()  # ranks that share memory; (): each rank is on its own
+    finds_shape = False  # whether receivers of a broadcast may leave out the array
+    packed_bytes = 32 << 10, 32 << 10  # all_reduce_multiple copies arrays up to this; with async_op
+    count: Sequence[int] = (0,)  # collectives that users have called in this group
+    team: object = None  # equal for the backends of which one group is composed
+    network: Any = None  # backend whose connections subgroups share; see ``Kin``
+    memory: Any = None  # backend whose memory subgroups share
+    near: Sequence[int] = ()  # rank in ``memory`` of each of our ranks; -1: none
 
     @abc.abstractmethod
     def start(self, call: Call) -> Work:
         """Start ``call``; ``Work.wait`` blocks and returns the result.
 
-        Of a verb that works in place that is the array, on every rank; of a gather None on other
-        ranks than the root; of a receive that is open a ``Matched``.
+        The result is the array for verbs that work in place, a new array or ``call.out`` for the
+        others, a ``Matched`` for an open receive, and None on ranks that receive nothing.
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start several calls of one kind, all blocking or none, as one: its result is a list."""
+        """Start calls of one verb, all blocking or none, as one; the result is a list."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
-    compares_ahead = False  # whether calls may be ``Call.is_ahead``
+    def step(self, verb: Verb, array: Array, seconds: float) -> Any:
+        """Return the result of ``verb``, which is a step of another call; blocks."""
+        return self.start(Call(verb, array, seconds=seconds)).wait()
 
-    def look_back(self, name: str, seconds: float) -> bool:
-        """Return whether all ranks have made the calls of this rank that were ``Call.is_ahead``.
-
-        Does not block. ``name`` is the last of them, for errors.
-
-        Raises:
-            MismatchError: the ranks differ in one of them.
-            CollectiveTimeoutError: a rank has not made one for ``seconds``.
-        """
-        return True
-
-    def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new NumPy array, not initialised, that is cheap to reduce. Collective.
-
-        A MemoryError, of this rank or host alone, where there is no memory for it: whoever calls
-        this has all ranks know of it.
-        """
-        self.start(Call(BARRIER, part_of="shared_empty")).wait()
-        return ordinary_empty(shape, dtype)
-
-    def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
-        """Return what ``shared_empty`` does on each rank, in rank order; collective.
-
-        Where not all ranks see the same memory, a list of this rank's own array alone.
-        """
-        return [self.shared_empty(shape, dtype)]
-
-    @abc.abstractmethod
-    def synchronize(self) -> None:
-        """Block until every operation that this rank has started has ended."""
-
-    def abort(self, cause: str | DistributedError) -> None:  # noqa: B027  (where nobody is notified)
-        """Notify the others of what has ended this rank's part of the job, and end the group.
-
-        ``cause`` is the traceback of an exception of this rank's program, whose first line names
-        the exception, or an error of another rank, which the others raise as well. Not collective;
-        blocks for half a second at most.
-        """
-
-    def lost(self, doing: str) -> DistributedError | None:
-        """Return why the group cannot be used any more, as far as that is known without waiting.
-
-        Another rank died or gave up, for example, also where nothing waits for it: ``doing`` is for
-        what it matters. One that left in order is not lost as long as its process runs.
-        """
-        return None
-
-    def leave(self) -> None:  # noqa: B027  (where no rank waits for another)
-        """Let the others know that this rank begins no more messages, as it is about to shut down.
-
-        A rank that waits for one that it has not begun raises. Not collective; does not block.
-        """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """End what runs, fail what waits, free everything. Not collective; may be repeated."""
-
-    def abandon(self) -> None:  # noqa: B027  (optional: where there is nothing to let go of)
-        """Close the descriptors and nothing else, in a child that was forked from a rank.
-
-        Things shared with other ranks are not this process's to change. Only this is called there.
-        """
-
-    def is_busy(self) -> bool:
-        """Return whether something that was started has not ended; the other ranks may need it."""
-        return False
-
-    def is_calling(self) -> bool:
-        """Return whether this thread is in the middle of a call here: it runs a signal handler."""
-        return False
-
-    def bind(self, journal: Journal) -> FastPath:
+    def bind(self, journal: CallJournal) -> FastPath:
         """Return the fast path of the group whose calls ``journal`` records."""
         return EntryPoints()
 
-    def cupy_side(self) -> Backend | None:
-        """Return the backend of the same ranks for CuPy arrays; None: NCCL joins their GPUs."""
-        return None
-
     def limit(self, seconds: float) -> None:
-        """Allow each operation that is started from now on so many seconds; not collective.
-
-        Short ways that are bound keep what they had.
-        """
+        """Set ``timeout`` for later operations; not collective. Bound fast paths keep theirs."""
         self.timeout = seconds
 
-    def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Return the result of ``verb`` of ``array``, which is a step of a call; blocking."""
-        return self.start(Call(verb, array, seconds=seconds)).wait()
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Block until all operations of this rank have ended; raise the first failure."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Fail pending operations and release all resources. Not collective; idempotent."""
+
+    def abort(self, cause: str | DistributedError) -> None:  # noqa: B027  (optional, as the rest)
+        """Tell the other ranks why this rank stops, and end the group.
+
+        ``cause`` is a traceback whose first line names the exception, or another rank's error. The
+        other ranks raise it. Not collective; blocks for at most 0.5 s.
+        """
+
+    def lost(self, doing: str) -> DistributedError | None:
+        """Return the error that made the group unusable, or None, for ``doing``. Does not block.
+
+        A rank that left in order is not lost while its process runs.
+        """
+        return None
+
+    def leave(self) -> None:  # noqa: B027
+        """Tell the other ranks that this rank starts no more messages. Does not block."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """Close file descriptors only: this process was forked from the rank."""
+
+    def is_busy(self) -> bool:
+        """Return whether an operation is pending; other ranks may wait for it."""
+        return False
+
+    def is_calling(self) -> bool:
+        """Return whether this thread is inside a call, so that it runs a signal handler."""
+        return False

@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from flashlight_py._native import codes
+
 
 class DistributedInit(enum.IntEnum):
     """How processes find each other."""
@@ -77,16 +79,16 @@ LinearOp: TypeAlias = Literal["sum", "avg", "SUM", "AVG"] | np.ufunc  # those wi
 class ReduceOp(enum.IntEnum):
     """How arrays are combined; the values are those of the native kernels."""
 
-    SUM = 0
-    PROD = 1
-    MIN = 2
-    MAX = 3
-    AVG = 4
+    SUM = codes.SUM
+    PROD = codes.PROD
+    MIN = codes.MIN
+    MAX = codes.MAX
+    AVG = codes.AVG
     """The sum, scaled by 1 / size inside the reduction."""
-    AND = 5
+    AND = codes.AND
     """Bit by bit, of integers and bool; so are OR and XOR."""
-    OR = 6
-    XOR = 7
+    OR = codes.OR
+    XOR = codes.XOR
     LAND = 8
     """Of truth values: 1 where no rank has a zero, else 0; so are LOR and LXOR. Native code sees
     them as AND, OR and XOR of bool."""

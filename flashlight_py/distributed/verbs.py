@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from flashlight_py._native import codes
+from flashlight_py._native.codes import ALL_TO_ALL_UNEVEN, REDUCE_SCATTER_UNEVEN
+
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is fast
 class Verb:
@@ -18,7 +21,7 @@ class Verb:
 
     Args:
         name: the name of the public function.
-        code: its number in the native libraries (csrc/common/types.cdef.h).
+        code: its number in the native libraries (scripts/codes).
         takes: the arguments besides the array, in the order of error messages.
         writes: what the verb fills. ``"array"``: the argument itself, in place. ``"root's array"``:
             the same on the root only. ``"later array"``: the same except on rank 0. ``"result"``: a
@@ -82,22 +85,30 @@ class Verb:
         return self.name
 
 
-ALL_REDUCE = Verb("all_reduce", 1, ("op", "scale"), numbers=True)
-REDUCE = Verb("reduce", 8, ("op", "scale", "root"), "root's array", numbers=True)
-SCAN = Verb("scan", 14, ("op", "scale"), prefix=True, numbers=True)
+ALL_REDUCE = Verb("all_reduce", codes.ALL_REDUCE, ("op", "scale"), numbers=True)
+REDUCE = Verb("reduce", codes.REDUCE, ("op", "scale", "root"), "root's array", numbers=True)
+SCAN = Verb("scan", codes.SCAN, ("op", "scale"), prefix=True, numbers=True)
 # Rank 0 of an exscan keeps its array here, as nothing is before it; ``exscan`` fills it then.
-EXSCAN = Verb("exscan", 15, ("op", "scale"), "later array", prefix=True, numbers=True)
+EXSCAN = Verb("exscan", codes.EXSCAN, ("op", "scale"), "later array", prefix=True, numbers=True)
 REDUCE_SCATTER = Verb(
-    "reduce_scatter", 2, ("op", "scale", "rows"), "result", cuts=True, uneven=13, lists=True
+    "reduce_scatter",
+    codes.REDUCE_SCATTER,
+    ("op", "scale", "rows"),
+    "result",
+    cuts=True,
+    uneven=REDUCE_SCATTER_UNEVEN,
+    lists=True,
 )
-BROADCAST = Verb("broadcast", 3, ("root",), numbers=True)
-ALL_GATHER = Verb("all_gather", 4, (), "result", ragged=True, lists=True)
-GATHER = Verb("gather", 9, ("root",), "root's result", ragged=True)
-SCATTER = Verb("scatter", 10, ("root",), "result")
-ALL_TO_ALL = Verb("all_to_all", 11, ("rows",), "result", cuts=True, uneven=12)
-BARRIER = Verb("barrier", 5, (), "")
-SEND = Verb("send", 6, ("tag",), "")
-RECV = Verb("recv", 7, ("tag",))
+BROADCAST = Verb("broadcast", codes.BROADCAST, ("root",), numbers=True)
+ALL_GATHER = Verb("all_gather", codes.ALL_GATHER, (), "result", ragged=True, lists=True)
+GATHER = Verb("gather", codes.GATHER, ("root",), "root's result", ragged=True)
+SCATTER = Verb("scatter", codes.SCATTER, ("root",), "result")
+ALL_TO_ALL = Verb(
+    "all_to_all", codes.ALL_TO_ALL, ("rows",), "result", cuts=True, uneven=ALL_TO_ALL_UNEVEN
+)
+BARRIER = Verb("barrier", codes.BARRIER, (), "")
+SEND = Verb("send", codes.SEND, ("tag",), "")
+RECV = Verb("recv", codes.RECV, ("tag",))
 
 VERBS = (
     *(ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL),

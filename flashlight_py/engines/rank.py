@@ -1,4 +1,4 @@
-"""A rank in a process of an engine, which goes on to live when the rank has ended."""
+"""A rank in a process of an engine, which lives on after the rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.ranks import ADDRESSES, LISTENER, SECRET, without_place
 
-# How long a rank has to end after it was asked to, in seconds, before its process is killed.
-ENDING_SECONDS = 5.0
-_BACKLOG = 1024  # the kernel takes what it allows
+ENDING_SECONDS = 5.0  # that a rank has to end, before its process is killed
+_BACKLOG = 1024
 
 
 class Meeting(NamedTuple):
@@ -110,9 +109,8 @@ _listeners: dict[str, socket.socket] = {}
 def listen(key: str, host: str, hosts: Collection[str] = ()) -> Meeting:
     """Listen at a free port, for the rank 0 of this process that comes with ``key``.
 
-    ``host`` and ``hosts`` are how the engine calls this host and those of the other ranks. Where
-    all are on the loopback, it listens there; else at all addresses, since a name may mean
-    127.0.1.1 here and others cannot reach that.
+    ``host`` and ``hosts`` are the engine's names of this host and of all hosts. If all ranks are on
+    the loopback, it listens there; else at all addresses, as a name may mean 127.0.1.1 here.
     """
     if is_local(host) and {*hosts} <= {host}:
         listener, addresses = socket.create_server((host, 0), family=family_of(host)), [host]
@@ -139,18 +137,16 @@ class _RunningRank(NamedTuple):
 
 
 _lock = threading.Lock()
-# The rank that this process is; the thread that can be ended now.
-_rank: _RunningRank | None = None
-_endable: int | None = None
-# Attempts that are over, of which a rank may still begin here.
-_over: set[str] = set()
+_rank: _RunningRank | None = None  # that this process is
+_endable: int | None = None  # the thread that can be ended now
+_over: set[str] = set()  # attempts that have ended, of which a rank may still begin here
 
 
 def end_rank(key: str) -> bool:
     """End the rank of the attempt ``key`` in this process: its thread raises SystemExit.
 
-    The process is killed where the rank has not ended after ENDING_SECONDS. Returns False where
-    there is none. One that begins later ends at once, and nobody listens for it any more.
+    If it has not ended after ENDING_SECONDS, the process is killed. Returns False if there is no
+    such rank; one that begins later ends at once.
     """
     import flashlight_py as fl
 

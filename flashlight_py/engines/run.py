@@ -1,8 +1,4 @@
-"""``run`` where the program is: what Ray, Dask and Spark have in common there.
-
-An engine brings a function that starts every rank once, in processes that go on to live afterwards;
-their side is in ``rank``.
-"""
+"""The common part of ``run`` on Ray, Dask and Spark, in the program; ``rank`` is in the ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +14,8 @@ from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.supervisor import CAUSE_SECONDS
 
-# How long is waited for places that others have, or that a failed attempt frees, in seconds.
-ROOM_SECONDS = 60.0
-# How often is seen what an engine does not report, in seconds.
-LOOK_SECONDS = 0.5
+ROOM_SECONDS = 60.0  # to wait for places that others use, or that a failed attempt frees
+LOOK_SECONDS = 0.5  # between two looks at what an engine does not report
 
 Outcomes = dict[int, bytes | Failure]  # by rank, the pickled result, or how it failed
 
@@ -38,8 +32,7 @@ def run(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``nprocs`` ranks; see ``spawn``.
 
-    ``attempt`` starts every rank and returns the pickled results in rank order; it leaves none when
-    it raises.
+    ``attempt`` starts every rank and returns the pickled results in rank order, or ends all ranks.
     """
     call = SpawnCall.checked(what, fn, args, nprocs, params, timeout, max_restarts)
     sent, words = (fn, tuple(args), dict(params or {})), "the function or its arguments"
@@ -54,9 +47,9 @@ class EngineRanks(Protocol):
         """Start all; does not wait until they run."""
 
     def outcomes(self, ranks: Set[int], until: float) -> Outcomes:
-        """Wait a while for a rank of ``ranks`` to end; return the outcomes of all that ended.
+        """Wait for one of ``ranks`` to end, at most until a time of ``time.monotonic``.
 
-        At the latest until ``until``, a time of ``time.monotonic``.
+        Returns the outcomes of all that ended.
         """
 
     def end(self) -> None:

@@ -21,13 +21,10 @@ from flashlight_py.launch.supervisor import CAUSE_SECONDS
 
 T = TypeVar("T")
 
-# For how long executors are waited for, and Spark's default.
+# The setting of the time to wait for executors, and Spark's default.
 _EXECUTORS_SECONDS = ("spark.scheduler.maxRegisteredResourcesWaitingTime", "30s")
-
-# How often a stage is cancelled that must end, in seconds.
-_CANCEL_SECONDS = 0.2
-
-# What the exception of a task carries to the driver, in the text that Spark makes of it.
+_CANCEL_SECONDS = 0.2  # between two attempts to cancel a stage
+# Reports of failed tasks in the text of Spark's exception.
 _REPORT = re.compile(r"flashlight rank (\d+) failed: ([\w+/=]+)!")
 _LOST = re.compile(r"ResultTask\(\d+, (\d+)\) finished unsuccessfully\.\s*([^\n]*)")
 

@@ -34,8 +34,7 @@ from flashlight_py.launch.ranks import (
 from flashlight_py.launch.records import Notes, send_records
 
 _IN, _OUT = 0, 1
-# How many ranks may wait to connect before rank 0 answers; others are let in later.
-_BACKLOG = 1024
+_BACKLOG = 1024  # ranks that may wait to connect before rank 0 answers; others are let in later
 
 
 class Agent:
@@ -58,9 +57,9 @@ class Agent:
         self._ends = ExitStack()
 
     def prepare(self, attempt: int, has_rank_0: bool, needs_port: bool) -> None:
-        """Report where ranks could meet on this host: its addresses, the best first, and ports.
+        """Report the addresses of this host, the best first, and free ports for the ranks.
 
-        That of MASTER_PORT, and one for ours, if it ``needs_port``.
+        The first port is MASTER_PORT, the second, if it ``needs_port``, for our own rank 0.
         """
         if not has_rank_0:
             self.report("ready", attempt, [], [])

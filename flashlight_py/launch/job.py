@@ -31,16 +31,14 @@ from flashlight_py.launch.records import store_records
 from flashlight_py.launch.supervisor import Supervisor
 
 _CANNOT_RUN = 127  # as shells say
-# How much longer than the ranks' grace agents may take, in seconds, to end what is left there.
-_FINISHING_SECONDS = 10.0
+_FINISHING_SECONDS = 10.0  # that agents may take, besides the ranks' grace, to end all processes
 
 
 class Job:
     """Runs the program of ``options`` as ranks on ``hosts``.
 
-    They meet at paths that begin with ``file``. If that is empty they meet at a free port of the
-    first host, which its agent opens, with a secret of that start. ``stdin`` is the input of rank
-    0, which is sent to another host.
+    They meet at paths that begin with ``file``, or, if it is empty, at a port of the first host,
+    which its agent opens, with a secret of that start. ``stdin`` is sent to rank 0 on its host.
     """
 
     _attempt: Supervisor

@@ -15,9 +15,8 @@ from flashlight_py.launch.failures import Tail
 
 STREAMS = ("out", "err")
 _WORDS = {"out": "standard output", "err": "standard error"}
-# After so many seconds of silence the beginning of a line is shown on a terminal: a question.
-PARTIAL_SECONDS = 0.15
-LONGEST_LINE = 1 << 16  # bytes; what is longer is shown in parts
+PARTIAL_SECONDS = 0.15  # until the beginning of a line, such as a question, is shown on a terminal
+LONGEST_LINE = 1 << 16  # bytes; longer lines are shown in parts
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 

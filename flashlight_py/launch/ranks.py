@@ -16,8 +16,7 @@ from flashlight_py.launch.loop import Loop, Poll, await_end
 from flashlight_py.launch.output import STREAMS, Source
 
 _CHUNK = 1 << 16
-# How long to wait for killed processes to be gone, in seconds: one may hang in the kernel.
-_KILLED_SECONDS = 5.0
+_KILLED_SECONDS = 5.0  # to wait for killed processes: one may hang in the kernel
 
 # Environment variables of ranks.
 RECORDS = "FLASHLIGHT_RECORDS"  # where they say that they have written a flight record
@@ -59,10 +58,7 @@ def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
 
 
 def for_others(address: str, port: int) -> dict[str, str]:
-    """Return the variables by which ranks of other libraries meet, as torch.distributed's do.
-
-    At a port of their own: ours listens before the program begins, or there is none.
-    """
+    """Return the variables by which ranks of other libraries meet, at a port of their own."""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
@@ -71,8 +67,8 @@ def environ_of(
 ) -> dict[str, str]:
     """Return the environment of a rank, made from ``environ`` of the launcher on its host.
 
-    ``meeting`` says where the ranks find each other. Output is unbuffered, so that it is shown as
-    it is printed, and a crash in native code shows where it was, unless ``environ`` says otherwise.
+    ``meeting`` says where the ranks meet. Unless ``environ`` says otherwise, output is unbuffered,
+    and a crash in native code prints a traceback.
     """
     inherited = {name: value for name, value in environ.items() if name not in _MEETINGS}
     return {
@@ -104,8 +100,8 @@ def _numbers(slot: Slot, size: int) -> dict[str, str]:
 class RankProcesses:
     """Processes by rank; ``on_output`` is called with what they write to ``streams``.
 
-    Other streams they have in common with this process. Each leads a session: a signal reaches what
-    it has started as well, and Ctrl-C on a terminal reaches this process alone.
+    They inherit other streams. Each leads a session: signals reach its children as well, and Ctrl-C
+    on a terminal reaches this process alone.
     """
 
     def __init__(
@@ -208,7 +204,7 @@ class RankProcesses:
 def end_leftovers(loop: Loop, grace: float) -> list[int]:
     """End what ranks have started and left behind: SIGTERM, and SIGKILL after ``grace`` seconds.
 
-    Returns the processes that are still there, because the kernel does not let them go.
+    Returns the processes that still exist, because the kernel does not end them.
     """
 
     def left() -> set[int]:

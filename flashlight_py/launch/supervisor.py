@@ -11,11 +11,10 @@ from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.loop import HARMLESS, Poll
 from flashlight_py.launch.output import RankOutput
 
-# How long to wait for the cause, in seconds, once a rank has ended by a mere consequence: ranks
-# that wait for the one that failed notice first, and would hide it.
+# Seconds to wait for the cause, once a rank has failed because of another one: ranks that wait for
+# the failed rank notice first.
 CAUSE_SECONDS = 3.0
-# After so many seconds in which no rank has ended, once one has, who still runs is reported.
-STAYING_SECONDS = 10.0
+STAYING_SECONDS = 10.0  # after the last end of a rank, until ranks that still run are reported
 
 
 class Supervisor:

@@ -34,13 +34,13 @@ class Module(Structured, ABC):
     """A function of variables, with parameters of its own.
 
     A subclass assigns its parameters (variables) and its submodules to attributes and writes
-    ``forward``. They are found there in the order of assignment and named by their attributes:
+    ``forward``. They are found in the order of assignment and named by their attributes:
     ``"weight"``, ``"decoder.bias"``. After them come modules that only lists, tuples and dicts
     hold: ``"layers.0.weight"``, as in torch's ``ModuleList`` and ``ModuleDict``. Variables there
-    are inputs or results, no parameters.
-    Arrays that belong to the state without being learned are given to ``add_buffer``. Calling the
-    module calls ``forward`` with all arguments, after ``before_forward`` with the module where that
-    is set: one slot, which copies and pickles do not keep.
+    are inputs or results, no parameters. ``add_buffer`` takes arrays that belong to the state
+    without being learned. Calling the module calls ``forward`` with all arguments, after
+    ``before_forward`` with the module, if that is set: one slot, which copies and pickles do not
+    keep.
     """
 
     training = True
@@ -132,8 +132,8 @@ class Module(Structured, ABC):
     def eval(self: SomeModule) -> SomeModule:
         """Switch to evaluation: no dropout and no graph for parameters, here and below.
 
-        ``calc_grad`` is switched off for every parameter that has it, until ``train()``; those
-        that never had it stay as they are then. Gradients and hooks stay. Returns the module.
+        ``calc_grad`` is switched off for every parameter that has it, until ``train()``. Gradients
+        and hooks stay. Returns the module.
         """
         for _, module in self._walk():
             module.training = False
@@ -189,7 +189,7 @@ class Module(Structured, ABC):
         """Return a copy with arrays of its own: without gradients, gradient hooks and history.
 
         Parameters that are used twice are so in the copy. The copy of a sharded module is not
-        sharded, where it can be copied at all.
+        sharded.
         """
         return copy.deepcopy(self)
 
@@ -232,12 +232,9 @@ class Module(Structured, ABC):
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
         """Cast parameters and floating buffers to ``dtype``; drops gradients. Returns the module.
 
-        Optimizers and gradient hooks belong to the arrays of before: make them afterwards.
-
-        Raises:
-            TypeError: ``dtype`` is not a real floating dtype, or the name of one.
-            ValueError: the module is sharded.
-            BackendUnavailableError: ``"bfloat16"``, and ml_dtypes is not installed.
+        Optimizers and gradient hooks belong to the arrays of before: make them afterwards. A
+        ``dtype`` that is not real and floating is a TypeError, a sharded module a ValueError, and
+        ``"bfloat16"`` without ml_dtypes a BackendUnavailableError.
         """
         dtype = floating(dtype, "Module.astype")
         self._replace_arrays(lambda a: a.astype(dtype) if is_floating(a.dtype) else a)
@@ -246,12 +243,9 @@ class Module(Structured, ABC):
     def to(self: SomeModule, device: str) -> SomeModule:
         """Move all parameters and buffers to ``"cpu"`` or ``"cuda[:<index>]"``; drops gradients.
 
-        Optimizers and gradient hooks belong to the arrays of before: make them afterwards.
-        Returns the module.
-
-        Raises:
-            ValueError: ``device`` names neither, or the module is sharded.
-            BackendUnavailableError: CuPy or the device is missing.
+        Optimizers and gradient hooks belong to the arrays of before: make them afterwards. Returns
+        the module. Another name, or a sharded module, is a ValueError; CuPy or a device that is
+        missing is a BackendUnavailableError.
         """
         self._replace_arrays(lambda a: to_device(a, device))
         return self

@@ -23,19 +23,15 @@ def recompute(module: SomeModule) -> SomeModule:
     then the memory for activations is that of the blocks' inputs and of one block, for a second
     forward pass of each. Modules inside may be recomputed themselves.
 
-    Gradients are the same to the last bit, hooks fire once for each parameter and when they would
-    have, and gradients are added up in place as ever. Random numbers from ``fl.random``, by dropout
-    for example, are drawn again; buffers that the module changes (running statistics) are changed
-    by the first forward pass alone. Where nothing needs a gradient, as after ``eval()``, nothing is
-    computed twice.
+    Gradients are the same to the last bit, and hooks fire when they would have. Random numbers from
+    ``fl.random``, by dropout for example, are drawn again; buffers (running statistics) are changed
+    by the first forward pass alone. If nothing needs a gradient, nothing is computed twice.
 
-    The module must do the same the second time: anything else that it reads must not change between
-    the forward and the backward pass, and it must not leave a variable in an attribute for later
-    use in a loss, but return it. ``before_forward`` of the module is called in the first pass only,
-    that of modules in it in both.
-
-    Args:
-        module: its ``forward`` returns a variable, or a tuple, list or dict of them.
+    The module, whose ``forward`` returns a variable, or a tuple, list or dict of them, must do the
+    same the second time: what else it reads must not change between the forward and the backward
+    pass, and it must return a variable that is later used in a loss, not leave it in an attribute.
+    ``before_forward`` of the module is called in the first pass only, that of modules in it in
+    both.
 
     Raises:
         TypeError: ``module`` is no Module.

@@ -132,8 +132,7 @@ def _launch(steps: Sequence[Step], grad_scale: float) -> None:
 class CapturedStep:
     """A step of ``optimizer``, a RuleOptimizer, that a CUDA graph repeats.
 
-    The kernels of the graph read their numbers, such as the learning rate, in tables on the device,
-    which ``advance`` writes.
+    The kernels of the graph read their numbers in tables on the device, which ``advance`` writes.
     """
 
     def __init__(self, optimizer: Any) -> None:

@@ -202,8 +202,8 @@ class FirstOrderOptimizer(Structured, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the learning rate and the state: lists with one entry per parameter.
 
-        The arrays in it are the optimizer's own, not copies; those of sharded parameters are
-        whole, in the parameter's shape, and may be copies (then it is collective).
+        The arrays are the optimizer's own; those of sharded parameters are whole, in the
+        parameter's shape, and may be copies (then it is collective).
         """
         whole = {
             name: [self._whole(position, entry) for position, entry in enumerate(listed(entries))]
@@ -225,37 +225,37 @@ class FirstOrderOptimizer(Structured, ABC):
         refused, names = "load_state_dict: nothing was loaded", sorted(["lr", *own])
         if sorted(state) != names:
             raise ValueError(f"{refused}: expected the entries {names}, got {sorted(state)}")
-        for name, entries in own.items():
-            if len(state[name]) != len(entries):
+        entries = []
+        for name, held in own.items():
+            if len(state[name]) != len(held):
                 raise ValueError(
                     f"{refused}: {name!r} is for {len(state[name])} parameters, this optimizer has "
-                    f"{len(entries)}"
+                    f"{len(held)}"
                 )
-            for position, (new, old) in enumerate(zip(state[name], listed(entries), strict=True)):
-                placement = self.params[position].placement
-                expected = getattr(old, "shape", None)
-                if expected is not None and placement is not None:
-                    expected = placement.shape
-                if getattr(new, "shape", None) != expected:
-                    raise ValueError(
-                        f"{refused}: {name!r} of parameter {position} has shape "
-                        f"{getattr(new, 'shape', None)}, expected {expected}"
-                    )
-                if isinstance(entries, np.ndarray) and not _is_number_like(new, old):
-                    kind = "a whole number from 0 on" if isinstance(old, int) else "a number"
-                    raise ValueError(
-                        f"{refused}: {name!r} of parameter {position} must be {kind}, got {new!r}"
-                    )
+            pairs = enumerate(zip(state[name], listed(held), strict=True))
+            entries += [(name, at, new, old, self.params[at]) for at, (new, old) in pairs]
+        for name, position, new, old, variable in entries:
+            expected, got = getattr(old, "shape", None), getattr(new, "shape", None)
+            if expected is not None and variable.placement is not None:
+                expected = variable.placement.shape
+            if got != expected:
+                raise ValueError(
+                    f"{refused}: {name!r} of parameter {position} has shape {got}, expected "
+                    f"{expected}"
+                )
+            if isinstance(own[name], np.ndarray) and not _is_number_like(new, old):
+                kind = "a whole number from 0 on" if isinstance(old, int) else "a number"
+                raise ValueError(
+                    f"{refused}: {name!r} of parameter {position} must be {kind}, got {new!r}"
+                )
         self.lr = state["lr"]  # checked here, before the first copy
-        for name, entries in own.items():
-            for position, (new, old) in enumerate(zip(state[name], listed(entries), strict=True)):
-                placement = self.params[position].placement
-                if not hasattr(old, "shape"):
-                    entries[position] = new
-                elif placement is not None:
-                    placement.put(old, new)
-                else:
-                    old[...] = to_device(new, device_of(old))
+        for name, position, new, old, variable in entries:
+            if not hasattr(old, "shape"):
+                own[name][position] = new
+            elif variable.placement is not None:
+                variable.placement.put(old, new)
+            else:
+                old[...] = to_device(new, device_of(old))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: of parameters that are their process's own."""

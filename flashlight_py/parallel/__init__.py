@@ -1,17 +1,18 @@
 """Data-parallel training: the only package that sees both modules and communication."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.parallel import functional
-from flashlight_py.parallel.data_container import DistributedDataContainer
+from flashlight_py.parallel.data import (
+    DistributedDataContainer,
+    DistributedSampler,
+    ShardedDataset,
+)
 from flashlight_py.parallel.data_parallel import (
     all_reduce_gradients,
     distribute_module_grads,
     no_sync,
 )
-from flashlight_py.parallel.epochs import DistributedSampler, ShardedDataset
 from flashlight_py.parallel.fully_sharded import fully_shard
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
@@ -27,7 +28,7 @@ from flashlight_py.parallel.synchronize import (
 )
 
 if TYPE_CHECKING:
-    from flashlight_py.parallel.workers.wrapper import DataParallel
+    from flashlight_py.parallel.workers import DataParallel
 
 __all__ = [
     "functional",
@@ -57,6 +58,6 @@ def __getattr__(name: str) -> Any:
     """Import ``DataParallel`` when it is used: ranks need nothing of what starts processes."""
     if name != "DataParallel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flashlight_py.parallel.workers.wrapper import DataParallel
+    from flashlight_py.parallel.workers import DataParallel
 
     return DataParallel

@@ -1,7 +1,5 @@
 """Do all ranks have the same, and compute the same? Asked once, before results depend on it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Batch normalization, over the batch of this process or of all ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

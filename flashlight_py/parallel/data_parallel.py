@@ -4,8 +4,6 @@ Each rank computes gradients on its own share of the data; they are handed to a 
 backward pass still goes on, so after ``loss.backward()`` they are the reduced ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -67,15 +65,13 @@ def distribute_module_grads(
     """Reduce the module's gradients over the ranks in every backward pass from now on.
 
     Collective. Afterwards, when ``backward()`` returns, every parameter's gradient is ``scale``
-    times the sum over ranks, in place; a parameter that took no part on a rank counts as zeros
-    there, and one that took part on no rank has the gradient None, so that no optimizer moves it.
-    At least one parameter must take part on each rank. Gradients become views into flat
-    buckets, which travel while the pass goes on. Calling it again replaces what was installed
-    before; it uses the parameters' gradient hooks and, for buffers, ``Module.before_forward``.
+    times the sum over ranks, in place. A parameter that a rank does not use counts as zeros there;
+    one that no rank uses has the gradient None, so that no optimizer moves it. Each rank must use
+    at least one. Gradients become views into flat buckets, which travel while the pass goes on.
+    A second call replaces the first one. Gradient hooks and ``Module.before_forward`` are used.
 
-    Gradients are reduced, parameters are not: make them equal before, by
-    :func:`flashlight_py.broadcast_parameters`. Ranks that start from different ones are warned of,
-    on the group's rank 0.
+    Gradients are reduced, parameters are not: call :func:`flashlight_py.broadcast_parameters`
+    before. The group's rank 0 warns if ranks start from different parameters.
 
     Several synchronised passes without ``zero_grad`` between them reduce the sum so far again:
     right with the default scale, else use :func:`no_sync` for all passes but the last.
@@ -86,22 +82,20 @@ def distribute_module_grads(
         reducer: receives each gradient instead of the buckets; its scale and group are used.
         hook: reduces the buckets instead of all_reduce, such as ``fl.Float16Compression()``; every
             rank must create an equal hook, for this module only.
-        leaves: number of parts of every global batch. Gradients of the parts are computed and added
-            one by one, so that the bits do not depend on the number of ranks. Backward passes must
-            then run in a loop over :func:`flashlight_py.leaves`, with NumPy arrays. BLAS uses one
+        leaves: number of parts of every global batch, whose gradients are added one by one, so that
+            the bits do not depend on the number of ranks; at most as many ranks have work. Backward
+            passes run in a loop over :func:`flashlight_py.leaves`, with NumPy arrays. BLAS uses one
             thread from this call on, and rank 0's random state and buffers are copied to all ranks.
-            With 8 leaves up to 8 ranks have work.
         group: the process group, default the world.
         bucket_bytes: maximum size of a bucket in bytes, default
             ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB). A larger gradient has a bucket
             of its own.
         ignore: parameters and buffers that differ between ranks, by name (as in ``state_dict()``)
             or as Variables. They are neither compared nor sent, and keep their gradient hooks.
-        broadcast_buffers: before each forward pass in training, send every rank the buffers (see
-            ``Module.add_buffer``) of the group's rank 0: collective and blocking, by ``module(x)``
-            on every rank; not within ``no_sync``, nor within ``join``, whose end does it. A
-            module without buffers sends nothing. With ``leaves`` each leaf begins with the
-            buffers of the step's beginning, and they change by the mean of the leaves' changes.
+        broadcast_buffers: whether ``module(x)`` in training sends every rank the buffers (see
+            ``Module.add_buffer``) of the group's rank 0, collective and blocking; not within
+            ``no_sync``, nor within ``join``, whose end does it. With ``leaves`` buffers change by
+            the mean of the leaves' changes.
         check_finite: look for NaN and infinity in every pass, before gradients are sent and in
             their sums; with ``hook`` or ``reducer`` it takes a message more. Such steps are not
             captured. ``amp.DynamicScaler`` finds and skips them itself.

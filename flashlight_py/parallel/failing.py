@@ -5,8 +5,6 @@ it. How many calls of the pass each has begun by then, as some travel while it c
 knows: so each rank calls ``end_together`` until all others do as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """One model per host: parameters, gradients and optimizers' state that ranks have in common."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

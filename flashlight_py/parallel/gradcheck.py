@@ -1,7 +1,5 @@
 """Gradients against central differences, where a rank's input changes the other ranks' losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

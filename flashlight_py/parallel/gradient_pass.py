@@ -11,8 +11,6 @@ The kinds of passes differ in what a unit is and where its sum goes: reduced in 
 learns (``tagi``).
 """
 
-from __future__ import annotations
-
 import abc
 import functools
 import itertools
@@ -91,11 +89,11 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
 
     def detach(self) -> None:
         """Let go of the parameters, but of those that have another hook since."""
-        self._module, self._strangers = (lambda: None), {}
         for param in (*self._params, *self._strangers.values()):
             if _owner_of(param) is self:
                 param.clear_grad_hook()
                 param.grad_buffer = None
+        self._module, self._strangers = (lambda: None), {}
 
     # Parameters that it does not know ------------------------------------------------------------
 

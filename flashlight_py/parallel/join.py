@@ -6,8 +6,6 @@ as long as somebody trains, it contributes zeros to the reductions of that pass 
 waits for a rank without data, and it knows, without any further message, when all have ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol, SupportsIndex
@@ -113,17 +111,14 @@ def join(
     has ended steps the module's optimizers after every pass of the others. So there is one step
     after each pass, with a learning rate that stays, and no ``clip_grad_norm``.
 
-    Where ``distribute_module_grads`` was given a scale or a reducer, gradients are summed and
-    scaled by it as ever, over the ranks that still have data, and counts play no part.
+    If ``distribute_module_grads`` was given a scale or a reducer, gradients are summed over the
+    ranks that still have data and scaled by it, and counts play no part.
 
     Every rank must use it, and in its body start no collectives but those of the module's own
-    backward passes. Each synchronised pass takes one more ``all_reduce``, of 16 bytes and
-    blocking, before its first bucket; buckets travel while the pass goes on, as ever. Gradients
-    that were accumulated in ``no_sync`` when a loop ends are not used.
-
-    The end of the ``with`` is collective and blocks; the beginning sends nothing. If the body
-    raises, this rank leaves at once, without waiting for the others, which then raise
-    ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
+    backward passes. Each synchronised pass takes one more blocking ``all_reduce``, of 16 bytes.
+    Gradients that were accumulated in ``no_sync`` when a loop ends are not used. The end of the
+    ``with`` is collective and blocks. If the body raises, this rank leaves at once, and the others
+    raise ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
 
     Args:
         module: passed to ``distribute_module_grads`` before; or a ``fl.tagi.DDPSequential``, whose

@@ -7,8 +7,6 @@ parameters and buffers at the beginning of the step, and on random numbers of it
 that another leaf has left behind.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import weakref
@@ -47,19 +45,17 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     """Iterate over this rank's leaves of a global batch; afterwards gradients are those of it all.
 
     The batch is cut along the first dimension into as many leaves as
-    ``distribute_module_grads(module, leaves=...)`` was given: neighbouring rows, whose numbers
-    differ by one at most, the longer ones first. Each rank gets neighbouring leaves; where there
-    are more ranks than leaves, the last ones get none, and just take part in the reduction. A
-    batch of fewer rows than leaves has as many leaves as rows.
+    ``distribute_module_grads(module, leaves=...)`` was given, or as it has rows if these are fewer:
+    neighbouring rows, whose numbers differ by one at most, the longer ones first. Each rank gets
+    neighbouring leaves. The last of more ranks than leaves get none and only join the reduction.
 
     The body of the loop calls ``backward()`` once for each leaf, on a loss that is a mean over the
-    leaf's rows: means are weighed by numbers of rows. The pass of a rank's last leaf ends with the
-    reduction, collective and blocking: then every gradient is that of the mean over the global
-    batch, with the same bits for any number of ranks, and former gradients are gone. In the body,
-    the package's random numbers (dropout, ``flashlight_py.random.generator()``) are the leaf's own;
-    after it they go on as if one number had been drawn. Each leaf finds the module's buffers as
-    they were when the loop began; after it they are the mean over the leaves (integers and the
-    like: what the first leaf made of them).
+    leaf's rows. The pass of a rank's last leaf ends with the reduction, collective and blocking:
+    then every gradient is that of the mean over the global batch, with the same bits for any
+    number of ranks, and former gradients are gone. In the body, the package's random numbers are
+    the leaf's own; after it they go on as if one number had been drawn. Each leaf finds the
+    module's buffers as they were when the loop began; after it they are the mean over the leaves
+    (integers and the like: those of the first leaf).
 
     Args:
         module: passed to ``distribute_module_grads`` with ``leaves`` before.

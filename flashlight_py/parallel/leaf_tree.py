@@ -7,8 +7,6 @@ top by their sum where both children of a node are there. Complete subtrees are 
 which go into the sums above them: so the additions are the same for any number of ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,6 +18,7 @@ from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.memory.memory_file import made_together
+from flashlight_py.distributed.memory.memory_room import shared_arrays
 from flashlight_py.distributed.reducers.host_memory import hosts_of, store_of
 from flashlight_py.structure import HoldsState
 
@@ -182,7 +181,7 @@ class Rows(HoldsState):
         shape = depth, self._width
         backend, store = local.backend(), store_of(members)
         with local.journal.recording("shared_empty", like=(dtype, shape)):
-            self._seen = made_together(store, lambda: backend.shared_by_all(shape, dtype))
+            self._seen = made_together(store, lambda: shared_arrays(backend, shape, dtype))
         self._place = local.rank if len(self._seen) > 1 else 0
         self.own = self._seen[self._place]
         if members.all_reduce(np.array(len(self._seen)), op="min") < local.size:

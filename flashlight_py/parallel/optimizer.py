@@ -1,7 +1,5 @@
 """An optimizer that reduces gradients over the ranks before it steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -19,7 +19,7 @@ from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
 from flashlight_py.optim.optimizer import Placement, Shards
 from flashlight_py.parallel.agreement import by_rank, check_modules_agree, check_settings_agree
-from flashlight_py.parallel.functional.collectives import DifferentiableCall, copy_of
+from flashlight_py.parallel.functional import DifferentiableCall, copy_of
 
 
 @in_step()

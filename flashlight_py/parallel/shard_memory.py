@@ -6,8 +6,6 @@ than a bucket; rank r of a host sums, and steps, the r-th part of each. Gradient
 two buckets per rank; between hosts they are summed, and sent, by the first ranks of each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

@@ -1,7 +1,5 @@
 """The same values on every rank: those of one rank, in one transfer, or the mean over all."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -45,15 +43,14 @@ def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = N
 
     Collective, blocking. Arrays (NumPy, CuPy, tensors with DLPack, of any shape, memory layout and
     dtype but ``object``) are changed in place. So are dicts, lists and dataclasses, whose numbers
-    (bool, int of any size, float, complex, NumPy scalars; of exactly these types) are replaced;
-    tuples, namedtuples and frozen dataclasses with numbers in them are made anew. Of a
-    ``fl.nn.Module``, or one of PyTorch, parameters and buffers are meant, of a ``fl.Variable`` its
-    array, of an optimizer of ``fl.optim`` its state and settings, but not its parameters; of a
-    schedule of learning rates how far it is, and its optimizer. Other objects in the tree, such as
-    None, strings and functions, stay as they are and need not be alike.
+    (bool, int, float, complex, NumPy scalars; of exactly these types) are replaced; tuples and
+    frozen dataclasses with numbers in them are made anew. A module of ``fl.nn`` or PyTorch stands
+    for its parameters and buffers, a ``fl.Variable`` for its array, an optimizer or a schedule of
+    ``fl.optim`` for its state and settings without parameters. Other objects, such as None, strings
+    and functions, stay as they are and need not be alike.
 
-    All of it travels in one packed transfer, or one on the CPU and one on the GPU; it takes as much
-    memory as the arrays. An array or a container that is met twice is taken once.
+    All arrays travel in one packed transfer for the CPU and one for the GPU, which takes as much
+    memory as they do. An array or a container that is met twice is sent once.
 
     Args:
         tree: the same structure on every rank: types of containers, keys (in any order),
@@ -143,8 +140,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
 class PeriodicAveraging(Structured):
     """Lets ranks train by themselves and averages their parameters every ``every`` steps.
 
-    Also known as local SGD: instead of gradients in every step, parameters travel now and then,
-    which pays where ranks are joined by a slow network. Use it without
+    Also known as local SGD, for ranks that are joined by a slow network. Use it without
     ``distribute_module_grads``, and call ``step()`` after the optimizer's, on every rank equally
     often. The optimizer's state stays each rank's own. Making it is collective, as is ``step``
     when it averages. A captured step that calls it stays eager: call it after that.

@@ -43,7 +43,6 @@ NOTHING = "no array or number"
 _ALIGNMENT = 16  # bytes
 _SHARING = ("__dlpack__", "__cuda_array_interface__")  # arrays of other libraries
 _NUMBERS = {kind: kind.__name__ for kind in (bool, int, float, complex)}
-_NAMES = (str, int)
 
 Facts: TypeAlias = "list[tuple[Any, ...]]"
 # The number of the container of a value, the value's key there, and the value.
@@ -116,7 +115,7 @@ class _Walk:
         while waiting:
             node, entries = waiting[-1]
             for key, value in entries:
-                name = key if type(key) in _NAMES else (key_text(key),)
+                name = key if type(key) in (str, int) else (key_text(key),)
                 kind = type(value)
                 try:
                     if kind is np.ndarray:

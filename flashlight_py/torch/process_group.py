@@ -28,10 +28,10 @@ from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call, P2POp
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError
-from flashlight_py.torch import NAME
 from flashlight_py.torch.tensors import CODES, ElsewhereError, address, copied, joined, one_piece
 from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs
 
+NAME = "flashlight"  # of the backend, as torch registers it
 _T = dist.ReduceOp.RedOpType
 _SUM = _T.SUM
 # By their numbers, which are their hashes: comparing what pybind11 makes takes a microsecond.

@@ -1,7 +1,5 @@
 """The scale follows torch's to the bit; what is asked for out of turn is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

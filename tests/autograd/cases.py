@@ -6,8 +6,6 @@ away from kinks and poles, where neither central differences nor conventions abo
 compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,9 +107,8 @@ QKV = signed(2, 2, 3, 4), signed(2, 2, 5, 4), signed(2, 2, 5, 3)
 MAY = np.arange(15).reshape(1, 3, 5) % 4 > 0
 
 CASES = [
-    Case(
-        "conv2d", F.conv2d, "F.conv2d(a, b, c)", (signed(2, 3, 4, 5), signed(4, 3, 2, 3), signed(4))
-    ),
+    Case("conv2d", F.conv2d, "F.conv2d(a, b, c)",
+        (signed(2, 3, 4, 5), signed(4, 3, 2, 3), signed(4))),
     Case("pool2d", lambda x: F.pool2d(x, 2), "F.max_pool2d(a, 2)", (signed(2, 3, 4, 5),)),
     Case("negative", F.negative, "-a", (A,)),
     Case("add", F.add, "a + b", (A, B)),
@@ -163,12 +160,8 @@ CASES = [
     Case("sort", F.sort, "a.sort().values", (CUBE,)),
     Case("sort_axis", lambda x: F.sort(x, 1), "a.sort(1).values", (CUBE,)),
     Case("pad", lambda x: F.pad(x, ((1, 0), (2, 3))), "F.pad(a, (2, 3, 1, 0))", (A,)),
-    Case(
-        "pad_reflect",
-        lambda x: F.pad(x, ((0, 0), (0, 0), (3, 1)), "reflect"),
-        "F.pad(a, (3, 1), mode='reflect')",
-        (CUBE,),
-    ),
+    Case("pad_reflect", lambda x: F.pad(x, ((0, 0), (0, 0), (3, 1)), "reflect"),
+        "F.pad(a, (3, 1), mode='reflect')", (CUBE,)),
     Case("softplus", lambda x: F.softplus(x, 2.0), "F.softplus(a, 2, 100)", (5 * A,)),
     Case("max", F.max, "a.amax()", (CUBE,)),
     Case("max_axis", lambda x: F.max(x, 1), "a.amax(1)", (CUBE,)),
@@ -205,46 +198,28 @@ CASES = [
     Case("prelu_one", F.prelu, "F.prelu(a, b)", (ROW, positive(1))),
     Case("glu", F.glu, "F.glu(a)", (A,)),
     Case("glu_axis", lambda x: F.glu(x, 0), "F.glu(a, 0)", (CUBE,)),
-    Case(
-        "where", lambda x, y: F.where(A > B, x, y), "torch.where(m, a, b)", (A, ROW), {"m": A > B}
-    ),
+    Case("where", lambda x, y: F.where(A > B, x, y), "torch.where(m, a, b)", (A, ROW),
+        {"m": A > B}),
     Case("gather", lambda x: F.gather(x, PICKS, 1), "a.gather(1, i)", (A,), {"i": PICKS}),
     Case("gather_first", lambda x: F.gather(x, PICKS, 0), "a.gather(0, i)", (A,), {"i": PICKS}),
-    Case(
-        "scatter_add",
-        lambda x, y: F.scatter_add(x, PICKS, y, -1),
-        "a.scatter_add(1, i, b)",
-        (A, signed(2, 3)),
-        {"i": PICKS},
-    ),
+    Case("scatter_add", lambda x, y: F.scatter_add(x, PICKS, y, -1), "a.scatter_add(1, i, b)",
+        (A, signed(2, 3)), {"i": PICKS}),
     Case("embedding", lambda x: F.embedding(x, PICKS), "F.embedding(i, a)", (A,), {"i": PICKS}),
     Case("topk", lambda x: F.topk(x, 2)[0], "a.topk(2)[0]", (CUBE,)),
     Case("topk_axis", lambda x: F.topk(x, 2, 1)[0], "a.topk(2, 1)[0]", (CUBE,)),
     Case("stack", lambda *v: F.stack(v), "torch.stack([a, b])", (A, B)),
     Case("stack_axis", lambda *v: F.stack(v, -1), "torch.stack([a, b], -1)", (A, B)),
     Case("split", lambda x: F.split(x, 2, 1)[1], "a.split(2, 1)[1]", (A,)),
-    Case(
-        "split_sizes",
-        lambda x: F.concatenate(F.split(x, [1, 0, 3], -1)[::-1], -1),
-        "torch.cat(a.split([1, 0, 3], -1)[::-1], -1)",
-        (A,),
-    ),
+    Case("split_sizes", lambda x: F.concatenate(F.split(x, [1, 0, 3], -1)[::-1], -1),
+        "torch.cat(a.split([1, 0, 3], -1)[::-1], -1)", (A,)),
     Case("tile", lambda x: F.tile(x, (2, 3)), "a.tile(2, 3)", (CUBE,)),
     Case("tile_new", lambda x: F.tile(x, (2, 1, 3)), "a.tile(2, 1, 3)", (A,)),
     Case("norm", F.norm, "torch.linalg.vector_norm(a)", (CUBE,)),
-    Case(
-        "norm_one",
-        lambda x: F.norm(x, 1, (0, -1)),
-        "torch.linalg.vector_norm(a, 1, (0, 2))",
-        (CUBE,),
-    ),
+    Case("norm_one", lambda x: F.norm(x, 1, (0, -1)), "torch.linalg.vector_norm(a, 1, (0, 2))",
+        (CUBE,)),
     Case("norm_three", lambda x: F.norm(x, 3, 1), "torch.linalg.vector_norm(a, 3, 1)", (CUBE,)),
-    Case(
-        "norm_largest",
-        lambda x: F.norm(x, np.inf, 1, True),
-        "torch.linalg.vector_norm(a, torch.inf, 1, True)",
-        (CUBE,),
-    ),
+    Case("norm_largest", lambda x: F.norm(x, np.inf, 1, True),
+        "torch.linalg.vector_norm(a, torch.inf, 1, True)", (CUBE,)),
     Case("cumsum", lambda x: F.cumsum(x, 1), "a.cumsum(1)", (CUBE,)),
     einsum("ij,ij->", A, B),
     einsum("ij,kj->ik", A, B),
@@ -263,15 +238,10 @@ CASES = [
     Case("log_softmax_axis", lambda x: F.log_softmax(x, 0), "a.log_softmax(0)", (A,)),
     Case("linear", F.linear, "F.linear(a, b)", (A, B)),
     Case("linear_bias", F.linear, "F.linear(a, b, c)", (A, signed(2, 4), signed(2))),
-    Case(
-        "linear_relu", F.linear_relu, "torch.relu(F.linear(a, b, c))", (A, signed(2, 4), signed(2))
-    ),
-    Case(
-        "linear_relu_vector",
-        F.linear_relu,
-        "torch.relu(F.linear(a, b, c))",
-        (ROW, signed(2, 4), signed(2)),
-    ),
+    Case("linear_relu", F.linear_relu, "torch.relu(F.linear(a, b, c))",
+        (A, signed(2, 4), signed(2))),
+    Case("linear_relu_vector", F.linear_relu, "torch.relu(F.linear(a, b, c))",
+        (ROW, signed(2, 4), signed(2))),
     Case("linear_one_row", F.linear, "F.linear(a, b, c)", (signed(1, 4), signed(2, 4), signed(2))),
     Case("linear_vector", F.linear, "F.linear(a, b, c)", (ROW, signed(2, 4), signed(2))),
     Case("linear_batched", F.linear, "F.linear(a, b, c)", (CUBE, signed(2, 4), signed(2))),
@@ -302,25 +272,13 @@ CASES = [
     ],
     Case("layer_norm", F.layer_norm, "F.layer_norm(a, (4,), b, c)", (CUBE, ROW, ROW + 1)),
     Case("layer_norm_of_two", F.layer_norm, "F.layer_norm(a, (3, 4), b, c)", (CUBE, A, B)),
-    Case(
-        "layer_norm_plain",
-        lambda x: F.layer_norm(x, dimensions=2),
-        "F.layer_norm(a, (3, 4))",
-        (CUBE,),
-    ),
+    Case("layer_norm_plain", lambda x: F.layer_norm(x, dimensions=2), "F.layer_norm(a, (3, 4))",
+        (CUBE,)),
     Case("rms_norm", F.rms_norm, "F.rms_norm(a, (4,), b, 1e-5)", (CUBE, ROW)),
-    Case(
-        "group_norm",
-        lambda x, w, b: F.group_norm(x, 2, w, b),
-        "F.group_norm(a, 2, b, c)",
-        (signed(2, 4, 3), ROW, ROW + 1),
-    ),
-    Case(
-        "batch_norm",
-        F.batch_norm,
-        "F.batch_norm(a, None, None, b, c, True)",
-        (signed(3, 4), ROW, ROW + 1),
-    ),
+    Case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), "F.group_norm(a, 2, b, c)",
+        (signed(2, 4, 3), ROW, ROW + 1)),
+    Case("batch_norm", F.batch_norm, "F.batch_norm(a, None, None, b, c, True)",
+        (signed(3, 4), ROW, ROW + 1)),
     *(
         Case(
             f"{name}_last_{channels}",
@@ -342,19 +300,10 @@ CASES = [
         {"mean": ROW},
     ),
     Case("attention", F.attention, f"{_ATTENTION}(a, b, c)", QKV),
-    Case(
-        "attention_causal",
-        lambda q, k, v: F.attention(q, k, v, causal=True, scale=0.5),
-        f"{_ATTENTION}(a, b, c, is_causal=True, scale=0.5)",
-        QKV,
-    ),
-    Case(
-        "attention_mask",
-        lambda q, k, v: F.attention(q, k, v, MAY),
-        f"{_ATTENTION}(a, b, c, m)",
-        QKV,
-        {"m": MAY},
-    ),
+    Case("attention_causal", lambda q, k, v: F.attention(q, k, v, causal=True, scale=0.5),
+        f"{_ATTENTION}(a, b, c, is_causal=True, scale=0.5)", QKV),
+    Case("attention_mask", lambda q, k, v: F.attention(q, k, v, MAY), f"{_ATTENTION}(a, b, c, m)",
+        QKV, {"m": MAY}),
     Case(
         "self_attention",
         lambda x: F.self_attention(x, 2, causal=True),
@@ -362,4 +311,4 @@ CASES = [
         "(*a.reshape(2, 5, 3, 2, 2).permute(2, 0, 3, 1, 4)).transpose(1, 2).reshape(2, 5, 4)",
         (signed(2, 5, 12),),
     ),
-]
+]  # fmt: skip

@@ -3,8 +3,6 @@
 So the arithmetic that a kernel's text says is shown without a GPU; that CUDA compiles it is not.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """Leaves whose values change between a forward pass and its backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -128,17 +126,14 @@ INTEGERS: dict[str, tuple[Any, Callable[[Any, Any], Variable], Any]] = {
     "index by a tuple": (TABLE, lambda x, index: x[:, index], [1, 2, 1]),
     "labels": (TABLE, F.categorical_cross_entropy, [1, 2, 1, 0]),
     "targets": (LOGS, F.connectionist_temporal_classification, [[1, 2], [3, 1]]),
-    "input lengths": (
-        LOGS,
-        lambda x, lengths: F.connectionist_temporal_classification(x, TARGETS, lengths),
-        [2, 3],
-    ),
+    "input lengths": (LOGS,
+        lambda x, lengths: F.connectionist_temporal_classification(x, TARGETS, lengths), [2, 3]),
     "target lengths": (
         LOGS,
         lambda x, lengths: F.connectionist_temporal_classification(x, TARGETS, None, lengths),
         [1, 2],
     ),
-}
+}  # fmt: skip
 TARGETS = np.array([[1, 2], [3, 1]])
 
 

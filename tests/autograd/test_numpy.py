@@ -1,7 +1,5 @@
 """NumPy's functions, comparisons and formats on variables: differentiated, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,19 +24,15 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
     "b * x - b / w": lambda x, w, b: b * x - b / w,
     "b @ x.T + 2 ** w.T[0, 0]": lambda x, w, b: b @ x.T + np.float64(2) ** w.T[0, 0],
     "torch.maximum(x, b) / torch.minimum(b, w)": lambda x, w, b: (
-        np.maximum(x, b) / np.minimum(b, w)
-    ),
+        np.maximum(x, b) / np.minimum(b, w)),
     "torch.sin(x) * torch.cos(w)": lambda x, w, b: np.multiply(np.sin(x), np.cos(w)),
     "torch.tanh(x) + torch.log1p(w) - x.square()": (
-        lambda x, w, b: np.subtract(np.tanh(x) + np.log1p(w), np.square(x))
-    ),
+        lambda x, w, b: np.subtract(np.tanh(x) + np.log1p(w), np.square(x))),
     "(x ** w).sqrt() + (x - w).abs()": lambda x, w, b: np.sqrt(np.power(x, w)) + np.abs(x - w),
     "x.sum(1, keepdim=True) * w.mean(0)": (
-        lambda x, w, b: np.sum(x, 1, keepdims=True) * np.mean(w, axis=0)
-    ),
+        lambda x, w, b: np.sum(x, 1, keepdims=True) * np.mean(w, axis=0)),
     "x.var(0) + w.amax(0) - w.amin(0)": (
-        lambda x, w, b: np.var(x, axis=0, ddof=1) + np.max(w, 0) - np.amin(w, axis=0)
-    ),
+        lambda x, w, b: np.var(x, axis=0, ddof=1) + np.max(w, 0) - np.amin(w, axis=0)),
     "x.std(0) + x.prod(0) + torch.flip(w, (0,))[0] * w.sort(1).values.ravel()[:4]": (
         lambda x, w, b: (
             np.std(x, 0, ddof=1) + np.prod(x, axis=0) + np.flip(w, 0)[0] * np.sort(w).flatten()[:4]
@@ -51,14 +45,11 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
         )
     ),
     "x[:, [2, 0, 2]] + w.ravel()[[1, 5, 1]] + x[[0, 0, 1]][:, :3]": lambda x, w, b: (
-        np.take(x, [2, 0, 2], axis=-1) + np.take(w, [1, 5, 1]) + np.take(x, [0, 0, 1], 0)[:, :3]
-    ),
+        np.take(x, [2, 0, 2], axis=-1) + np.take(w, [1, 5, 1]) + np.take(x, [0, 0, 1], 0)[:, :3]),
     "x[:, None].movedim(-1, 0).squeeze(2) * w.T": (
-        lambda x, w, b: np.squeeze(np.moveaxis(np.expand_dims(x, 1), -1, 0), axis=2) * w.T
-    ),
+        lambda x, w, b: np.squeeze(np.moveaxis(np.expand_dims(x, 1), -1, 0), axis=2) * w.T),
     "x.expand(2, 3, 4) * F.pad(w, (1, 2))[:, 1:5]": (
-        lambda x, w, b: np.broadcast_to(x, (2, 3, 4)) * np.pad(w, ((0, 0), (1, 2)))[:, 1:5]
-    ),
+        lambda x, w, b: np.broadcast_to(x, (2, 3, 4)) * np.pad(w, ((0, 0), (1, 2)))[:, 1:5]),
     "x.amax(0) * x.amin() + x.var(1)[0] + x.T.squeeze().flatten()[:4] + w.clone()[0]": (
         lambda x, w, b: (
             x.max(0) * x.min()
@@ -68,27 +59,22 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
         )
     ),
     "x.detach() * w.double() + x.transpose(1, 0).T": (
-        lambda x, w, b: x.detach() * w.astype("f8") + x.transpose(1, 0).T
-    ),
+        lambda x, w, b: x.detach() * w.astype("f8") + x.transpose(1, 0).T),
     "x.cumsum(1) + torch.linalg.norm(w)": lambda x, w, b: np.cumsum(x, 1) + np.linalg.norm(w),
     "torch.cat([x, w], 1).reshape(4, 6).T": (
-        lambda x, w, b: np.transpose(np.reshape(np.concatenate([x, w], axis=1), (4, 6)))
-    ),
+        lambda x, w, b: np.transpose(np.reshape(np.concatenate([x, w], axis=1), (4, 6)))),
     "torch.stack([x, w]).ravel() * x.tile(2, 1).ravel()": (
-        lambda x, w, b: np.ravel(np.stack([x, w])) * np.ravel(np.tile(x, (2, 1)))
-    ),
+        lambda x, w, b: np.ravel(np.stack([x, w])) * np.ravel(np.tile(x, (2, 1)))),
     "torch.where(b > 1, x, w).clamp(0.6, 1.2)": (
-        lambda x, w, b: np.clip(np.where(b > 1, x, w), 0.6, 1.2)
-    ),
+        lambda x, w, b: np.clip(np.where(b > 1, x, w), 0.6, 1.2)),
     "torch.matmul(x, w.T) + x.mm(b.T)": lambda x, w, b: np.matmul(x, w.T) + np.dot(x, b.T),
     "x * 2 + 3 * w": lambda x, w, b: np.dot(x, 2.0) + np.dot(3, w),
     "torch.cat([x.ravel(), w.ravel()]) * 2": (
-        lambda x, w, b: np.concatenate([x, w], axis=None) * 2
-    ),
+        lambda x, w, b: np.concatenate([x, w], axis=None) * 2),
     "x.ravel().cumsum(0) * w.ravel()": lambda x, w, b: np.cumsum(x) * np.ravel(w),
     "torch.einsum('ij,kj->ik', x, w)": lambda x, w, b: np.einsum("ij,kj->ik", x, w),
     "x.reshape(2, -1).mul(x.reshape((2, 6)))": lambda x, w, b: x.reshape(2, -1) * x.reshape((2, 6)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("torch", LIKE_TORCH)

@@ -1,7 +1,5 @@
 """Every computation stays in the array library of its data; shown with a stand-in for CuPy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One seed for all random numbers of the process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Variables: what they accept, refuse and keep."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -197,8 +195,6 @@ def test_operators_promote_as_numpy_does_and_gradients_keep_their_dtypes(narrow:
     product = a * b * 2.0  # a Python number takes the dtype
     assert product.array.dtype == wide
     product.backward(np.ones(3, wide))
-    assert a.grad is not None
-    assert b.grad is not None
     assert (a.grad.dtype, b.grad.dtype) == (narrow, wide)
     assert (a.grad.tolist(), b.grad.tolist()) == ([6] * 3, [4] * 3)
 
@@ -245,7 +241,6 @@ class TestAsAnArray:
         assert [row.array.tolist() for row in x] == [[0, 1], [2, 3], [4, 5]]
         for row in x:
             F.sum(row).backward()
-        assert x.grad is not None
         assert x.grad.tolist() == [[1, 1]] * 3
         for ask in (len, list):
             with pytest.raises(TypeError, match="without dimensions"):
@@ -257,7 +252,6 @@ class TestAsAnArray:
         assert x.mean(axis=0, keepdims=True).array.tolist() == [[2, 3]]
         assert x.T.shape == (2, 3)
         (x.T @ np.ones(3)).sum().backward()
-        assert x.grad is not None
         assert x.grad.tolist() == [[1, 1]] * 3
 
 

@@ -1,7 +1,5 @@
 """A small training run, whose whole state can be compared."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

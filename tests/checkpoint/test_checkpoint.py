@@ -1,7 +1,5 @@
 """Save and load on one process: everything comes back, bit for bit, and the newest are kept."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -35,7 +33,6 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     first.step()
     again = Run(seed=9)
     found = again.load(tmp_path)
-    assert found is not None
     assert (found.step, found.ranks, found.skipped) == (1, 1, ())
     assert again.everything() != first.everything()
     again.step()
@@ -108,7 +105,6 @@ def test_the_newest_are_kept_also_when_steps_go_back(tmp_path: Path) -> None:
         run.save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["000003-step-3", "000004-step-4"]
     found = run.load(tmp_path)
-    assert found is not None
     assert found.step == 4
 
 
@@ -133,7 +129,6 @@ def test_extra_is_whatever_plain_values_and_arrays_there_are(tmp_path: Path) -> 
     }
     fl.save(tmp_path, extra=extra)
     found = fl.load(tmp_path)
-    assert found is not None
     assert repr(found.extra) == repr(extra)
     assert type(found.extra["loss"][0]) is np.float32
 
@@ -144,7 +139,6 @@ def test_every_dtype_is_read_as_it_was(tmp_path: Path, change: Any) -> None:
     arrays = {code: change(np.arange(6).reshape(2, 3).T.astype(code)) for code in codes}
     fl.save(tmp_path, extra=arrays)
     found = fl.load(tmp_path)
-    assert found is not None
     for code, array in arrays.items():
         np.testing.assert_array_equal(found.extra[code], array)
         assert found.extra[code].dtype == np.dtype(code)
@@ -155,7 +149,6 @@ def test_bfloat16_is_read_as_it_was(tmp_path: Path) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     fl.save(tmp_path, extra=np.arange(5).astype(ml_dtypes.bfloat16))
     found = fl.load(tmp_path)
-    assert found is not None
     assert found.extra.dtype == ml_dtypes.bfloat16
     assert found.extra.tolist() == [0, 1, 2, 3, 4]
 
@@ -168,7 +161,6 @@ def test_arrays_of_a_gpu_are_brought_to_the_host(
     array = np.arange(6.0).reshape(2, 3).T
     fl.save(tmp_path, extra=[StandInArray(array)])
     found = fl.load(tmp_path)
-    assert found is not None
     np.testing.assert_array_equal(found.extra[0], array)
 
 
@@ -239,7 +231,6 @@ def test_one_checkpoint_may_be_named(tmp_path: Path) -> None:
     run = Run()
     paths = [run.save(tmp_path, step) for step in (1, 2)]
     found = run.load(paths[0])
-    assert found is not None
     assert (found.step, found.path) == (1, paths[0])
 
 
@@ -273,7 +264,6 @@ def test_killed_at_any_moment_the_last_one_that_was_reported_is_there(tmp_path: 
             process.send_signal(signal.SIGKILL)
             reported = [1, *map(int, process.stdout.read().split())][-1]
         found = fl.load(folder)
-        assert found is not None
         assert found.step in (reported, reported + 1)
         assert (found.extra == found.step).all()
         assert found.skipped == ()
@@ -324,7 +314,6 @@ def test_skipping_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     os.truncate(newest / "state.safetensors", 100)
     with caplog.at_level(logging.WARNING, "flashlight_py"):
         found = run.load(tmp_path)
-    assert found is not None
     assert found.step == 1
     size = os.path.getsize(tmp_path / "000001-step-1" / "state.safetensors")
     reason = f"000002-step-2: state.safetensors has 100 bytes, {size} were written"

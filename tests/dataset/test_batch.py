@@ -1,7 +1,5 @@
 """Batches: shapes, the last one, views, functions of one's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The order of an epoch: a permutation, the same everywhere, another one for each epoch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

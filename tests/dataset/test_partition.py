@@ -1,7 +1,5 @@
 """Who gets which samples: nobody's twice, and the same number of batches for all."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

@@ -1,7 +1,5 @@
 """Prefetching changes when a sample is made, and nothing else."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Worker processes and transforms: the same samples in the same order, and nothing is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

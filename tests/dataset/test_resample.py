@@ -1,7 +1,5 @@
 """Other orders and parts of a dataset."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

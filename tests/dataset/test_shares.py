@@ -1,7 +1,5 @@
 """Shares of positions: none twice, none left out, balanced; and the same steps for any number."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import chain
 

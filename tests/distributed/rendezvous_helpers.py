@@ -9,6 +9,7 @@ import os
 import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ import pytest
 
 from tests.distributed import leftovers
 
-__all__ = ["Rank", "Ranks", "ranks"]
+__all__ = ["Rank", "Ranks", "closed", "port", "ranks"]
 
 ROOT = Path(__file__).parents[2]
 FINAL = ("closed", "refused", "crashed", "dying")
@@ -159,6 +160,25 @@ class _Server:
     def _close(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+
+
+def closed(started: list[Rank]) -> bool:
+    outcomes = [rank.outcome() for rank in started]
+    assert outcomes == ["closed"] * len(started)
+    return True
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free, below those that the kernel hands out by itself."""
+    for candidate in range(20_011, 32_000, 17):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", candidate))
+            except OSError:
+                continue
+            return candidate
+    raise RuntimeError("no free port in [20011, 32000)")
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.calls.arrays import DTYPES, code_of, dtype_of_code
+from flashlight_py._native.codes import DTYPES
+from flashlight_py.distributed.calls.arrays import code_of, dtype_of_code
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
 from flashlight_py.errors import MismatchError

@@ -1,6 +1,7 @@
 """Who started us: one launcher's variables, several at once, half of them, or leftovers."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,33 +59,111 @@ TRAINJOB = {  # as Kubeflow's Trainer sets them, beside an indexed Job's own
 }
 
 
-def place(found: LaunchEnvironment | None) -> tuple[object, ...]:
-    return found.launcher, found.rank, found.size, found.local_rank, found.local_size
+# Hydra starts its proxies by srun: Slurm's numbers are then those of the nodes.
+HYDRA_BY_SRUN = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **HYDRA}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
+JSM = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+JSRUN = {f"JSM_NAMESPACE_{name}": value for name, value in JSM.items()}
+KUBEFLOW = {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2", "PET_NODE_RANK": "1"}
+# The manifest says how many pods there are and where the first is, Kubernetes which it is.
+POD = {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-workers-0-2"}
+POD_MEETING = {"MASTER_ADDR": "train-workers-0-0.train", "MASTER_PORT": "29500"}
 
 
-def test_nobody_started_us() -> None:
+def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
+    found = detect(environ)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (TORCHRUN, ("launcher", 3, 4, 1, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "2", "FLASHLIGHT_FILE": "/x"}, ("launcher", 0, 2, None, None)),
+        (OPEN_MPI, ("openmpi", 1, 4, 1, 4)),
+        (HYDRA, ("pmi", 2, 4, 2, 4)),
+        (
+            {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+            ("mvapich", 0, 2, None, None),
+        ),
+        (FLUX, ("flux", 3, 4, 1, None)),
+        (JSRUN, ("jsm", 1, 2, 0, 1)),
+        ({**STEP, **FLUX}, ("flux", 3, 4, 1, None)),  # its broker was started by srun
+        ({**JSRUN, **OPEN_MPI}, ("openmpi", 1, 4, 1, 4)),  # jsrun's MPI
+        ({**KUBEFLOW, "PET_NPROC_PER_NODE": "1"}, ("launcher", 1, 2, None, None)),
+        ({**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"}, ("launcher", 1, 2, None, None)),
+        ({**KUBEFLOW, "PET_NPROC_PER_NODE": "2", **TORCHRUN}, ("launcher", 3, 4, 1, 2)),
+        (TRAINJOB, ("kubeflow", 1, 2, None, None)),
+        ({**TRAINJOB, "PET_NODE_RANK": "0", "PET_NNODES": "1"}, ("kubeflow", 0, 1, None, None)),
+        ({**TRAINJOB, **TORCHRUN}, ("launcher", 3, 4, 1, 2)),
+        ({**TRAINJOB, **OPEN_MPI}, ("openmpi", 1, 4, 1, 4)),
+        ({**POD, "WORLD_SIZE": "4", **POD_MEETING}, ("kubernetes", 2, 4, None, None)),
+        (
+            {**POD, **POD_MEETING, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
+            ("launcher", 5, 8, 1, None),
+        ),
+        (STEP, ("slurm", 4, 5, 0, 1)),
+        (HYDRA_BY_SRUN, ("pmi", 2, 4, 2, 4)),
+        ({**STEP, **TORCHRUN}, ("launcher", 3, 4, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "4", **OPEN_MPI}, ("launcher", 1, 4, None, None)),
+    ],
+)
+def test_the_innermost_launcher_gives_rank_and_size(
+    environ: dict[str, str], expected: tuple[object, ...]
+) -> None:
+    found = detected(environ)
     assert (
-        detect({"PATH": "/bin", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
-    )
+        *(found.launcher, found.rank, found.size),
+        *(found.local_rank, found.local_size),
+    ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PATH": "/bin", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {**TRAINJOB, "PET_NPROC_PER_NODE": "2"},
+        {**TRAINJOB, "PET_NPROC_PER_NODE": "auto"},
+        {**TRAINJOB, "PET_NNODES": "1:2"},
+        POD,
+        BATCH_SHELL,
+        {**BATCH_SHELL, "SLURM_STEP_ID": str(0xFFFFFFFB)},
+    ],
+)
+def test_no_launcher_started_us(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "address", "port"),
+    [
+        (TORCHRUN, "node1", 29500),
+        (TRAINJOB, "train-node-0-0.train", 29400),
+        ({**POD, "WORLD_SIZE": "4", **POD_MEETING}, "train-workers-0-0.train", 29500),
+        ({**STEP, "MASTER_ADDR": "chosen", "MASTER_PORT": "5"}, "chosen", 5),
+        (HYDRA_BY_SRUN, None, None),
+        ({"RANK": "0", "WORLD_SIZE": "2", "FLASHLIGHT_FILE": "/x"}, None, None),
+    ],
+)
+def test_the_place_to_meet(environ: dict[str, str], address: str | None, port: int | None) -> None:
+    found = detected(environ)
+    assert (found.master_address, found.master_port) == (address, port)
+    assert found.file == environ.get("FLASHLIGHT_FILE")
+
+
+def test_the_variables_that_said_so() -> None:
+    said = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
+    assert detected(TORCHRUN).said_by == said
+    assert detected(TRAINJOB).said_by == "PET_NODE_RANK, PET_NNODES"
 
 
 def test_os_environ_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert place(detect())[:3] == ("launcher", 3, 4)
-
-
-def test_torchrun_with_the_place_to_meet() -> None:
-    found = detect(TORCHRUN)
-    assert place(found) == ("launcher", 3, 4, 1, 2)
-    assert (found.master_address, found.master_port, found.file) == ("node1", 29500, None)
-    assert found.variables == ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-def test_our_launcher_with_a_file() -> None:
-    found = detect({"RANK": "0", "WORLD_SIZE": "2", "FLASHLIGHT_FILE": "/shared/meet"})
-    assert place(found) == ("launcher", 0, 2, None, None)
-    assert found.file == "/shared/meet"
+    found = detect()
+    assert found is not None
+    assert (found.launcher, found.rank, found.size) == ("launcher", 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +180,7 @@ def test_our_port_counts_while_master_port_is_the_one_set_with_it(
     """An inner launcher sets another one, on the same host, and inherits ours."""
     ours = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40000"}
     meeting = {"FLASHLIGHT_PORT": "40001:40000", "FLASHLIGHT_ADDRESSES": "10.0.0.1,fd00::1"}
-    found = detect({**ours, **meeting, **change})
+    found = detected({**ours, **meeting, **change})
     assert (found.master_port, found.addresses) == (port, addresses)
 
 
@@ -115,117 +194,22 @@ def test_our_launcher_inside_a_step_of_another_one() -> None:
     inner = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
     with pytest.raises(ValueError, match="contradict OMPI_COMM_WORLD_RANK"):
         detect(inner)
-    assert place(detect({**inner, "FLASHLIGHT_RESTART_COUNT": "0"}))[:3] == ("launcher", 0, 2)
-
-
-def test_open_mpi_and_hydra() -> None:
-    assert place(detect(OPEN_MPI)) == ("openmpi", 1, 4, 1, 4)
-    assert place(detect(HYDRA)) == ("pmi", 2, 4, 2, 4)
-    mvapich = {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}
-    assert place(detect(mvapich)) == ("mvapich", 0, 2, None, None)
-
-
-def test_flux_and_jsrun() -> None:
-    flux = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
-    assert place(detect(flux)) == ("flux", 3, 4, 1, None)
-    jsm = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-    jsrun = {f"JSM_NAMESPACE_{name}": value for name, value in jsm.items()}
-    assert place(detect(jsrun)) == ("jsm", 1, 2, 0, 1)
-    assert place(detect({**STEP, **flux}))[:3] == ("flux", 3, 4)  # its broker was started by srun
-    assert place(detect({**jsrun, **OPEN_MPI}))[0] == "openmpi"  # jsrun's MPI
-
-
-def test_a_pod_of_kubeflow() -> None:
-    pod = {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2", "PET_NODE_RANK": "1"}
-    for ranks in ("1", "auto"):
-        assert place(detect({**pod, "PET_NPROC_PER_NODE": ranks}))[:3] == ("launcher", 1, 2)
-    of_four = {**pod, "WORLD_SIZE": "4", "PET_NPROC_PER_NODE": "2"}
-    with pytest.raises(ValueError, match=r"RANK=1 is the pod's number.*by torchrun, which reads"):
-        detect(of_four)
-    assert place(detect({**of_four, **TORCHRUN})) == ("launcher", 3, 4, 1, 2)
-
-
-def test_a_pod_of_a_trainjob_that_is_one_rank() -> None:
-    found = detect(TRAINJOB)
-    assert place(found) == ("kubeflow", 1, 2, None, None)
-    assert (found.master_address, found.master_port) == ("train-node-0-0.train", 29400)
-    assert found.said_by == "PET_NODE_RANK, PET_NNODES"
-    assert place(detect({**TRAINJOB, "PET_NODE_RANK": "0", "PET_NNODES": "1"}))[:3] == (
-        "kubeflow",
-        0,
-        1,
-    )
-    assert place(detect({**TRAINJOB, **TORCHRUN})) == ("launcher", 3, 4, 1, 2)
-    assert place(detect({**TRAINJOB, **OPEN_MPI}))[:3] == ("openmpi", 1, 4)
-
-
-@pytest.mark.parametrize(
-    "change", [{"PET_NPROC_PER_NODE": "2"}, {"PET_NPROC_PER_NODE": "auto"}, {"PET_NNODES": "1:2"}]
-)
-def test_a_pod_of_a_trainjob_for_a_launcher_is_no_rank(change: dict[str, str]) -> None:
-    assert detect({**TRAINJOB, **change}) is None
-
-
-def test_a_pod_of_an_indexed_job() -> None:
-    """The manifest says how many pods there are and where the first is, Kubernetes which it is."""
-    pod = {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-workers-0-2"}
-    assert detect(pod) is None
-    meeting = {"MASTER_ADDR": "train-workers-0-0.train", "MASTER_PORT": "29500"}
-    found = detect({**pod, "WORLD_SIZE": "4", **meeting})
-    assert place(found) == ("kubernetes", 2, 4, None, None)
-    assert (found.master_address, found.master_port) == ("train-workers-0-0.train", 29500)
-    ours = {**pod, **meeting, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    assert place(detect(ours))[:4] == ("launcher", 5, 8, 1)
-    with pytest.raises(ValueError, match="JOB_COMPLETION_INDEX=2 and WORLD_SIZE=2"):
-        detect({**pod, "WORLD_SIZE": "2", **meeting})
-
-
-def test_a_slurm_step_with_its_first_host() -> None:
-    found = detect(STEP)
-    assert place(found) == ("slurm", 4, 5, 0, 1)
-    assert found.master_address == "gpu03"
-    assert found.master_port is not None
-    assert 12_000 <= found.master_port < 32_000
+    found = detected({**inner, "FLASHLIGHT_RESTART_COUNT": "0"})
+    assert (found.launcher, found.rank, found.size) == ("launcher", 0, 2)
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("a,b", "a"), ("gpu[3-5]-ib,x", "gpu3-ib"), ("rack1-n[007]", "rack1-n007")],
+    [
+        *(("n1", "n1"), ("a,b", "a"), ("gpu[03-05,9]", "gpu03")),
+        *(("gpu[3-5]-ib,x", "gpu3-ib"), ("rack1-n[007]", "rack1-n007")),
+    ],
 )
-def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
-    found = detect({**STEP, "SLURM_STEP_NODELIST": nodes})
+def test_ranks_of_a_slurm_step_meet_at_the_first_host_of_its_list(nodes: str, first: str) -> None:
+    found = detected({**STEP, "SLURM_STEP_NODELIST": nodes})
     assert found.master_address == first
-
-
-def test_a_master_address_given_goes_before_slurms() -> None:
-    found = detect({**STEP, "MASTER_ADDR": "chosen", "MASTER_PORT": "5"})
-    assert (found.master_address, found.master_port) == ("chosen", 5)
-
-
-@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": str(0xFFFFFFFB)}])
-def test_a_slurm_shell_without_srun_is_no_task(step: dict[str, str]) -> None:
-    assert detect({**BATCH_SHELL, **step}) is None
-
-
-def test_an_mpirun_inside_a_slurm_step_counts_before_slurm() -> None:
-    """Hydra starts its proxies by srun: Slurm's numbers are then those of the nodes."""
-    found = detect({**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **HYDRA})
-    assert place(found) == ("pmi", 2, 4, 2, 4)
-    assert found.master_address is None
-
-
-def test_torchrun_inside_a_slurm_step_counts_before_slurm() -> None:
-    assert place(detect({**STEP, **TORCHRUN})) == ("launcher", 3, 4, 1, 2)
-
-
-def test_variables_left_in_the_shell_of_an_mpirun_are_refused() -> None:
-    leftover = {"RANK": "0", "WORLD_SIZE": "1", **OPEN_MPI}
-    with pytest.raises(ValueError, match=r"WORLD_SIZE=1 contradict .*OMPI_COMM_WORLD_SIZE=4"):
-        detect(leftover)
-
-
-def test_variables_that_agree_with_mpirun_are_fine() -> None:
-    assert place(detect({"RANK": "1", "WORLD_SIZE": "4", **OPEN_MPI}))[:3] == ("launcher", 1, 4)
+    assert found.master_port is not None
+    assert 12_000 <= found.master_port < 32_000
 
 
 @pytest.mark.parametrize(
@@ -246,6 +230,15 @@ def test_variables_that_agree_with_mpirun_are_fine() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": "1"}, "MASTER_ADDR mu"),
         ({**STEP, "SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
+        ({**POD, "WORLD_SIZE": "2", **POD_MEETING}, "JOB_COMPLETION_INDEX=2 and WORLD_SIZE=2"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", **OPEN_MPI},  # left in the shell of an mpirun
+            "WORLD_SIZE=1 contradict .*OMPI_COMM_WORLD_SIZE=4",
+        ),
+        (
+            {**KUBEFLOW, "WORLD_SIZE": "4", "PET_NPROC_PER_NODE": "2"},
+            "RANK=1 is the pod's number.*by torchrun, which reads",
+        ),
     ],
 )
 def test_half_set_or_contradictory_variables_are_named(environ: dict[str, str], named: str) -> None:

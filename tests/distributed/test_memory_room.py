@@ -407,7 +407,7 @@ def test_what_was_mapped_and_not_written_counts(rank: int, size: int, tmp_path: 
 
 
 def test_workers_of_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashlight_py.parallel.workers.processes import WorkerMemory
+    from flashlight_py.parallel.workers import WorkerMemory
 
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
     memory = WorkerMemory()

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.calls.arrays import DTYPES
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.journal import Record

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.backends.nccl.comparing import ComparesAhead
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import of
@@ -62,7 +63,7 @@ def test_who_needs_nobody_does_not_wait(rank: int, size: int, verb: str) -> None
 def compare_later(rank: int, size: int, differ: bool) -> list[str]:
     """Make many calls that are compared ahead, the last of another op on rank 1 if they differ."""
     cpu, x, found = of(None).backend(), np.ones(3), list[str]()
-    assert cpu.compares_ahead
+    assert isinstance(cpu, ComparesAhead)
     try:
         for n in range(100):
             op = ReduceOp.MAX if differ and rank == 1 and n == 99 else ReduceOp.SUM
@@ -80,6 +81,7 @@ def compare_later(rank: int, size: int, differ: bool) -> list[str]:
 def look_back_after_the_end(rank: int, size: int) -> None:
     """Look back at a call that rank 1 does not make, in a group that has ended meanwhile."""
     cpu = of(None).backend()
+    assert isinstance(cpu, ComparesAhead)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     cpu.start(Call(ALL_REDUCE, np.ones(3), compared=True, is_ahead=True, blocking=False))

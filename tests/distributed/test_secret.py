@@ -18,8 +18,10 @@ from flashlight_py.distributed.rendezvous.secret import Secret, nonce
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, user_of
 from flashlight_py.errors import PeerLostError, RendezvousError
-from tests.distributed.rendezvous_helpers import Rank, Ranks
+from tests.distributed.rendezvous_helpers import Ranks, closed, port
 from tests.distributed.threads import connected
+
+__all__ = ["port"]
 
 NOBODY = 65534
 HEADER = struct.Struct("!4sHHQ")
@@ -27,16 +29,6 @@ HELLO, CHALLENGE, PROOF, SECRET = 1, 8, 9, 10
 HERE = "127.0.0.1"
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-
-
-@pytest.fixture
-def port() -> int:
-    """A port that is free just now, and that nobody is given by itself."""
-    for candidate in range(20_017, 32_000, 19):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((HERE, candidate))
-            return candidate
-    raise RuntimeError("no free port in [20017, 32000)")
 
 
 @pytest.fixture
@@ -56,12 +48,6 @@ def ranks(port: int, public: Path) -> Iterator[Ranks]:
         yield started
     finally:
         started.close()
-
-
-def closed(started: list[Rank]) -> bool:
-    outcomes = [rank.outcome() for rank in started]
-    assert outcomes == ["closed"] * len(started)
-    return True
 
 
 def of_env(ranks: Ranks, **variables: str) -> dict[str, str]:

@@ -81,7 +81,7 @@ def test_shared_arrays_that_are_dropped_are_unmapped(rank: int, size: int) -> No
         gc.collect()
         fl.barrier()
         counts.append(mapped())
-    assert counts[-1] == counts[0]
+    assert counts[-1] <= counts[0]  # at first there may be arrays of other tests
 
 
 @on_ranks(("shm", 2), ("gloo", 2))

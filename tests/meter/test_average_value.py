@@ -1,7 +1,5 @@
 """Mean, variance and weight, alone and of several meters together."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

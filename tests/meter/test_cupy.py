@@ -1,7 +1,5 @@
 """Meters of CuPy arrays: sums on the device, without a copy to the host until a value is read."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Iterator

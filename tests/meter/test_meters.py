@@ -1,7 +1,5 @@
 """Counts, accuracies, squared errors and times, alone and of several meters together."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable
@@ -10,14 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlight_py.meter import (
-    AverageValueMeter,
-    CountMeter,
-    Meter,
-    MSEMeter,
-    TimeMeter,
-    TopKMeter,
-)
+from flashlight_py.meter import AverageValueMeter, CountMeter, Meter, MSEMeter, TimeMeter, TopKMeter
 from flashlight_py.structure import Structured
 
 SCORES = np.array([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])

@@ -123,12 +123,12 @@ size_t Author::some_count(int itemsize) {
 }
 
 int Author::some_op() {
-  const int ops[] = {fl::kSum, fl::kProd, fl::kMin, fl::kMax, fl::kAnd, fl::kOr, fl::kXor};
+  const int ops[] = {FL_SUM, FL_PROD, FL_MIN, FL_MAX, FL_AND, FL_OR, FL_XOR};
   return ops[random_.below(7)];
 }
 
 int Author::some_dtype(int op) {
-  if (op < fl::kAnd && random_.one_in(3)) return fl::kFloat32;
+  if (op < FL_AND && random_.one_in(3)) return FL_FLOAT32;
   for (;;) {
     const int dtype = static_cast<int>(random_.below(kDTypes));
     if (goes_together(dtype, op)) return dtype;
@@ -266,7 +266,7 @@ void Author::add_reduce_scatter() {
 }
 
 void Author::add_broadcast() {
-  const int dtype = some_dtype(fl::kMin), root = some_root();
+  const int dtype = some_dtype(FL_MIN), root = some_root();
   const auto given = inputs(dtype, some_count(info_of(dtype).itemsize), false);
   const size_t count = given[0]->size() / info_of(dtype).itemsize;
   std::vector<Step> call;
@@ -279,7 +279,7 @@ void Author::add_broadcast() {
 
 // Everyone gives as much as it likes.
 void Author::add_gather(int verb) {
-  const int dtype = some_dtype(fl::kMin), root = verb == FL_GATHER ? some_root() : 0;
+  const int dtype = some_dtype(FL_MIN), root = verb == FL_GATHER ? some_root() : 0;
   const size_t item = info_of(dtype).itemsize, together = some_count(static_cast<int>(item));
   const bool equal = random_.one_in(3);
   std::vector<Step> call;

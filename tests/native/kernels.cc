@@ -90,7 +90,7 @@ void one_reduction(int dtype, int op, Random& random) {
 
   std::vector<char> wanted(count * item), baseline;
   // The reference knows nothing of extended numbers that no processor makes.
-  const bool compares = !arbitrary || (dtype != fl::kLongDouble && dtype != fl::kComplexLongDouble);
+  const bool compares = !arbitrary || (dtype != FL_LONGDOUBLE && dtype != FL_CLONGDOUBLE);
   if (compares) reference(dtype, op, scale, wanted.data(), from, count);
   for (const Set& set : sets()) {
     Array output(dtype, count, random);
@@ -116,15 +116,15 @@ void one_reduction(int dtype, int op, Random& random) {
 void all_halves() {
   std::vector<uint16_t> all(65536), baseline(65536);
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
-  for (int dtype : {fl::kFloat16, fl::kBfloat16}) {
+  for (int dtype : {FL_FLOAT16, FL_BFLOAT16}) {
     for (double scale : {1.0, 0.5, 1.0 / 3, 0x1p-10, 1e6}) {
       for (int ranks : {1, 2, 5}) {  // maximum of equal arrays: each way through the kernels
         const std::vector<const void*> from(ranks, all.data());
         std::vector<uint16_t> wanted(65536), got(65536);
-        reference(dtype, fl::kMax, scale, wanted.data(), from, all.size());
+        reference(dtype, FL_MAX, scale, wanted.data(), from, all.size());
         for (const Set& set : sets()) {
-          situation() = describe(set, dtype, fl::kMax, ranks, all.size());
-          set.kernel(dtype, fl::kMax, scale, got.data(), from.data(), ranks, all.size());
+          situation() = describe(set, dtype, FL_MAX, ranks, all.size());
+          set.kernel(dtype, FL_MAX, scale, got.data(), from.data(), ranks, all.size());
           std::string wrong = difference(dtype, got.data(), wanted.data(), all.size(), true);
           if (set.kernel == fl::baseline::reduce_all) baseline = got;
           if (wrong.empty())
@@ -151,7 +151,7 @@ void narrowing() {
   }
 }
 
-bool is_op(int op) { return op >= 0 && op <= fl::kXor && op != 4; }  // 4: Python's average
+bool is_op(int op) { return op >= 0 && op <= FL_XOR && op != 4; }  // 4: Python's average
 
 void refusals() {
   char byte = 0;

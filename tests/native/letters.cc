@@ -51,7 +51,7 @@ void Author::add_message() {
   if (world_.ranks == 1) return;
   const int from = some_root();
   const int to = (from + 1 + static_cast<int>(random_.below(world_.ranks - 1))) % world_.ranks;
-  const int dtype = some_dtype(fl::kMin);
+  const int dtype = some_dtype(FL_MIN);
   const bool empty = random_.one_in(2);
   const int number = 1 + static_cast<int>(random_.below(empty ? 30 : 3));
   for (int i = 0; i < number; ++i) {
@@ -65,7 +65,7 @@ void Author::add_message() {
 // have ended.
 void Author::add_open_receives() {
   if (world_.ranks == 1) return;
-  const int dtype = some_dtype(fl::kMin), item = info_of(dtype).itemsize, to = some_root();
+  const int dtype = some_dtype(FL_MIN), item = info_of(dtype).itemsize, to = some_root();
   const int tag = next_tag_++;
   std::vector<Block> sent(world_.ranks);
   size_t largest = 0;
@@ -94,7 +94,7 @@ void Author::add_open_receives() {
 // Neighbour to neighbour; each call is in order on both sides.
 void Author::add_ring() {
   if (world_.ranks == 1) return;
-  const int dtype = some_dtype(fl::kMin);
+  const int dtype = some_dtype(FL_MIN);
   for (int r = 0; r < world_.ranks; ++r) {
     const int to = (r + 1) % world_.ranks;
     Letter one = letter(r, to, some_count(info_of(dtype).itemsize), dtype, 7);
@@ -106,7 +106,7 @@ void Author::add_ring() {
 void Author::add_message_mismatch() {
   if (world_.ranks == 1) return;
   const int from = some_root(), to = (from + 1) % world_.ranks;
-  const int dtype = some_dtype(fl::kMin);
+  const int dtype = some_dtype(FL_MIN);
   const size_t count = some_count(info_of(dtype).itemsize);
   for (int i = 0; i < 5; ++i) {
     Letter one = misfit(from, to, count, dtype, i);
@@ -116,7 +116,7 @@ void Author::add_message_mismatch() {
 }
 
 Author::Letter Author::some_letter(int from, int to, int tag, size_t largest_bytes) {
-  const int dtype = some_dtype(fl::kMin), item = info_of(dtype).itemsize;
+  const int dtype = some_dtype(FL_MIN), item = info_of(dtype).itemsize;
   const size_t count = std::min(some_count(item), largest_bytes / item);
   return random_.one_in(12) ? misfit(from, to, count, dtype, tag)
                             : letter(from, to, count, dtype, tag);

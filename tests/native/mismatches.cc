@@ -64,7 +64,7 @@ void Author::add_mismatch() {
   if (world_.ranks == 1) return;
   const int verbs[] = {FL_ALL_REDUCE, FL_REDUCE_SCATTER, FL_BROADCAST, FL_ALL_GATHER, FL_BARRIER,
                        FL_REDUCE,     FL_GATHER,         FL_SCATTER,   FL_ALL_TO_ALL};
-  const int dtype = some_dtype(fl::kMin), ranks = world_.ranks;
+  const int dtype = some_dtype(FL_MIN), ranks = world_.ranks;
   const size_t count = some_count(info_of(dtype).itemsize) / ranks * ranks;
   const fl_signature base = signature(verbs[random_.below(9)], dtype, 2, 0, 1.0, count);
   const fl_signature other = other_than(base);

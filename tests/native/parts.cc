@@ -16,7 +16,7 @@ Block section(const Block& of, size_t at, size_t bytes) {
 
 // Whoever is not the root may know nothing of what comes, and whoever gives no room is given it.
 void Author::add_scatter() {
-  const int dtype = some_dtype(fl::kMin), root = some_root();
+  const int dtype = some_dtype(FL_MIN), root = some_root();
   const size_t item = info_of(dtype).itemsize;
   const size_t part = some_count(static_cast<int>(item * world_.ranks));
   const Block whole = made(dtype, part * world_.ranks, false);
@@ -33,7 +33,7 @@ void Author::add_scatter() {
 }
 
 void Author::add_all_to_all() {
-  const int dtype = some_dtype(fl::kMin);
+  const int dtype = some_dtype(FL_MIN);
   const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
   const size_t bytes = some_count(static_cast<int>(item * ranks)) * item;
   const auto given = inputs(dtype, bytes / item * ranks, false);
@@ -86,7 +86,7 @@ void Author::add_uneven_reduce_scatter() {
 
 // Some have nothing for some, and one may have much for one.
 void Author::add_uneven_all_to_all() {
-  const int dtype = some_dtype(fl::kMin);
+  const int dtype = some_dtype(FL_MIN);
   const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
   std::vector<int64_t> bytes(ranks * ranks);
   const size_t most = some_count(static_cast<int>(item * ranks));

@@ -84,17 +84,17 @@ uint16_t narrow(float value, int exponent_bits, int mantissa_bits) {
 
 template <typename T>
 T bits(int op, T a, T b) {
-  return op == fl::kAnd ? a & b : op == fl::kOr ? a | b : a ^ b;
+  return op == FL_AND ? a & b : op == FL_OR ? a | b : a ^ b;
 }
 
 template <typename T>
 T combine(int op, T a, T b) {
   switch (op) {
-    case fl::kSum:
+    case FL_SUM:
       return a + b;
-    case fl::kProd:
+    case FL_PROD:
       return a * b;
-    case fl::kMin:
+    case FL_MIN:
       return a != a || a <= b ? a : b;
     default:
       return a != a || a >= b ? a : b;
@@ -104,12 +104,12 @@ T combine(int op, T a, T b) {
 // Integers wrap: computed modulo 2^64 and cut off, except for comparisons.
 template <typename T>
 void integers(int op, double scale, void* into, const std::vector<const void*>& from, size_t n) {
-  const bool compares = op == fl::kMin || op == fl::kMax;
+  const bool compares = op == FL_MIN || op == FL_MAX;
   for (size_t i = 0; i < n; ++i) {
     T value = read<T>(from[0], i);
     for (size_t r = 1; r < from.size(); ++r) {
       const T next = read<T>(from[r], i);
-      if (op >= fl::kAnd) {
+      if (op >= FL_AND) {
         value = bits<T>(op, value, next);
         continue;
       }
@@ -117,7 +117,7 @@ void integers(int op, double scale, void* into, const std::vector<const void*>& 
           combine<uint64_t>(op, static_cast<uint64_t>(value), static_cast<uint64_t>(next));
       value = compares ? combine<T>(op, value, next) : static_cast<T>(wide);
     }
-    const auto factor = op >= fl::kAnd ? 1 : static_cast<uint64_t>(static_cast<int64_t>(scale));
+    const auto factor = op >= FL_AND ? 1 : static_cast<uint64_t>(static_cast<int64_t>(scale));
     write<T>(into, i, static_cast<T>(static_cast<uint64_t>(value) * factor));
   }
 }
@@ -129,7 +129,7 @@ void truths(int op, void* into, const std::vector<const void*>& from, size_t n) 
     uint8_t value = is_true(from[0]);
     for (size_t r = 1; r < from.size(); ++r) {
       const uint8_t next = is_true(from[r]);
-      value = op >= fl::kAnd ? bits<uint8_t>(op, value, next) : combine<uint8_t>(op, value, next);
+      value = op >= FL_AND ? bits<uint8_t>(op, value, next) : combine<uint8_t>(op, value, next);
     }
     write<uint8_t>(into, i, value);
   }
@@ -162,8 +162,8 @@ void complexes(int op, double scale, void* into, const std::vector<const void*>&
     T re = read<T>(from[0], 2 * i), im = read<T>(from[0], 2 * i + 1);
     for (size_t r = 1; r < from.size(); ++r) {
       const T a = read<T>(from[r], 2 * i), b = read<T>(from[r], 2 * i + 1);
-      const T new_re = op == fl::kSum ? re + a : re * a - im * b;
-      im = op == fl::kSum ? im + b : re * b + im * a;
+      const T new_re = op == FL_SUM ? re + a : re * a - im * b;
+      im = op == FL_SUM ? im + b : re * b + im * a;
       re = new_re;
     }
     write(into, 2 * i, re * static_cast<T>(scale));
@@ -174,14 +174,14 @@ void complexes(int op, double scale, void* into, const std::vector<const void*>&
 // The bits of one real number of a floating dtype, or 0 for integers: how wide its exponent is.
 int exponent_bits(int dtype) {
   switch (dtype) {
-    case fl::kFloat16:
+    case FL_FLOAT16:
       return 5;
-    case fl::kBfloat16:
-    case fl::kFloat32:
-    case fl::kComplex64:
+    case FL_BFLOAT16:
+    case FL_FLOAT32:
+    case FL_COMPLEX64:
       return 8;
-    case fl::kFloat64:
-    case fl::kComplex128:
+    case FL_FLOAT64:
+    case FL_COMPLEX128:
       return 11;
     default:
       return 0;
@@ -199,15 +199,15 @@ long double special_or_plain(Random& random) {
 
 void write_real(int dtype, void* data, size_t i, long double value) {
   switch (dtype) {
-    case fl::kFloat16:
+    case FL_FLOAT16:
       return write(data, i, narrow_float16(static_cast<float>(value)));
-    case fl::kBfloat16:
+    case FL_BFLOAT16:
       return write(data, i, narrow_bfloat16(static_cast<float>(value)));
-    case fl::kFloat32:
-    case fl::kComplex64:
+    case FL_FLOAT32:
+    case FL_COMPLEX64:
       return write(data, i, static_cast<float>(value));
-    case fl::kFloat64:
-    case fl::kComplex128:
+    case FL_FLOAT64:
+    case FL_COMPLEX128:
       return write(data, i, static_cast<double>(value));
     default:
       return write(data, i, value);
@@ -227,12 +227,12 @@ bool is_nan(int dtype, const char* at) {
 
 const DTypeInfo& info_of(int dtype) { return kInfo[dtype]; }
 
-bool is_integer(int dtype) { return dtype <= fl::kUint64; }
+bool is_integer(int dtype) { return dtype <= FL_UINT64; }
 
 bool goes_together(int dtype, int op) {
-  if (op >= fl::kAnd) return is_integer(dtype);
-  if (dtype == fl::kBool) return op == fl::kMin || op == fl::kMax;
-  return info_of(dtype).parts == 1 || op == fl::kSum || op == fl::kProd;
+  if (op >= FL_AND) return is_integer(dtype);
+  if (dtype == FL_BOOL) return op == FL_MIN || op == FL_MAX;
+  return info_of(dtype).parts == 1 || op == FL_SUM || op == FL_PROD;
 }
 
 uint16_t narrow_float16(float value) { return narrow(value, 5, 10); }
@@ -245,7 +245,7 @@ void fill_bits(int dtype, Random& random, void* data, size_t count) {
     const uint64_t bits = random.bits();
     std::memcpy(at + i, &bits, std::min<size_t>(8, bytes - i));
   }
-  if (dtype == fl::kBool) {
+  if (dtype == FL_BOOL) {
     for (size_t i = 0; i < count; ++i) at[i] = at[i] & 1 ? at[i] : 0;  // half of them false
   }
 }
@@ -260,37 +260,37 @@ void fill(int dtype, Random& random, void* data, size_t count) {
 void reference(int dtype, int op, double scale, void* into, const std::vector<const void*>& from,
                size_t count) {
   switch (dtype) {
-    case fl::kBool:
+    case FL_BOOL:
       return truths(op, into, from, count);
-    case fl::kInt8:
+    case FL_INT8:
       return integers<int8_t>(op, scale, into, from, count);
-    case fl::kInt16:
+    case FL_INT16:
       return integers<int16_t>(op, scale, into, from, count);
-    case fl::kInt32:
+    case FL_INT32:
       return integers<int32_t>(op, scale, into, from, count);
-    case fl::kInt64:
+    case FL_INT64:
       return integers<int64_t>(op, scale, into, from, count);
-    case fl::kUint8:
+    case FL_UINT8:
       return integers<uint8_t>(op, scale, into, from, count);
-    case fl::kUint16:
+    case FL_UINT16:
       return integers<uint16_t>(op, scale, into, from, count);
-    case fl::kUint32:
+    case FL_UINT32:
       return integers<uint32_t>(op, scale, into, from, count);
-    case fl::kUint64:
+    case FL_UINT64:
       return integers<uint64_t>(op, scale, into, from, count);
-    case fl::kFloat16:
+    case FL_FLOAT16:
       return halves<5, 10>(op, scale, into, from, count);
-    case fl::kBfloat16:
+    case FL_BFLOAT16:
       return halves<8, 7>(op, scale, into, from, count);
-    case fl::kFloat32:
+    case FL_FLOAT32:
       return floats<float>(op, scale, into, from, count);
-    case fl::kFloat64:
+    case FL_FLOAT64:
       return floats<double>(op, scale, into, from, count);
-    case fl::kLongDouble:
+    case FL_LONGDOUBLE:
       return floats<long double>(op, scale, into, from, count);
-    case fl::kComplex64:
+    case FL_COMPLEX64:
       return complexes<float>(op, scale, into, from, count);
-    case fl::kComplex128:
+    case FL_COMPLEX128:
       return complexes<double>(op, scale, into, from, count);
     default:
       return complexes<long double>(op, scale, into, from, count);
@@ -305,7 +305,7 @@ std::string difference(int dtype, const void* got, const void* wanted, size_t co
   if (step == info.value_bytes && std::memcmp(a, b, count * info.itemsize) == 0) return "";
   for (size_t i = 0; i < count * info.parts; ++i, a += step, b += step) {
     if (std::memcmp(a, b, info.value_bytes) == 0) continue;
-    if (dtype == fl::kBool && *a != 0 && *b != 0) continue;  // two bytes that are true
+    if (dtype == FL_BOOL && *a != 0 && *b != 0) continue;  // two bytes that are true
     if (any_nan && is_nan(dtype, a) && is_nan(dtype, b)) continue;
     std::string text = std::string(info.name) + " number " + std::to_string(i) + " of " +
                        std::to_string(count * info.parts) + ": got 0x";

@@ -4,8 +4,6 @@
 each by one pickle.
 """
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Containers and Sequential."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small model learns in every floating dtype, also in those that are storage alone."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels of normalizations, attention and elements beside the same in array operations."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tracemalloc
@@ -37,10 +35,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "rms_norm": (F.rms_norm, (ROWS, ROWS[0, 0])),
     "batch_norm": (F.batch_norm, (IMAGES, WEIGHT, BIAS)),
     "batch_norm_last": (F.batch_norm, (LAST, WEIGHT, BIAS)),
-    "batch_norm_given": (
-        lambda x, w, b: F.batch_norm(x, w, b, BIAS, WEIGHT**2 + 0.5),
-        (LAST, WEIGHT, BIAS),
-    ),
+    "batch_norm_given": (lambda x, w, b: F.batch_norm(x, w, b, BIAS, WEIGHT**2 + 0.5),
+        (LAST, WEIGHT, BIAS)),
     "batch_norm_flat": (F.batch_norm, (ROWS[0].T,)),
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (IMAGES, WEIGHT, BIAS)),
     "group_norm_last": (lambda x, w, b: F.group_norm(x, 3, w, b), (LAST, WEIGHT, BIAS)),
@@ -56,25 +52,19 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         for causal in (False, True)
         for ratio in (0.0, 0.3)
     },
-    "self_attention": (
-        lambda x: F.self_attention(x, 4, None, True, 0.2),
-        (RANDOM.standard_normal((2, 150, 24)),),
-    ),
-}
+    "self_attention": (lambda x: F.self_attention(x, 4, None, True, 0.2),
+        (RANDOM.standard_normal((2, 150, 24)),)),
+}  # fmt: skip
 OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
-    "conv": (
-        lambda x, w: F.conv2d(x, w, padding=1),
-        (IMAGES, RANDOM.standard_normal((6, 6, 3, 3))),
-    ),
+    "conv": (lambda x, w: F.conv2d(x, w, padding=1),
+        (IMAGES, RANDOM.standard_normal((6, 6, 3, 3)))),
     "pool": (lambda x: F.pool2d(x, 3, 2, 1), (IMAGES,)),
     "pool_mean": (lambda x: F.pool2d(x, 3, 2, 1, "average"), (IMAGES,)),
     "linear": (F.linear, (ROWS, ROWS[0, :2])),
-    "recurrent": (
-        lambda x, *weights: F.recurrent("tanh", x, weights)[0],
-        (ROWS[..., :4], ROWS[0, :, :4], ROWS[1, :, :3], ROWS[0, :, 5], ROWS[0, :, 6]),
-    ),
+    "recurrent": (lambda x, *weights: F.recurrent("tanh", x, weights)[0],
+        (ROWS[..., :4], ROWS[0, :, :4], ROWS[1, :, :3], ROWS[0, :, 5], ROWS[0, :, 6])),
     "dropout": (lambda x: F.dropout(x, 0.3), (ROWS,)),
-}
+}  # fmt: skip
 BY_NAME = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -269,61 +259,45 @@ def test_integers_count_as_float64(
 X = np.zeros((2, 6, 4), "float32")
 ERRORS: dict[str, Callable[[], Any]] = {
     r"layer_norm: expected input of shape \[\.\.\., 3\] .* got \(2, 6, 4\)": (
-        lambda: F.layer_norm(X, np.ones(3))
-    ),
+        lambda: F.layer_norm(X, np.ones(3))),
     r"layer_norm: nothing to normalize in the last 2 .* \(3,\)": (
-        lambda: F.layer_norm(np.ones(3), dimensions=2)
-    ),
+        lambda: F.layer_norm(np.ones(3), dimensions=2)),
     r"LayerNorm: shape\[1\] must be at least 1, got 0": lambda: fl.nn.LayerNorm((2, 0)),
     r"RMSNorm: size must be at least 1, got 0": lambda: fl.nn.RMSNorm(0),
     r"GroupNorm: channels must be at least 1, got 0": lambda: fl.nn.GroupNorm(1, 0),
     r"BatchNorm: channels must be at least 1, got 0": lambda: fl.nn.BatchNorm(0),
     r"GroupNorm: expected input of shape \[N, 4, \.\.\.\], got \(2, 6, 4\)": (
-        lambda: fl.nn.GroupNorm(2, 4)(fl.input(X))
-    ),
+        lambda: fl.nn.GroupNorm(2, 4)(fl.input(X))),
     r"group_norm: 6 channels of shape \(2, 6, 4\) .* 4 groups": lambda: F.group_norm(X, 4),
     r"GroupNorm: 6 channels are not divisible by 4 groups": lambda: fl.nn.GroupNorm(4, 6),
     r"group_norm: expected input of shape \[N, C, \.\.\.\] .* got \(0, 6\)": (
-        lambda: F.group_norm(np.ones((0, 6)), 2)
-    ),
+        lambda: F.group_norm(np.ones((0, 6)), 2)),
     r"batch_norm: expected weight of shape \(6,\) .* \(2, 6, 4\), got \(4,\)": (
-        lambda: F.batch_norm(X, np.ones(4))
-    ),
+        lambda: F.batch_norm(X, np.ones(4))),
     r"batch_norm: mean and variance must have shape \(6,\).* got \(4,\) and \(4,\)": (
-        lambda: F.batch_norm(X, None, None, np.ones(4), np.ones(4))
-    ),
+        lambda: F.batch_norm(X, None, None, np.ones(4), np.ones(4))),
     r"needs more than one value per channel, got input of shape \(1, 6\)": (
-        lambda: fl.nn.BatchNorm(6)(fl.input(np.ones((1, 6))))
-    ),
+        lambda: fl.nn.BatchNorm(6)(fl.input(np.ones((1, 6))))),
     r"BatchNorm: expected input of shape \[N, 5, \.\.\.\], got \(2, 6, 4\)": (
-        lambda: fl.nn.BatchNorm(5)(fl.input(X))
-    ),
+        lambda: fl.nn.BatchNorm(5)(fl.input(X))),
     r"MultiheadAttention: dim 6 is not divisible by 4 heads": (
-        lambda: fl.nn.MultiheadAttention(6, 4)
-    ),
+        lambda: fl.nn.MultiheadAttention(6, 4)),
     r"MultiheadAttention: expected .* positions, 6\], got \(2, 6, 4\)": (
-        lambda: fl.nn.MultiheadAttention(6, 2)(fl.input(X))
-    ),
+        lambda: fl.nn.MultiheadAttention(6, 2)(fl.input(X))),
     r"attention: expected q .* got \(1, 2, 6, 4\), \(1, 2, 6, 3\) and \(1, 2, 6, 3\)": (
-        lambda: F.attention(X[None], X[None, ..., 1:], X[None, ..., 1:])
-    ),
+        lambda: F.attention(X[None], X[None, ..., 1:], X[None, ..., 1:])),
     r"a mask that broadcasts to .* = \(1, 2, 6, 6\), got shape \(6, 5\)": (
-        lambda: F.attention(X[None], X[None], X[None], np.ones((6, 5), bool))
-    ),
+        lambda: F.attention(X[None], X[None], X[None], np.ones((6, 5), bool))),
     r"attention: .* size 0, .* got \(1, 2, 6, 4\), \(1, 2, 0, 4\), \(1, 2, 0, 4\)": (
-        lambda: F.attention(X[None], X[None, :, :0], X[None, :, :0])
-    ),
+        lambda: F.attention(X[None], X[None, :, :0], X[None, :, :0])),
     r"attention: .* size 0, .* got \(1, 2, 6, 0\), \(1, 2, 6, 0\), ": (
-        lambda: F.attention(X[None, ..., :0], X[None, ..., :0], X[None])
-    ),
+        lambda: F.attention(X[None, ..., :0], X[None, ..., :0], X[None])),
     r"self_attention: expected .* for 3 heads, got \(2, 6, 4\)": lambda: F.self_attention(X, 3),
     r"Transformer: norm must be one of \('pre', 'post'\), got 'none'": (
-        lambda: fl.nn.Transformer(4, 2, norm="none")
-    ),
+        lambda: fl.nn.Transformer(4, 2, norm="none")),
     r"PositionEmbedding: expected .* at most 5, 4\], got \(2, 6, 4\)": (
-        lambda: fl.nn.PositionEmbedding(5, 4)(fl.input(X))
-    ),
-}
+        lambda: fl.nn.PositionEmbedding(5, 4)(fl.input(X))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", ERRORS)
@@ -336,7 +310,6 @@ def test_errors_name_the_layer_and_shapes(pattern: str) -> None:
 def test_the_gradient_of_no_dimensions_may_be_a_number_of_numpy(function: Any) -> None:
     x = fl.param(np.ones((), np.float32))
     (function(x) * fl.input(np.ones(3, np.float32))).sum().backward()
-    assert x.grad is not None
     assert x.grad.shape == ()
 
 

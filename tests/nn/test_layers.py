@@ -1,7 +1,5 @@
 """Layers, losses and initial values."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -24,14 +22,12 @@ from flashlight_py.nn import (
     View,
     init,
 )
-from flashlight_py.optim import SGDOptimizer
 from flashlight_py.random import set_seed
 
 
 class TestLinear:
     def test_shapes_dtype_and_value(self) -> None:
         layer = Linear(3, 2)
-        assert layer.bias is not None
         assert (layer.weight.shape, layer.bias.shape) == ((2, 3), (2,))
         assert layer.weight.dtype == layer.bias.dtype == "float32"
         x = np.arange(6, dtype="float32").reshape(2, 3)
@@ -41,7 +37,6 @@ class TestLinear:
     def test_initial_values_are_flashlight_s(self) -> None:
         set_seed(0)
         layer = Linear(50, 400, dtype="float64")
-        assert layer.bias is not None
         for array, bound in ((layer.weight.array, math.sqrt(3 / 50)), (layer.bias.array, 50**-0.5)):
             assert np.abs(array).max() <= bound
             assert np.abs(array).max() > 0.95 * bound
@@ -68,10 +63,6 @@ class TestLinear:
     def test_wrong_sizes(self, sizes: Any, error: type[Exception]) -> None:
         with pytest.raises(error, match="_features must be"):
             Linear(*sizes)
-
-    def test_wrong_input_names_what_was_expected(self) -> None:
-        with pytest.raises(ValueError, match=r"\[\.\.\., 3\].*got \(1, 4\)"):
-            Linear(3, 2)(input(np.ones((1, 4), "float32")))
 
 
 @pytest.mark.parametrize(
@@ -107,14 +98,6 @@ class TestDropout:
 
 
 class TestLosses:
-    def test_mean_squared_error(self) -> None:
-        prediction, target = param(np.array([1.0, 2.0])), input(np.array([3.0, 2.0]))
-        loss = MeanSquaredError()(prediction, target)
-        assert loss.shape == ()
-        assert loss.scalar() == 2
-        loss.backward()
-        np.testing.assert_array_equal(prediction.grad, [-2, 0])
-
     def test_categorical_cross_entropy(self) -> None:
         logs = input(np.log(np.array([[0.5, 0.5], [0.25, 0.75]])))
         target = input(np.array([0, 1]))
@@ -145,27 +128,6 @@ def test_initial_values_have_the_promised_spread(draw: Any, std: float) -> None:
     assert array.shape == (100, 200)
     assert array.std() == pytest.approx(std, rel=0.03)
     assert array.mean() == pytest.approx(0, abs=std / 20)
-
-
-def test_training_learns_the_example() -> None:
-    """The example's model on its kind of data: the error falls to a quarter."""
-    set_seed(0)
-    random = np.random.default_rng(0)
-    samples = random.random((200, 10), "float32") * 2 - 1
-    targets = (samples**3).sum(axis=1, keepdims=True)
-    model, loss = Sequential(Linear(10, 100), ReLU(), Linear(100, 1)), MeanSquaredError()
-    optimizer = SGDOptimizer(model.params(), 1e-3, momentum=0.9)
-    means = []
-    for _ in range(20):
-        losses = []
-        for x, t in zip(samples, targets, strict=True):
-            optimizer.zero_grad()
-            error = loss(model(input(x[None])), input(t[None]))
-            error.backward()
-            optimizer.step()
-            losses.append(error.scalar())
-        means.append(np.mean(losses))
-    assert means[-1] < 0.25 * means[0]
 
 
 @pytest.mark.parametrize("training", [True, False])

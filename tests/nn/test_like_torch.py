@@ -1,7 +1,5 @@
 """Layers and losses beside torch's: values, gradients of inputs and of parameters, by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -69,18 +67,10 @@ ROWS = [
         )
         for number, scale in enumerate([(1, 2), (3, 5)])
     ),
-    Row(
-        "conv1d",
-        lambda: fl.nn.Conv1D(6, 4, 3, 2, 1, 2, 2),
-        "nn.Conv1d(6, 4, 3, 2, 1, 2, 2)",
-        (BATCH[:, :, 0],),
-    ),
-    Row(
-        "conv1d_same",
-        lambda: fl.nn.Conv1D(6, 4, 5, padding="same", bias=False),
-        "nn.Conv1d(6, 4, 5, padding='same', bias=False)",
-        (BATCH[:, :, 0],),
-    ),
+    Row("conv1d", lambda: fl.nn.Conv1D(6, 4, 3, 2, 1, 2, 2), "nn.Conv1d(6, 4, 3, 2, 1, 2, 2)",
+        (BATCH[:, :, 0],)),
+    Row("conv1d_same", lambda: fl.nn.Conv1D(6, 4, 5, padding="same", bias=False),
+        "nn.Conv1d(6, 4, 5, padding='same', bias=False)", (BATCH[:, :, 0],)),
     *(
         Row(
             f"conv_transpose_{number}",
@@ -115,9 +105,8 @@ ROWS = [
     Row("prelu_images", lambda: fl.nn.PReLU(3, 0.1), "nn.PReLU(3, 0.1)", (IMAGES,)),
     Row("glu", lambda: fl.nn.GatedLinearUnit(1), "nn.GLU(1)", (IMAGES.transpose(0, 2, 1, 3),)),
     Row("embedding", lambda: fl.nn.Embedding(7, 3), "nn.Embedding(7, 3)", (INDICES,)),
-    Row(
-        "embedding_padded", lambda: fl.nn.Embedding(7, 3, -2), "nn.Embedding(7, 3, -2)", (INDICES,)
-    ),
+    Row("embedding_padded", lambda: fl.nn.Embedding(7, 3, -2), "nn.Embedding(7, 3, -2)",
+        (INDICES,)),
     rnn("tanh"),
     rnn("gru"),
     rnn("lstm"),
@@ -126,12 +115,8 @@ ROWS = [
     rnn("lstm", layers=2, bidirectional=True),
     Row("layer_norm", lambda: fl.nn.LayerNorm(4), "nn.LayerNorm(4)", (SEQUENCES,)),
     Row("layer_norm_2", lambda: fl.nn.LayerNorm((5, 4)), "nn.LayerNorm((5, 4))", (SEQUENCES,)),
-    Row(
-        "layer_norm_without",
-        lambda: fl.nn.LayerNorm(6, 1e-3, False),
-        "nn.LayerNorm(6, 1e-3, bias=False)",
-        (X,),
-    ),
+    Row("layer_norm_without", lambda: fl.nn.LayerNorm(6, 1e-3, False),
+        "nn.LayerNorm(6, 1e-3, bias=False)", (X,)),
     Row("rms_norm", lambda: fl.nn.RMSNorm(4), "nn.RMSNorm(4, 1e-5)", (SEQUENCES,)),
     Row("group_norm", lambda: fl.nn.GroupNorm(3, 6), "nn.GroupNorm(3, 6)", (BATCH,)),
     Row("group_norm_last", lambda: fl.nn.GroupNorm(2, 6), "nn.GroupNorm(2, 6)", (LAST,)),
@@ -139,12 +124,8 @@ ROWS = [
     Row("batch_norm", lambda: fl.nn.BatchNorm(6), "nn.BatchNorm2d(6)", (BATCH,)),
     Row("batch_norm_last", lambda: fl.nn.BatchNorm(6), "nn.BatchNorm2d(6)", (LAST,)),
     Row("batch_norm_flat", lambda: fl.nn.BatchNorm(6), "nn.BatchNorm1d(6)", (X,)),
-    Row(
-        "batch_norm_given",
-        lambda: fl.nn.BatchNorm(6, affine=False, eps=0.5).eval(),
-        "nn.BatchNorm2d(6, 0.5, affine=False).eval()",
-        (LAST,),
-    ),
+    Row("batch_norm_given", lambda: fl.nn.BatchNorm(6, affine=False, eps=0.5).eval(),
+        "nn.BatchNorm2d(6, 0.5, affine=False).eval()", (LAST,)),
     *(
         Row(
             f"transformer_{norm}_{activation}",
@@ -160,12 +141,8 @@ ROWS = [
     ),
     Row("mean_absolute_error", fl.nn.MeanAbsoluteError, "nn.L1Loss()", (X, Y)),
     Row("binary", fl.nn.BinaryCrossEntropy, "nn.BCELoss()", (PROBABILITIES, PROBABILITIES[::-1])),
-    Row(
-        "binary_sum",
-        lambda: fl.nn.BinaryCrossEntropy("sum"),
-        "nn.BCELoss(reduction='sum')",
-        (PROBABILITIES / 2 + 0.2, PROBABILITIES[::-1]),
-    ),
+    Row("binary_sum", lambda: fl.nn.BinaryCrossEntropy("sum"), "nn.BCELoss(reduction='sum')",
+        (PROBABILITIES / 2 + 0.2, PROBABILITIES[::-1])),
     Row(
         "smoothed",
         lambda: fl.nn.CategoricalCrossEntropy(label_smoothing=0.1),
@@ -179,7 +156,7 @@ ROWS = [
         "reduction='sum')",
         (SEQUENCES, SPOKEN),
     ),
-]
+]  # fmt: skip
 ROWS_BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 
 

@@ -1,7 +1,5 @@
 """Modules: finding parameters, state, modes, dtype and device."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -244,7 +242,7 @@ y = list(dict(Held().named_parameters()))
         )["y"]
         assert sorted(model.named_params()) == sorted(names)  # ours has own ones first
         assert [name for name, _ in model.children()] == [
-            *("layers.0", "layers.1.0", "layers.1.1", "heads.one", "heads.two.0"),
+            *("layers.0", "layers.1.0", "layers.1.1", "heads.one", "heads.two.0")
         ]
         assert "layers.1.1   Linear(3, 3, bias=False)" in model.summary()
 

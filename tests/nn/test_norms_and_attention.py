@@ -1,7 +1,5 @@
 """Normalizing and attending layers: running statistics, states of torch, kinds of steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +46,6 @@ def test_a_layer_without_statistics_evaluates_by_the_batch_s() -> None:
 def test_multihead_attention_beside_torch(kind: str, oracle: Oracle) -> None:
     fl.set_seed(1)
     layer = fl.nn.MultiheadAttention(8, 2).astype("float64")
-    assert layer.in_proj_bias is not None
     layer.in_proj_bias.data[:] = RANDOM.standard_normal(24)
     q, k = fl.param(X), fl.param(MEMORY)
     cross = kind in ("cross", "cross_masked", "memory")

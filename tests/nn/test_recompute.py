@@ -1,7 +1,5 @@
 """Modules that compute again instead of keeping: the same gradients, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
@@ -181,7 +179,6 @@ def test_a_result_is_used_by_another_recomputed_module_beside_its_sibling(order:
         h, g = branches(x)
         factors = [first(g), second(h), h][::order]
         (factors[0] * factors[1] * factors[2]).sum().backward()
-        assert x.grad is not None
         found.append(x.grad)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-14)
 

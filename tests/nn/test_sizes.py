@@ -1,7 +1,5 @@
 """Sizes are integers of any kind, those of NumPy too, and nothing else."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -24,24 +22,17 @@ OF_SIZES: dict[str, tuple[Callable[[Any], Module], tuple[int, ...]]] = {
     "RMSNorm": (lambda i: nn.RMSNorm(i(4)), (2, 4)),
     "GroupNorm": (lambda i: nn.GroupNorm(i(2), i(4)), (2, 4)),
     "BatchNorm": (lambda i: nn.BatchNorm(i(4)), (2, 4)),
-    "Conv2D": (
-        lambda i: nn.Conv2D(i(4), i(6), i(3), i(2), i(1), i(1), i(2)),
-        (2, 4, 5, 5),
-    ),
-    "Conv2D of pairs": (
-        lambda i: nn.Conv2D(i(100), i(2), (i(1), i(3)), (i(1), i(2)), (0, i(1))),
-        (1, 100, 3, 5),
-    ),
+    "Conv2D": (lambda i: nn.Conv2D(i(4), i(6), i(3), i(2), i(1), i(1), i(2)), (2, 4, 5, 5)),
+    "Conv2D of pairs": (lambda i: nn.Conv2D(i(100), i(2), (i(1), i(3)), (i(1), i(2)), (0, i(1))),
+        (1, 100, 3, 5)),
     "Pool2D": (lambda i: nn.Pool2D(i(2), i(1), i(1)), (1, 2, 4, 4)),
     "RNN": (lambda i: nn.RNN("lstm", i(3), i(100), i(2)), (2, 3, 3)),
     "MultiheadAttention": (lambda i: nn.MultiheadAttention(i(100), i(2)), (1, 3, 100)),
     "Transformer": (lambda i: nn.Transformer(i(100), i(2), layers=i(1)), (1, 3, 100)),
     "PositionEmbedding": (lambda i: nn.PositionEmbedding(i(20), i(20)), (1, 4, 20)),
-    "SinusoidalPositionEmbedding": (
-        lambda i: nn.SinusoidalPositionEmbedding(i(200), i(8)),
-        (1, 4, 8),
-    ),
-}
+    "SinusoidalPositionEmbedding": (lambda i: nn.SinusoidalPositionEmbedding(i(200), i(8)),
+        (1, 4, 8)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8])

@@ -1,7 +1,5 @@
 """Clipping by the joint norm."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -43,7 +41,6 @@ def test_no_gradient_at_all() -> None:
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_norm_that_is_not_finite_leaves_gradients_as_they_are(value: float) -> None:
     variables = three()
-    assert variables[0].grad is not None
     variables[0].grad[0] = value
     assert not math.isfinite(clip_grad_norm(variables, 1))
     np.testing.assert_array_equal(variables[1].grad, [0, 4])

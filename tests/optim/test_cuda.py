@@ -1,7 +1,5 @@
 """The kernels for CuPy arrays, compiled for the CPU: one launch, and the bits of csrc/optim."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

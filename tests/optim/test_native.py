@@ -1,7 +1,5 @@
 """The kernels of csrc/optim have the bits of the NumPy rules in optim/cpu.py."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -42,7 +40,6 @@ SIZES = [*range(71), 2048, 5001]
 @pytest.fixture
 def use(request: Any) -> Iterator[Callable[[str], None]]:
     """Switch to an instruction set for one test."""
-    assert MODULE is not None
     before = MODULE.use("baseline")
 
     def switch(name: str) -> None:
@@ -113,7 +110,6 @@ def test_all_instruction_sets_have_the_bits_of_numpy_rules(
     found = {}
     for name in ("baseline", "avx2", "avx512"):
         try:
-            assert MODULE is not None
             MODULE.use(name)
         except ValueError:
             continue  # not on this processor
@@ -211,11 +207,7 @@ def test_settings_may_change_between_steps() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        (
-            (("sgd", (1.0,)), (np.ones(1), np.ones(1)), 1.0),
-            ValueError,
-            "no rule sgd with 1",
-        ),
+        ((("sgd", (1.0,)), (np.ones(1), np.ones(1)), 1.0), ValueError, "no rule sgd with 1"),
         ((("other", ()), (np.ones(1), np.ones(1)), 1.0), ValueError, "no rule other"),
         ((("sgd", (1.0, 0.0)), (np.ones(1),), 1.0), ValueError, "a piece of sgd is"),
         ((("sgd", (1.0, "0")), (np.ones(1), np.ones(1)), 1.0), TypeError, "real number"),
@@ -225,7 +217,6 @@ def test_settings_may_change_between_steps() -> None:
 def test_the_module_checks_what_it_is_called_with(
     arguments: Any, error: type[Exception], match: str
 ) -> None:
-    assert MODULE is not None
     with pytest.raises(error, match=match):
         MODULE.change(*arguments)
 
@@ -256,7 +247,6 @@ SGD = "sgd", ((LR,), 0.0)
 def test_it_checks_what_a_step_is_called_with(
     states: Any, source: Any, error: type[Exception], match: str
 ) -> None:
-    assert MODULE is not None
     variable = param(np.ones(1))
     variable.grad = np.ones(1)
     with pytest.raises(error, match=match):

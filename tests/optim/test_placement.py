@@ -1,7 +1,5 @@
 """Optimizers of parameters that lie elsewhere: they step what their placement hands out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +38,6 @@ class Pieces(Placement):
         return np.zeros(int(np.prod(self.shape)), dtype)[::-1]
 
     def pieces(self, variable: Variable, states: Sequence[Any]) -> list[Any]:
-        assert variable.grad is not None
         arrays = [variable.data.reshape(-1), variable.grad.reshape(-1)]
         arrays += [state[::-1] for state in states]
         cuts = [slice(0, 1), slice(1, 1), slice(1, None)]

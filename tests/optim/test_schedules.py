@@ -1,6 +1,4 @@
-"""Learning-rate schedules: their rates, beside torch's where installed, resumed, and refused."""
-
-from __future__ import annotations
+"""Learning-rate schedules: their rates, compared with torch's, resumed, and refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,55 +31,44 @@ def cosine(start: float, end: float, part: Any) -> Any:
     return end + (start - end) * (1 + np.cos(np.pi * part)) / 2
 
 
-def warm_then_cosine(library: Any, optimizer: Any) -> Any:
-    warm_up = library.LinearLR(optimizer, start_factor=0.25, total_iters=4)
-    decay = library.CosineAnnealingLR(optimizer, T_max=9, eta_min=0.01)
-    return library.SequentialLR(optimizer, [warm_up, decay], milestones=[4])
-
-
 # How it is made, in this library or torch's, and the rates of 13 steps by the published formulas.
-SCHEDULES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
-    "step": (lambda lib, o: lib.StepLR(o, 3, 0.5), BASE * 0.5 ** (T // 3)),
-    "multi step": (
-        lambda lib, o: lib.MultiStepLR(o, [8, 2, 8], gamma=0.1),
-        BASE * 0.1 ** np.array([0, 0, *[1] * 6, *[3] * 5]),
-    ),
-    "exponential": (lambda lib, o: lib.ExponentialLR(o, 0.9), BASE * 0.9**T),
-    "linear": (
-        lambda lib, o: lib.LinearLR(o, start_factor=0.5, end_factor=0.75, total_iters=6),
-        np.interp(T, [0, 6], [BASE / 2, BASE * 0.75]),
-    ),
-    "lambda": (lambda lib, o: lib.LambdaLR(o, lambda t: 1 / (1 + t)), BASE / (1 + T)),
-    "cosine": (
-        lambda lib, o: lib.CosineAnnealingLR(o, T_max=8, eta_min=0.1),
-        cosine(BASE, 0.1, T / 8),
-    ),
-    "one cycle": (
-        lambda lib, o: (
-            lib.OneCycleLR(o, 2.0, epochs=13, steps_per_epoch=1, cycle_momentum=False)
-            if lib is not fl.optim
-            else lib.OneCycleLR(o, 2.0, epochs=13, steps_per_epoch=1)
-        ),
-        np.where(T <= 2.9, cosine(0.08, 2, T / 2.9), cosine(2, 8e-6, (T - 2.9) / 9.1)),
-    ),
-    "one cycle in three phases": (
-        lambda lib, o: lib.OneCycleLR(
-            *(o, 2.0, 13, None, None, 0.4, "linear"),
-            **{"div_factor": 10, "final_div_factor": 4, "three_phase": True},
-            **({} if lib is fl.optim else {"cycle_momentum": False}),
-        ),
-        np.interp(T, [0, 4.2, 8.4, 12], [0.2, 2, 0.2, 0.05]),
-    ),
-    "warm-up, then cosine": (
-        warm_then_cosine,
-        [*np.interp(T[:4], [0, 4], [BASE / 4, BASE]), *cosine(BASE, 0.01, T[:9] / 9)],
-    ),
-}
+SCHEDULES: dict[str, tuple[str, Any]] = {
+    "step": ("StepLR(o, 3, 0.5)", BASE * 0.5 ** (T // 3)),
+    "multi step": ("MultiStepLR(o, [8, 2, 8], gamma=0.1)",
+        BASE * 0.1 ** np.array([0, 0, *[1] * 6, *[3] * 5])),
+    "exponential": ("ExponentialLR(o, 0.9)", BASE * 0.9**T),
+    "linear": ("LinearLR(o, start_factor=0.5, end_factor=0.75, total_iters=6)",
+        np.interp(T, [0, 6], [BASE / 2, BASE * 0.75])),
+    "lambda": ("LambdaLR(o, lambda t: 1 / (1 + t))", BASE / (1 + T)),
+    "cosine": ("CosineAnnealingLR(o, T_max=8, eta_min=0.1)", cosine(BASE, 0.1, T / 8)),
+    "one cycle": ("OneCycleLR(o, 2.0, epochs=13, steps_per_epoch=1, **more)",
+        np.where(T <= 2.9, cosine(0.08, 2, T / 2.9), cosine(2, 8e-6, (T - 2.9) / 9.1))),
+    "one cycle in three phases": ("OneCycleLR(o, 2.0, 13, None, None, 0.4, 'linear', "
+        "div_factor=10, final_div_factor=4, three_phase=True, **more)",
+        np.interp(T, [0, 4.2, 8.4, 12], [0.2, 2, 0.2, 0.05])),
+    "warm-up, then cosine": ("SequentialLR(o, [LinearLR(o, start_factor=0.25, total_iters=4), "
+        "CosineAnnealingLR(o, T_max=9, eta_min=0.01)], milestones=[4])",
+        [*np.interp(T[:4], [0, 4], [BASE / 4, BASE]), *cosine(BASE, 0.01, T[:9] / 9)]),
+}  # fmt: skip
+TORCH = """
+from torch.optim.lr_scheduler import *
+more, y = {"cycle_momentum": False}, []
+o = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.8)
+schedule = MAKE
+for _ in range(13):
+    y.append(o.param_groups[0]["lr"])
+    o.step()
+    schedule.step()
+"""
 EACH = pytest.mark.parametrize("name", SCHEDULES)
 
 
 def optimizer_of_rate(rate: float = BASE) -> SGDOptimizer:
     return SGDOptimizer([fl.param(np.ones(2))], rate)
+
+
+def made(name: str, optimizer: SGDOptimizer) -> Any:
+    return eval(SCHEDULES[name][0], {**vars(fl.optim), "o": optimizer, "more": {}})
 
 
 def rates(schedule: Any, of: Callable[[], float], steps: int) -> list[float]:
@@ -95,9 +82,8 @@ def rates(schedule: Any, of: Callable[[], float], steps: int) -> list[float]:
 
 @EACH
 def test_rates_are_those_of_the_published_formulas(name: str) -> None:
-    make, expected = SCHEDULES[name]
-    optimizer = optimizer_of_rate()
-    schedule = make(fl.optim, optimizer)
+    expected, optimizer = SCHEDULES[name][1], optimizer_of_rate()
+    schedule = made(name, optimizer)
     found = rates(schedule, lambda: optimizer.lr, STEPS)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     assert schedule.get_last_lr() == [optimizer.lr] == [schedule.last_lr]
@@ -105,22 +91,15 @@ def test_rates_are_those_of_the_published_formulas(name: str) -> None:
 
 
 @EACH
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # of torch 2.6 itself
-def test_rates_are_those_of_torch(name: str) -> None:
-    torch = pytest.importorskip("torch")
-    make, expected = SCHEDULES[name]
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], BASE)
-    schedule = make(torch.optim.lr_scheduler, optimizer)
-    optimizer.step()
-    found = rates(schedule, lambda: optimizer.param_groups[0]["lr"], STEPS)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+def test_rates_are_those_of_torch(name: str, oracle: Oracle) -> None:
+    code, expected = SCHEDULES[name]
+    np.testing.assert_allclose(oracle(TORCH.replace("MAKE", code))["y"], expected, rtol=1e-12)
 
 
 @EACH
 def test_a_run_goes_on_from_any_step_with_the_same_rates(name: str) -> None:
-    make, _ = SCHEDULES[name]
     first, again = optimizer_of_rate(), optimizer_of_rate(0.3)
-    one, other = make(fl.optim, first), make(fl.optim, again)
+    one, other = made(name, first), made(name, again)
     rates(one, lambda: first.lr, 6)
     other.load_state_dict(one.state_dict())
     assert again.lr == first.lr

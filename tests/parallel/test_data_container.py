@@ -1,7 +1,5 @@
 """A rank's share of any data: neighbouring elements, nobody's twice, usable like the data."""
 
-from __future__ import annotations
-
 import operator
 from itertools import chain
 from typing import Any

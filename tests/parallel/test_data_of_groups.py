@@ -1,7 +1,5 @@
 """Samplers, shares, meters and profiles of a group: its ranks take part, and no other rank."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -68,7 +66,8 @@ def use_epochs(rank: int, size: int, name: str) -> list[str]:
     state = data.state_dict()
     assert state == {"n": 10, "shuffle": True, "seed": 3, "epoch": 2, "consumed": 0}
     data.load_state_dict({**state, "consumed": 4})
-    left = fl.all_gather(np.array(samples(data)), group=group)
+    own = samples(data)
+    left = fl.all_gather(np.array(own), group=group)
     assert sorted(left) == sorted(epoch_order(10, 3, 2)[4:])
     differing = (
         lambda: make(seed=group.rank, group=group),
@@ -76,6 +75,7 @@ def use_epochs(rank: int, size: int, name: str) -> list[str]:
         lambda: data.load_state_dict({**state, "consumed": group.rank}),
     )
     errors = [raised(fl.errors.MismatchError, call) for call in differing]
+    assert (data.epoch, data.consumed, samples(data)) == (2, 10, own)  # as it was
     # Arguments that one rank refuses are an error on the other rank, too.
     error: type[Exception] = fl.errors.MismatchError if group.rank else ValueError
     for arguments in ({"seed": -1}, {"rank": 0, "size": 1}):

@@ -1,7 +1,5 @@
 """DistributedOptimizer: the same training as one rank with the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

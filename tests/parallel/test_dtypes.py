@@ -1,7 +1,5 @@
 """Data parallel training in every floating dtype."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A backward pass that raises on one rank: all ranks know at once, with the reason, and go on."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator

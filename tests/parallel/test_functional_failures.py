@@ -1,7 +1,5 @@
 """A backward pass that another rank does not run, or runs differently: an error, never a number."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable

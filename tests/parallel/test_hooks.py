@@ -1,7 +1,5 @@
 """Training with communication hooks: as good as without, or nearly; ranks never drift apart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Unequal numbers of batches: the same training as one process that weighs by samples."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The order in which leaves are added up: one tree, whoever has which leaf."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

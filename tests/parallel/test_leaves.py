@@ -1,10 +1,7 @@
 """Training leaf by leaf: the same bits on any number of ranks, and clear errors."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import random as numbers
-from flashlight_py.distributed.start import blas
 from tests.distributed.conformance import BACKENDS, ranks_in
 
 F = fl.autograd.functions
@@ -21,15 +17,7 @@ SLOW = [("shm", 4), ("gloo", 2), ("mpi", 3), ("hierarchical", 3)]
 ranks = ranks_in(("shm", 2), ("gloo", 3), ("hierarchical", 4), slow=SLOW)
 BATCHES = (37, 40, 5, 1)  # rows of global batches: also fewer than leaves
 STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """This process is a rank by itself here: let it have its random numbers and threads again."""
-    state = numbers.state_dict()
-    yield
-    numbers.load_state_dict(state)
-    blas.restore()
+pytestmark = pytest.mark.usefixtures("own_numbers")
 
 
 class Net(fl.nn.Module):

@@ -1,7 +1,5 @@
 """What spoils training leaf by leaf: clear errors, and nothing is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -9,7 +7,6 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +19,7 @@ from flashlight_py.distributed.start import blas
 from flashlight_py.parallel import agreement
 from tests.parallel.test_leaves import Net, backward, batch, optimizer_of
 
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """This process is a rank by itself here: let it have its random numbers and threads again."""
-    state = numbers.state_dict()
-    yield
-    numbers.load_state_dict(state)
-    blas.restore()
+pytestmark = pytest.mark.usefixtures("own_numbers")
 
 
 def small(leaves: int | None = 4, **how: Any) -> Any:

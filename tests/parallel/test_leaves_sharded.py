@@ -1,7 +1,5 @@
 """Leaves and sharding together: one model per host, and bits that no number of ranks changes."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

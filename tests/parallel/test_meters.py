@@ -1,7 +1,5 @@
 """Meters over ranks: as if one had seen everything, as often as one likes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Parameters without dimensions: what NumPy computes of them are scalars, which never change."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

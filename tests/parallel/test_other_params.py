@@ -1,7 +1,5 @@
 """Parameters that a module did not have when it was distributed: the next backward pass raises."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

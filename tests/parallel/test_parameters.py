@@ -1,7 +1,5 @@
 """Where ranks start, in which group, with which buffers, and what a rank keeps to itself."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Modules that compute again, trained on several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

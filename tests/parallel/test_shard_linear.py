@@ -1,7 +1,5 @@
 """Linear layers cut between ranks: the numbers of whole ones, in state dicts too."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

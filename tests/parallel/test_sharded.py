@@ -1,7 +1,5 @@
 """One model per host: the same training as data-parallel, with one copy of everything."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import mmap

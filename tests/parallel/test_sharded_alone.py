@@ -1,7 +1,5 @@
 """What a process by itself shows of a sharded module: marks, refusals, memory, protection."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Global batches in parts: the same batches, and the same training, for any number of ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

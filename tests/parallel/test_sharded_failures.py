@@ -1,7 +1,5 @@
 """Ranks that get out of step with a sharded module: every rank knows, before anything is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import time

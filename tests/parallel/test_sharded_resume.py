@@ -1,7 +1,5 @@
 """One checkpoint, and any number of ranks that go on from it, with or without sharding."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

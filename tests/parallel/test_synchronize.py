@@ -1,7 +1,5 @@
 """Trees over real ranks: everybody has the root's values, or nobody's tree has changed."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """TAGI on several ranks is TAGI on one with all the samples."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What DDPSequential makes of a network, and when the network must be wrapped anew."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

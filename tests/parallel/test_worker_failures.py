@@ -1,7 +1,5 @@
 """``DataParallel`` where something fails: errors name the worker, and nothing is left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -18,7 +16,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import RankFailedError
-from flashlight_py.parallel.workers.processes import end_dropped
+from flashlight_py.parallel.workers import end_dropped
 from tests.distributed import processes
 from tests.parallel.worker_modules import BE_KILLED, HANG, Net, rows, worker_pids
 

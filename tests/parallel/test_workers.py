@@ -1,7 +1,5 @@
 """``DataParallel``: what a wrapped module computes equals what it computes alone."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

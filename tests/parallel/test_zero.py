@@ -1,7 +1,5 @@
 """Sharding by gathering: the training of one process, with a part of everything on each rank."""
 
-from __future__ import annotations
-
 import copy
 import tracemalloc
 from pathlib import Path

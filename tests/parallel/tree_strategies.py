@@ -1,7 +1,5 @@
 """Any trees, by hypothesis; beside trees.py so that ranks need not import hypothesis."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from typing import Any
 

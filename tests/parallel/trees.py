@@ -1,7 +1,5 @@
 """Trees to synchronize, with everything in them."""
 
-from __future__ import annotations
-
 import array
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 """Modules for the tests of ``DataParallel``, where workers can import them from."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -321,7 +321,7 @@ def _connected(store: Store) -> Any:
     new = initialize.NewWorld(store, Settings())
     for step in initialize.STEPS[:-1]:
         step(new)
-    return new
+    return new.world, store
 
 
 class _Replayed(Store):

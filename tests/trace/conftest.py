@@ -1,7 +1,5 @@
 """Tests that start processes are checked for what they leave behind."""
 
-from __future__ import annotations
-
 import pytest
 
 

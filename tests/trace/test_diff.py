@@ -1,7 +1,5 @@
 """What the comparison of flight records says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The flight record is written when a call fails, when SIGUSR1 comes, and on every rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

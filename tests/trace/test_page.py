@@ -1,7 +1,5 @@
 """The page of a trace, by itself and in a real browser."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A profile holds every rank's calls, on one clock, and leaves no trace of itself."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Every verb of every backend is recorded: what, how much, from which line, and how it ended."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From calls to a Chrome trace: threads, waiting, overlap."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

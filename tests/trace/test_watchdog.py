@@ -1,7 +1,5 @@
 """A rank writes its record for its own reasons, and when another rank has had one."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

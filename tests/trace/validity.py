@@ -1,7 +1,5 @@
 """What Perfetto and Chrome ask of a trace."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -71,12 +71,11 @@ def conv2d(
 ) -> Variable:  # fmt: skip
     """Return the cross-correlation of images with ``weight``, plus ``bias``, a new variable.
 
-    ``y[n, o, i, j] = bias[o] + sum over c, p, q of weight[o, c, p, q] * x[n, c', i * stride +
-    p * dilation - padding, j * stride + q * dilation - padding]``, with zeros around the images;
-    ``c'`` is channel ``c`` of the group that ``o`` is in. float16 is computed in float32.
-
-    Kernels of 3 x 3 with stride 1 are computed by Winograd's F(2 x 2, 3 x 3) where there are 16
-    channels or more: an infinite element also makes neighbours of what it belongs to nan.
+    ``y[n, o, i, j] = bias[o] + sum over c, p, q of weight[o, c, p, q] * x[n, c', i * stride + p *
+    dilation - padding, j * stride + q * dilation - padding]``, with zeros around the images; ``c'``
+    is channel ``c`` of the group that ``o`` is in. float16 is computed in float32. Windows of 3 x 3
+    with stride 1 are computed by Winograd's F(2 x 2, 3 x 3) if there are 16 channels or more: an
+    infinite element also makes neighbours of what it belongs to nan.
 
     Args:
         x: shape ``[batch, channels, height, width]``.
@@ -88,8 +87,7 @@ def conv2d(
         groups: into how many the channels are divided, of which each makes its part of ``out``.
 
     Returns:
-        Shape ``[batch, out, (height + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1,
-        ...]``.
+        ``[batch, out, (height + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1, ...]``.
 
     Raises:
         ValueError: the shapes or options do not fit together, or the batch is empty.

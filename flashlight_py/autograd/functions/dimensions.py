@@ -12,25 +12,14 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
-from flashlight_py import kernels
+from flashlight_py import device, kernels
 from flashlight_py.autograd.engine import GradSink
 from flashlight_py.autograd.functions import elementwise
 from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, mul, slope_of_relu
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.precision import as_float32, as_half, here, real
 from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
-from flashlight_py.device import (
-    NARROW,
-    Array,
-    array_module,
-    bfloat16,
-    constant,
-    is_cupy,
-    is_floating,
-    narrowed,
-    total,
-    widened,
-)
+from flashlight_py.device import NARROW, Array, array_module, is_cupy, narrowed, total, widened
 
 Axis: TypeAlias = int | Sequence[int] | None
 
@@ -204,8 +193,8 @@ def astype(x: Input, dtype: Any) -> Variable:
     floating.
     """
     x = as_variable(x)
-    array = x.data.astype(bfloat16() if dtype == "bfloat16" else dtype)
-    if not is_floating(array.dtype):
+    array = x.data.astype(device.bfloat16() if dtype == "bfloat16" else dtype)
+    if not device.is_floating(array.dtype):
         return Variable(array)
     return record(array, (x, lambda grad: grad))
 
@@ -456,7 +445,7 @@ def _widening(slope: Vjp | None) -> Vjp:
 
 def _add_bias_and_relu(out: Array, bias: Variable | None) -> Vjp:
     """Make ``out`` the larger of ``out + bias`` and 0, in place; return the slope of the latter."""
-    zero = constant(0, out)
+    zero = device.constant(0, out)
     if bias is not None and is_cupy(out) and bias.data.dtype == out.dtype:
         kernels.add_bias_relu(out, bias.data)
     else:

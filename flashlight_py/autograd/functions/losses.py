@@ -261,8 +261,8 @@ def connectionist_temporal_classification(
 ) -> Variable:  # fmt: skip
     """Return the negative log probability of all alignments of the inputs with the targets.
 
-    Graves et al. (ICML 2006), in log space, the gradient by their forward and backward variables.
-    A target that no alignment has, being too long, has loss infinity and gradient 0.
+    Graves et al. (ICML 2006), in log space, the gradient by their forward and backward variables. A
+    target that no alignment has, being too long, has loss infinity and gradient 0.
 
     Args:
         log_probabilities: shape ``[batch, time, classes]``, as ``log_softmax`` returns it: the
@@ -278,8 +278,7 @@ def connectionist_temporal_classification(
 
     Raises:
         TypeError: targets or lengths are no integers.
-        ValueError: the shapes do not fit, a target or length is out of range, an empty batch, or an
-            unknown reduction.
+        ValueError: the shapes do not fit, something is out of range, or the batch is empty.
     """
     given = real(as_float32(log_probabilities))
     check_reduction(reduction)

@@ -10,14 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from flashlight_py.autograd import native
 from flashlight_py.autograd.functions.elementwise import as_variable, check_filled
-from flashlight_py.autograd.native import (
-    channels_last,
-    channels_second,
-    contiguous,
-    kernel,
-    record_jointly,
-)
+from flashlight_py.autograd.native import contiguous, kernel, record_jointly
 from flashlight_py.autograd.precision import as_float32, real
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, narrowed, widened
@@ -183,19 +178,19 @@ def _normalized(
     """
 
     def laid_out(array: Array) -> Array:
-        return contiguous(channels_last(array) if is_last else array)
+        return contiguous(native.channels_last(array) if is_last else array)
 
     def as_given(array: Array) -> Array:
-        return channels_second(array) if is_last else array
+        return native.channels_second(array) if is_last else array
 
     x = real(x)
     rows = laid_out(widened(x.data))
     of_kernel = "given_norm" if moments else name.replace("batch", "group")
-    native, xp, shape, dtype = kernel(of_kernel, rows), array_module(rows), rows.shape, rows.dtype
+    run, xp, shape, dtype = kernel(of_kernel, rows), array_module(rows), rows.shape, rows.dtype
     w, b, *moments = (_values(each, dtype) for each in (*given, *moments))
-    if native is not None:
+    if run is not None:
         saved = () if moments else (((count,), dtype),) * 2
-        found = native(((shape, dtype), *saved), sizes, (eps,), rows, w, b, *moments)
+        found = run(((shape, dtype), *saved), sizes, (eps,), rows, w, b, *moments)
         out, mean, variance = (found, *moments) if moments else found
     else:
         of_parameter = [1 if axis in others else n for axis, n in enumerate(parts)]
@@ -213,7 +208,7 @@ def _normalized(
 
     def back(grad: Array) -> tuple[Array, Array, Array]:
         grad, w = laid_out(widened(grad)), _values(given[0], dtype)
-        if native is not None:
+        if run is not None:
             made = (shape, dtype), *((inner, dtype),) * 2
             found: Any = kernel(f"{of_kernel}_back", rows)
             dx, dweight, dbias = found(made, sizes, (eps,), grad, rows, mean, variance, w)

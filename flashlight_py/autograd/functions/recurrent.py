@@ -38,7 +38,7 @@ def recurrent(
         x: shape ``[batch, time, features]``.
         weights: ``weight_ih [gates * hidden, features]``, ``weight_hh [gates * hidden, hidden]``,
             ``bias_ih`` and ``bias_hh``, both ``[gates * hidden]``.
-        state: the first ``h``, and for "lstm" ``c``, both ``[batch, hidden]``; zeros where absent.
+        state: the first ``h``, and for "lstm" ``c``, both ``[batch, hidden]``; zeros if absent.
         reverse: whether steps go from the last one to the first.
 
     Returns:

@@ -37,20 +37,19 @@ def new_group(
 ) -> ProcessGroup:
     """Make a group of some ranks of the world, or of ``group``.
 
-    Collective over the world (or ``group``), blocking: every rank calls it, with the same list,
-    also those that are not in it. Its collectives may be in flight together with those
-    of other groups. ``with`` closes it, as does ``close()``,
-    and the end of the world.
+    Collective over the world (or ``group``), blocking: every rank calls it with the same list, also
+    ranks that are not in it. Its collectives may be in flight together with those of other groups.
+    ``with``, ``close()`` and the end of the world close it.
 
     Args:
         ranks: ranks in the world (or ``group``), each once; their order is that of the new ranks.
-        group: the group that they belong to, default the world.
-        timeout: seconds that each collective and message of the new group may take, default those
-            of the group that it is made of; the same on every rank.
+        timeout: seconds for each collective and message of the new group, default the timeout of
+            the parent; the same on every rank.
+        group: the parent, default the world.
 
     Returns:
-        The group; on a rank that is not in it one with ``is_member`` False and ``rank`` -1, whose
-        verbs raise ValueError.
+        The group; on a rank that is not in it, a group with ``is_member`` False and ``rank`` -1,
+        whose verbs raise ValueError.
 
     Raises:
         ValueError: a rank is out of range or twice in the list, the list is empty, or ``timeout``
@@ -73,14 +72,13 @@ def split(
 ) -> ProcessGroup:
     """Make one group of all ranks that pass the same ``color``, for each color.
 
-    Collective over the world (or ``group``), blocking, as MPI_Comm_split. Ranks of a new group are
-    in the order of ``key``, then of their old ranks.
+    Collective over the world (or ``group``), blocking, like MPI_Comm_split. The ranks of a new
+    group are in the order of ``key``, then of their old ranks.
 
     Args:
-        color: any integer; None: this rank joins none, and gets a group that it is not in.
+        color: any integer; None: this rank joins no group, and gets one that it is not in.
         key: any integer.
-        group: the group that is split, default the world.
-        timeout: in seconds, as for :func:`new_group`; the same on every rank.
+        timeout, group: as for :func:`new_group`.
 
     Returns:
         This rank's new group; see :func:`new_group`.
@@ -112,13 +110,13 @@ def grid(
 ) -> Grid:
     """Give the ranks of the world, or of ``group``, their places in a Cartesian grid.
 
-    As MPI_Cart_create, without reordering; but nothing is sent, and no group is made.
+    Like MPI_Cart_create without reordering; but nothing is sent, and no group is made.
     ``shift(dim, +1)`` of the result names the neighbours along a dimension, for :func:`sendrecv`
-    and :class:`P2POp`: None, which is nobody there, at an edge.
+    and :class:`P2POp`: None, which is no rank there, at an edge.
 
     Args:
         shape: extents, whose product is the size of the group. None or -1 in place of some: they
-            are worked out, near each other and the larger ones first, as MPI_Dims_create does.
+            are computed, near each other and the larger ones first, like by MPI_Dims_create.
         periodic: whether the two ends of a dimension are neighbours: of all, or one for each.
         group: the process group, default the world.
 
@@ -238,10 +236,8 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
         CollectiveTimeoutError: a rank (named) did not arrive in time.
         DistributedError: as for :func:`all_reduce`.
     """
-    if (
-        timeout is None
-        and (world_fast.barrier if group is None else of(group).fast.barrier)() is None
-    ):
+    native = (world_fast if group is None else of(group).fast).barrier
+    if timeout is None and native() is None:
         return
     members = of(group)
     with refusing(members, BARRIER):

@@ -25,7 +25,7 @@ from flashlight_py.distributed.memory.memory_file import (
     needs_names,
     open_memory,
 )
-from flashlight_py.distributed.memory.memory_room import LITTLE, reserve
+from flashlight_py.distributed.memory.memory_room import LITTLE, reserve, shared_array
 from flashlight_py.distributed.memory.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import OutOfMemoryError, RankFailedError
@@ -66,9 +66,9 @@ def shared_empty(
         backend = members.backend()
         with members.journal.recording("shared_empty", like=(kind, extents)):
             if math.prod(extents) * kind.itemsize * backend.size < LITTLE:  # never refused
-                return backend.shared_empty(extents, kind)
+                return shared_array(backend, extents, kind)
             store = BackendStore(Steps(backend, "shared_empty"))
-            array: Array = made_together(store, lambda: backend.shared_empty(extents, kind))
+            array: Array = made_together(store, lambda: shared_array(backend, extents, kind))
             return array
 
 

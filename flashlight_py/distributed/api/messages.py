@@ -24,42 +24,38 @@ X = TypeVar("X")
 def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
-    That is when it has been copied, where it is small (up to 16 KB on a host) and the world has
-    one host; else, and with ``FLASHLIGHT_CHECKS=sync``, when it has been received.
+    A small array (up to 16 KB in a world of one host) may be changed when it has been copied. A
+    larger one, and every one with ``FLASHLIGHT_CHECKS=sync``, when it has been received.
 
     ``tag`` is a number from 0 to 2**31 - 1 that the receiver must ask for. Messages from one rank
-    to another are matched by tag; those under one tag in the order in which they were sent.
+    to another are matched by tag, and under one tag in the order in which they were sent.
 
     Raises:
         ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
         CollectiveTimeoutError: ``dst`` did not ask for it in time; names the tag that it asks for.
         MismatchError: ``dst`` receives another shape or dtype; raised on both, here by the next
-            call of the group where the send had ended.
+            call of the group if the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if (world_fast.collective if group is None else of(group).fast.collective)(
-        SEND.code, x, None, None, None, dst, tag, False
-    ) is NotImplemented:
+    native = (world_fast if group is None else of(group).fast).collective
+    if native(SEND.code, x, None, None, None, dst, tag, False) is NotImplemented:
         _message(send, x, dst, tag, group)
 
 
 def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: Group = None) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
-    Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
-    any rank, or in part.
-
     Args:
-        x: array to fill.
-        src: rank in the group; None: any other one. A message goes to the receive that was called
-            first of those that it fits, whether they name its sender or not; of messages that
-            have come before, a receive from any takes the oldest with ``tag`` of one rank, of
-            each in turn. :func:`irecv` tells the sender: ``work = fl.irecv(x, None)``,
-            ``work.wait()``, ``work.source``. All ranks must stay until it has ended.
+        x: array to fill, of the shape and dtype of the array that is sent.
+        src: rank in the group; None: any other one, for NumPy arrays. A message goes to the receive
+            that was called first of those that it fits. Of messages that have arrived before, a
+            receive from any rank takes the oldest of one rank, of each in turn. :func:`irecv` tells
+            the sender: ``work = fl.irecv(x, None)``, ``work.wait()``, ``work.source``. All ranks
+            must stay until it has ended.
         tag: a number from 0 to 2**31 - 1.
+        partial: for NumPy arrays: the message may have a shorter first dimension than ``x``; it
+            fills the first rows.
         group: the process group, default the world.
-        partial: what is sent may have a shorter first dimension than ``x``; it fills the first
-            rows.
 
     Returns:
         ``x``, or a new array of JAX; with ``partial`` the rows that were filled, a view of it.
@@ -67,31 +63,29 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
     Raises:
         ValueError: ``src`` is no other rank of the group, ``tag`` is out of range, or with
             ``partial`` the array has no dimension.
-        PeerLostError: ``src`` is gone, or where that is None any rank is and nothing else was sent.
+        PeerLostError: ``src`` is gone, or for None any rank is and no other message was sent.
         CollectiveTimeoutError: ``src`` did not send it in time; names the tag that it sends.
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        RECV.code, x, None, partial, None, src, tag, False
-    )
+    native = (world_fast if group is None else of(group).fast).collective
+    y = native(RECV.code, x, None, partial, None, src, tag, False)
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
 def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
-    As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
-    ``wait()`` has returned; the result is ``x``. A message to
-    this rank itself is copied at once. CuPy arrays are the exception: the call blocks until the
-    peer has called too, and an exchange needs :func:`sendrecv` or :func:`batch_isend_irecv`.
+    Like :func:`send`, at the same time as collectives and other messages. ``x`` must not change
+    until ``wait()`` has returned; the result is ``x``. A message to this rank itself is copied at
+    once. With CuPy arrays the call blocks until the peer has called too, and an exchange needs
+    :func:`sendrecv` or :func:`batch_isend_irecv`.
 
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        SEND.code, x, None, None, None, dst, tag, True
-    )
+    native = (world_fast if group is None else of(group).fast).collective
+    y = native(SEND.code, x, None, None, None, dst, tag, True)
     return _message(isend, x, dst, tag, group) if y is NotImplemented else y
 
 
@@ -100,17 +94,16 @@ def irecv(
 ) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 
-    As :func:`recv`, but it runs beside collectives and other messages. ``x`` must not be used
+    Like :func:`recv`, at the same time as collectives and other messages. ``x`` must not be used
     until ``wait()`` has returned what :func:`recv` returns; ``source`` of the ``Work`` is then the
-    rank that has sent. Receives under one tag, also those from any rank, are filled in the order of
-    the calls.
+    rank that has sent. Receives under one tag, also from any rank, are filled in the order of the
+    calls.
 
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        RECV.code, x, None, partial, None, src, tag, True
-    )
+    native = (world_fast if group is None else of(group).fast).collective
+    y = native(RECV.code, x, None, partial, None, src, tag, True)
     return _message(irecv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -127,21 +120,20 @@ def sendrecv(
     """Send ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
 
     Both at once, so that rings and exchanges need no order; blocks until both have ended. ``dst``
-    and ``src`` may be this rank itself, and ``out`` may share memory with ``x``. None in place of a
-    rank is nobody, as MPI's PROC_NULL: that half does nothing, and ``out`` stays as it is. So the
-    edges of a :func:`grid` need no case of their own.
+    and ``src`` may be this rank itself, and ``out`` may share memory with ``x``.
 
     Args:
         x: array to send.
-        dst: rank in the group that gets it; None: nobody.
+        dst: rank in the group that gets it; None: no rank, like MPI's PROC_NULL.
+        src: rank in the group that sends; None: no rank, and ``out`` stays as it is. So the edges
+            of a :func:`grid` need no case of their own.
         out: array to fill, of the shape and dtype that ``src`` sends.
-        src: rank in the group that sends it; None: nobody.
         tag: of what is sent.
         recv_tag: of what is received; default ``tag``.
         group: the process group, default the world.
 
     Returns:
-        ``out``, or a new array where it is one of JAX.
+        ``out``, or a new array of JAX.
 
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send` and :func:`recv`.
@@ -153,15 +145,14 @@ def sendrecv(
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
-    y = (world_fast.sendrecv if group is None else of(group).fast.sendrecv)(
-        x, dst, out, src, tag, other
-    )
+    native = (world_fast if group is None else of(group).fast).sendrecv
+    y = native(x, dst, out, src, tag, other)
     if y is not NotImplemented:
         return y
     members, both_ops = of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))
     ops = [op for op in both_ops if op.peer is not None]
     with refusing(members, "sendrecv", ops, [x, out]):
-        members.backend()  # a closed group has no neighbours, not even nobody
+        members.backend()  # raises if the group is closed
         both = [_prepare(members, "sendrecv", op, True) for op in ops]
         calls = [message.call for message in both]
         is_pair = len(both) == 2
@@ -181,11 +172,9 @@ def sendrecv(
 def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list[Any]]:
     """Begin several messages at once; the ``Work``'s result is the list of their arrays.
 
-    Every one is checked before any begins.
-
     Args:
-        ops: sends and receives, in any order; receives begin in that of the list. One whose
-            ``peer`` is None, nobody, does nothing, and its array stays as it is.
+        ops: sends and receives, all checked before any begins; receives begin in the order of the
+            list. One whose ``peer`` is None does nothing, and its array stays as it is.
         group: the process group, default the world.
 
     Raises:
@@ -193,7 +182,7 @@ def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list
         TypeError: one of ``ops`` is no ``P2POp``, or as for :func:`send`.
         DistributedError: as for :func:`send` and :func:`recv`.
     """
-    work: Work = (world_fast.sendrecv if group is None else of(group).fast.sendrecv)(ops)
+    work: Work = (world_fast if group is None else of(group).fast).sendrecv(ops)
     if work is not NotImplemented:
         return work
     members, ops = of(group), list(ops)
@@ -278,14 +267,12 @@ def _begin(members: Membership, call: Call) -> Work:
     """Begin one message of a NumPy array, or one to this rank itself."""
     if call.peer != members.rank:
         return members.run(call)
-    members.backend()  # a closed group takes no messages
+    members.backend()  # raises if the group is closed
     own, tag = members.messages_to_self, call.tag
     if call.verb is SEND:
         return members.journal.run([call], "send", lambda: own.send(call.array, tag))
     work = members.journal.run([call], "recv", lambda: own.recv(call.array, tag, call.partial))
-    if not call.is_open:
-        return work
-    return Then(work, lambda part: Matched(members.rank, part.shape[0]))
+    return Then(work, lambda part: Matched(members.rank, len(part))) if call.is_open else work
 
 
 def _home(members: Membership, message: _Message, work: Work) -> Any:

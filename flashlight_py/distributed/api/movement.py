@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     Group,
@@ -19,7 +20,6 @@ from flashlight_py.distributed.api.verb_call import (
 )
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.arrays import (
-    MOVED,
     WITH_TEXT,
     as_array,
     code_of,
@@ -51,12 +51,11 @@ _DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the s
 def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = False) -> X | Work[X]:
     """Send every rank the ``x`` of rank ``root``, in place.
 
+    ``group`` and ``async_op``, here and below, are those of :func:`all_reduce`.
+
     Args:
-        x: array of any dtype without objects; the same shape and dtype on every rank. Or a number,
-            as of :func:`all_reduce`.
+        x: array of any dtype without objects; the same shape and dtype on every rank. Or a number.
         root: rank in the group.
-        group: the process group, default the world.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
 
     Returns:
         ``x``, or the root's number; or the ``Work``. Blocks unless ``async_op``.
@@ -65,9 +64,8 @@ def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = Fals
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op
-    )
+    native = (world_fast if group is None else of(group).fast).collective
+    y = native(BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op)
     if y is not NotImplemented:
         return y
     return collective(group, BROADCAST, x, root=root, async_op=async_op)
@@ -79,28 +77,25 @@ def all_gather(
     """Join the ``x`` of all ranks along the first dimension, in rank order.
 
     Args:
-        x: array; the first dimension may differ between ranks, the others and the dtype must
-            not. A scalar-shaped array counts as one row. Left as it is. Or a list or tuple of
-            such arrays, of any shapes and dtypes, in the same order on every rank: all are checked
-            before any is sent.
-        out: array of shape ``(sum of first dimensions, *x.shape[1:])`` that is filled in place,
-            in place of a new one: large results are then not allocated anew in every call. It may
-            share memory with ``x``, which is copied then. A list where ``x`` is one.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the result.
-        group: the process group, default the world.
+        x: array, left as it is; the first dimension may differ between ranks, the others and the
+            dtype must not. A scalar-shaped array counts as one row. Or a list or tuple of arrays
+            of any shapes and dtypes, in the same order on every rank, all checked before any is
+            sent.
+        out: array of the result's shape that is filled instead of a new one, which saves the
+            allocation of large results; a list of them for a list. It may share memory with ``x``,
+            which is copied then.
 
     Returns:
         A new array of the kind of ``x``, of shape ``(sum of first dimensions, *x.shape[1:])``, or
-        ``out``; a list of them where ``x`` is one; or the ``Work``.
+        ``out``; for a list a list of them; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: ``out`` has another shape or dtype; where only its first dimension is wrong,
-            this is known when all have called, and the other ranks have their result.
+        ValueError: ``out`` has another shape or dtype. If only its first dimension is wrong, this
+            is raised after all ranks have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op
-    )
+    native = (world_fast if group is None else of(group).fast).collective
+    y = native(ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op)
     if y is not NotImplemented:
         return y
     return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
@@ -112,25 +107,20 @@ def gather(
     """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
 
     Args:
-        x: array; the first dimension may differ between ranks, the others and the dtype must
-            not. A scalar-shaped array counts as one row.
+        x: array, as for :func:`all_gather`.
         root: rank in the group that gets the result.
-        out: on ``root``, array that is filled in place, as for :func:`all_gather`; elsewhere not
-            looked at.
-        group: the process group, default the world.
-        async_op: return a ``Work`` at once; its ``wait()`` returns what this would.
+        out: on ``root``, array that is filled, as for :func:`all_gather`; ignored elsewhere.
 
     Returns:
-        On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])`` and of the kind
-        of ``x``, or ``out``; elsewhere None; or the ``Work``. Blocks unless ``async_op``.
+        On ``root`` a new array, as of :func:`all_gather`, or ``out``; elsewhere None; or the
+        ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        GATHER.code, x, out, "sum", 1.0, root, 0, async_op
-    )
+    native = (world_fast if group is None else of(group).fast).collective
+    y = native(GATHER.code, x, out, "sum", 1.0, root, 0, async_op)
     if y is not NotImplemented:
         return y
     return collective(group, GATHER, x, root=root, out=out, async_op=async_op)
@@ -147,24 +137,23 @@ def scatter(
 ) -> Array | Work[Array]:
     """Send each rank its part of what rank ``root`` has.
 
-    The other ranks need not know what arrives: dtype and shape travel along. CuPy arrays are the
-    exception: the other ranks pass ``out``, which shows that a GPU is meant.
-    ``async_op`` and ``group`` are those of :func:`all_reduce`.
+    Dtype and shape travel along, so the other ranks need not know them. For CuPy arrays the other
+    ranks pass ``out``, which shows that a GPU is meant.
 
     Args:
         xs: on ``root`` a list or tuple with one array per rank, all of one shape (at most eight
             dimensions) and dtype, or one array whose first dimension is cut into equal parts; with
-            ``rows`` first dimensions may differ. On the other ranks its kind alone is looked at.
+            ``rows`` first dimensions may differ. On the other ranks only its kind counts.
         root: rank in the group.
-        out: array that is filled in place, in place of a new one. It may share memory with what
-            the root passes, which is copied then.
-        rows: how many rows of the first dimension rank 0, 1, ... gets, where parts are unequal; the
-            same on every rank. The ranks compare them first, so that even with ``async_op`` the
-            call blocks until every rank has called.
+        out: array that is filled instead of a new one. It may share memory with what the root
+            passes, which is copied then.
+        rows: number of rows of the first dimension for each rank, if the parts are unequal; the
+            same on every rank. The ranks compare them first, so that the call blocks until every
+            rank has called, also with ``async_op``.
 
     Returns:
-        This rank's part, a new array of the kind of ``xs`` (of NumPy where that is None), or
-        ``out``; or the ``Work``. Blocks unless ``async_op``.
+        This rank's part, a new array of the kind of ``xs`` (of NumPy for None), or ``out``; or the
+        ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``root`` is no rank of the group, or what it passes cannot be cut so, or does
@@ -174,9 +163,8 @@ def scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if rows is None:
-        y = (world_fast.collective if group is None else of(group).fast.collective)(
-            SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op
-        )
+        native = (world_fast if group is None else of(group).fast).collective
+        y = native(SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op)
         if y is not NotImplemented:
             return y
     members = of(group)
@@ -202,31 +190,28 @@ def all_to_all(
     group: Group = None,
     async_op: bool = False,
 ) -> Array | tuple[Array, list[int]] | Work[Array]:
-    """Send each rank a part of ``x`` and join what each sends, in rank order.
+    """Send each rank a part of ``x``, and join what all ranks send here, in rank order.
 
     Args:
         x: array whose first dimension is cut into equal parts, one per rank; left as it is. Shape
             and dtype must be the same on every rank; with ``rows`` the first dimension may differ.
-            Or a list with a NumPy array for each rank, of any shapes and dtypes, on every rank;
+            Or on every rank a list with a NumPy array for each rank, of any shapes and dtypes;
             without ``rows`` and ``return_rows``.
-        rows: how many rows rank 0, 1, ... gets, where parts are unequal. All ranks pass it or
-            none does; what it holds may differ. They exchange it first, so that even with
-            ``async_op`` the call blocks until every rank has called.
-        out: array that is filled in place, as for :func:`all_gather`; a list of them if ``x`` is
-            one.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the result.
-        group: the process group, default the world.
-        return_rows: return how many rows each rank has sent here as well. Ranks may differ in it.
+        out: array that is filled, as for :func:`all_gather`; a list of them for a list.
+        rows: number of rows for each rank, if the parts are unequal. All ranks pass it or none
+            does; the numbers may differ. The ranks exchange them first, so that the call blocks
+            until every rank has called, also with ``async_op``.
+        return_rows: also return how many rows each rank has sent here. Ranks may differ in it.
 
     Returns:
-        A new array of the kind of ``x``, of its shape when parts are equal, or ``out``; a list of
-        new arrays, what each rank has sent here, or ``out``, if ``x`` is a list; with
-        ``return_rows`` a pair of it and the list of rows that rank 0, 1, ... sent; or the ``Work``.
+        A new array of the kind of ``x``, of its shape if parts are equal, or ``out``; for a list
+        new arrays, one from each rank, or ``out``; with ``return_rows`` a pair of it and the list
+        of rows that each rank sent; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: the first dimension cannot be cut so, ``rows`` are no integers of which there is
-            one for each rank, or ``out`` does not fit. If only what other ranks send does not fit,
-            this is known when all have called, and the other ranks have their result.
+        ValueError: the first dimension cannot be cut so, ``rows`` is not one integer for each rank,
+            or ``out`` does not fit. If only what other ranks send does not fit, this is raised
+            after all ranks have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
 
     Example:
@@ -235,9 +220,8 @@ def all_to_all(
     """
     if not return_rows:
         parts: Any = "sum" if rows is None else rows
-        y = (world_fast.collective if group is None else of(group).fast.collective)(
-            ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op
-        )
+        native = (world_fast if group is None else of(group).fast).collective
+        y = native(ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op)
         if y is not NotImplemented:
             if rows is not None and y is not out is not None:
                 members = of(group)

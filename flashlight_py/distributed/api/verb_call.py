@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import (
     LOGICAL,
-    MOVED,
     Terms,
     as_array,
     check_reduction,
@@ -40,7 +40,7 @@ from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, retu
 from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
-from flashlight_py.distributed.work import AllOf, Done, Then, Work
+from flashlight_py.distributed.work import AllOf, Then, Work
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.tracebacks import words_of
 
@@ -269,8 +269,6 @@ def finish(
         return group.keep(Then(work, lambda value: arrived(value, space, back)))
     if space.array is None and kind_of(space.given) is OTHER:
         return work
-    if isinstance(work, Done):
-        return Done(arrived(work.wait(), space, back))
     return Then(work, lambda value: arrived(value, space, back))
 
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
+from flashlight_py._native import codes
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call_site import call_site
 from flashlight_py.distributed.failures.journal import CALLERS, not_begun
 from flashlight_py.errors import DistributedError
 
-SITE_BYTES = 255  # and a zero: the text of an fl_site
+SITE_BYTES = codes.SITE_BYTES - 1  # without the zero behind the text
 
 
 class Callers:

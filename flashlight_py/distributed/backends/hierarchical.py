@@ -33,6 +33,7 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.agreement import Agreement, Load, between_hosts
 from flashlight_py.distributed.failures.wording import names
+from flashlight_py.distributed.memory.memory_room import shared_array
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -199,20 +200,20 @@ class HierarchicalBackend(Backend):
         self._agreement.runs_ahead()  # a local peer may wait for its part from another host
         return result
 
-    def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array in the memory of this rank's host; see ``Backend``."""
+    def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
+        """Return an array in the memory of this rank's host; see ``shared_arrays``."""
         call = Call(BARRIER, part_of=f"shared_empty({dtype} {shape})")
 
         def inside() -> Array | MemoryError:
             try:
-                return self._inside.shared_empty(shape, dtype)
+                return shared_array(self._inside, shape, dtype)
             except MemoryError as error:  # which need not end the group
                 return error
 
         array: Array | MemoryError = self._start(call, inside).wait()
         if isinstance(array, MemoryError):
             raise array
-        return array
+        return [array]
 
     def _refuse(self, call: Call) -> Work:
         """Have the others raise. Without checks that ends the group."""

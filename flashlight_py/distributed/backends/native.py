@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import _native
+from flashlight_py._native import codes
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import (
@@ -26,7 +28,6 @@ from flashlight_py.distributed.backends.callers import (
 )
 from flashlight_py.distributed.backends.native_errors import (
     NAMED,
-    SHAPE,
     call_in_words,
     failure,
     names_seen,
@@ -42,7 +43,6 @@ from flashlight_py.distributed.backends.native_work import (
     light_work,
 )
 from flashlight_py.distributed.calls.arrays import (
-    MOVED,
     code_of,
     name_of,
     number_of,
@@ -51,13 +51,12 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
+from flashlight_py.distributed.calls.fast_path import CallJournal, EntryPoints, FastPath, dropped
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import (
     NATIVE,
     OBJECTS,
     SENDRECV,
-    Journal,
     Ring,
     forked,
 )
@@ -90,7 +89,7 @@ class Describer(threading.local):
     """
 
     def __init__(self, native: ModuleType) -> None:
-        self._ffi, self._lib = native.ffi, native.lib
+        self._ffi = native.ffi
         self.signature = self._ffi.new("fl_signature *")
 
     def describe(self, call: Call, like: Array | None, code: int, root: int) -> str:
@@ -99,13 +98,13 @@ class Describer(threading.local):
         Behind the dimensions stands the number of a dtype that the library does not know. The
         result, empty else, is its name, or a barrier's, to go with the call in front of its line.
         """
-        signature, lib, name = self.signature, self._lib, ""
+        signature, name = self.signature, ""
         if like is None:
             signature.verb, signature.op, signature.root = code, call.op, root
-            signature.dtype = call.compared * lib.FL_COMPARED
+            signature.dtype = call.compared * codes.COMPARED
             signature.itemsize = signature.count = 0
-            known = lib.FL_ANY if call.finds_shape else 0
-            signature.ndim = lib.FL_REFUSED if call.refusal else known
+            known = codes.ANY if call.finds_shape else 0
+            signature.ndim = codes.REFUSED if call.refusal else known
             name = f"{SHUTDOWN}{NAMED}" if call.part_of == SHUTDOWN else name
         else:
             holds, shape = call.holds, like.shape
@@ -118,7 +117,7 @@ class Describer(threading.local):
                 names_seen[number], name = text, f"{text}{NAMED}"
                 shape = (*shape, number)
             if call.compared:
-                dtype |= lib.FL_COMPARED | is_cupy(like) * lib.FL_ON_GPU
+                dtype |= codes.COMPARED | is_cupy(like) * codes.ON_GPU
             size = like.size, 0 if call.compared else like.itemsize
             signature[0] = _outlined(self._ffi, shape, *size, code, dtype, call.op, root)[0]
         signature.scale = call.scale
@@ -133,11 +132,11 @@ def _outlined(ffi: Any, shape: tuple[int, ...], count: int, itemsize: int, *numb
     signature = ffi.new("fl_signature *")
     signature.verb, signature.dtype, signature.op, signature.root = numbers
     signature.itemsize, signature.count, signature.ndim = itemsize, count, len(shape)
-    if len(shape) > SHAPE:  # the last is a hash of all from there on
+    if len(shape) > codes.DIMENSIONS:  # the last is a hash of all from there on
         number = 0
-        for extent in shape[SHAPE - 1 :]:
+        for extent in shape[codes.DIMENSIONS - 1 :]:
             number = number * 1099511628211 + extent
-        shape = (*shape[: SHAPE - 1], number & (2**63 - 1))
+        shape = (*shape[: codes.DIMENSIONS - 1], number & (2**63 - 1))
     signature.shape[0 : len(shape)] = shape
     return signature
 
@@ -148,7 +147,7 @@ class NativeBackend(Backend):
     ``timeout`` is in seconds.
     """
 
-    journal: Journal | None = None  # of the group that has this backend
+    journal: CallJournal | None = None  # of the group that has this backend
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
     finds_shape = True
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
@@ -173,7 +172,7 @@ class NativeBackend(Backend):
         self._step: EntryPoints | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
 
-    def bind(self, journal: Journal) -> FastPath:
+    def bind(self, journal: CallJournal) -> FastPath:
         """Let native code read plain arrays by itself; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
@@ -189,7 +188,7 @@ class NativeBackend(Backend):
         result = path.collective(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
         return super().step(verb, array, seconds) if result is NotImplemented else result
 
-    def _bound(self, fast: Any, ring: Ring) -> EntryPoints:
+    def _bound(self, fast: Any, ring: Ring | CallJournal) -> EntryPoints:
         fast.verbs(FLAGS)
         group = self._open("bind")
         self._callers.of_native = ring.header
@@ -279,7 +278,7 @@ class NativeBackend(Backend):
         if handle:
             work = self._wrapped(handle, verb, arrays, root, self.timeout)
             work.id, work.number = place, number
-        if verb == self.lib.FL_RECV:
+        if verb == codes.RECV:
             work.source = peer
         return work
 
@@ -289,9 +288,9 @@ class NativeBackend(Backend):
         """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
         x, out, made, *_ = arrays
         result = made
-        if made is None and (NATIVE[verb] in OBJECTS or verb == self.lib.FL_SCATTER):
+        if made is None and (NATIVE[verb] in OBJECTS or verb == codes.SCATTER):
             result = GATHERED if NATIVE[verb].ragged else SCATTERED
-        elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
+        elif made is not None and verb in (codes.ALL_GATHER, codes.GATHER):
             result = GATHERED
         name, op = NATIVE[verb].name, self.ffi.cast("fl_op *", handle)
         work = NativeWork(self, name, op, arrays, seconds, result, x, out, root, made)
@@ -314,7 +313,7 @@ class NativeBackend(Backend):
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
         call, group = self.ffi.new("fl_signature *"), self.group
         ahead = group is not None and self.lib.fl_is_ahead(group, rank, call) > 0
-        return call_in_words(self.lib, call) if ahead else ""
+        return call_in_words(call) if ahead else ""
 
     def _launch(
         self,

@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
+from flashlight_py._native import codes
+from flashlight_py._native.codes import DTYPES, MOVED
+from flashlight_py.distributed.calls.arrays import LEAST_NUMBER
 from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, composed, in_words
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort
@@ -36,7 +38,6 @@ from flashlight_py.errors import (
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native import NativeBackend
 
-SHAPE = 8  # dimensions that a signature has room for
 NAMED = "\n"
 """The end of a name of a dtype or a barrier, in front of the line of the call."""
 names_seen: dict[int, str] = {}
@@ -153,7 +154,7 @@ def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> M
     }
     newest = max(signature.sequence for _, signature in known.values())
     ago, which = lib.fl_op_calls_ago(handle), ""
-    senders = [rank for rank, (_, signature) in known.items() if signature.verb == lib.FL_SEND]
+    senders = [rank for rank, (_, signature) in known.items() if signature.verb == codes.SEND]
     if senders:
         receiver = next(rank for rank in known if rank != senders[0])
         which = f"message {newest} from rank {senders[0]} to rank {receiver}"
@@ -165,19 +166,18 @@ def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> M
 
 def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: Any) -> str:
     """Say what ``rank`` called, and where, if that is known; of a call that it refused also why."""
-    lib = backend.lib
-    site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
-    if site and signature.ndim == lib.FL_REFUSED:
+    site = backend.ffi.string(backend.lib.fl_op_site(handle, rank)).decode(errors="replace")
+    if site and signature.ndim == codes.REFUSED:
         return str(site)
     name, _, site = site.rpartition(f"{NAMED} at ")
-    return call_in_words(lib, signature, name) + (f" at {site}" if site else "")
+    return call_in_words(signature, name) + (f" at {site}" if site else "")
 
 
 def _apart(where: str, backend: NativeBackend, handle: Any, theirs: str, limit: str) -> str:
     """Say that this rank has waited for ranks that called ``theirs`` in other groups."""
     signatures, mine = backend.lib.fl_op_signatures(handle), f"{backend.name} waits for a message"
     if signatures != backend.ffi.NULL:
-        call = call_in_words(backend.lib, signatures[backend.rank])
+        call = call_in_words(signatures[backend.rank])
         mine = f"this rank called {call} as rank {backend.rank} of a group of {backend.size}"
     return (
         f"{where}: the ranks called verbs of different groups: {mine}; {theirs}. They waited "
@@ -192,7 +192,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
         return ""  # a message: its tags were reported
     mine = signatures[backend.rank]
     extra = mine.sequence - number if number else 0  # steps, which users do not count
-    found = [f"Call {mine.sequence - extra} of this group is {call_in_words(lib, mine)}"]
+    found = [f"Call {mine.sequence - extra} of this group is {call_in_words(mine)}"]
     for rank in missing[:MOST_RANKS]:
         who = f"rank {backend.numbers[rank]}"
         theirs, ago = signatures[rank], f"{lib.fl_op_age(handle, rank):.1f} s ago"
@@ -235,11 +235,11 @@ def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
     return ""
 
 
-def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
+def call_in_words(signature: Any, name: str = "") -> str:
     """Write a signature as the call that it stands for; ``name`` is its dtype's, or a barrier's."""
-    if signature.ndim == lib.FL_REFUSED:
+    if signature.ndim == codes.REFUSED:
         return "something, and refused its arguments"
-    if signature.ndim == lib.FL_WITHDRAWN:
+    if signature.ndim == codes.WITHDRAWN:
         return f"{_VERBS[signature.op].name}, and raised the error of an earlier call instead"
     if signature.part_of:
         return composed(COMPOSED[signature.part_of - 1], signature.root)
@@ -249,20 +249,20 @@ def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
     rows = ""
     if signature.verb == verb.uneven:  # of a reduction a number that is equal where the rows are
         rows = f"#{root:x}" if verb.reduces else "..."
-    known = verb is not BARRIER and signature.ndim != lib.FL_ANY
-    about = _array(lib, signature, name) if known else ""
+    known = verb is not BARRIER and signature.ndim != codes.ANY
+    about = _array(signature, name) if known else ""
     return in_words(verb, about, ReduceOp(signature.op), signature.scale, root, root, rows)
 
 
-def _array(lib: Any, signature: Any, name: str) -> str:
-    ndim, code = signature.ndim, signature.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
-    last = signature.shape[ndim - 1] if 0 < ndim <= SHAPE else 0
+def _array(signature: Any, name: str) -> str:
+    ndim, code = signature.ndim, signature.dtype & ~(codes.COMPARED | codes.ON_GPU)
+    last = signature.shape[ndim - 1] if 0 < ndim <= codes.DIMENSIONS else 0
     if code == MOVED or name or last >= LEAST_NUMBER:  # its number is behind its dimensions
         name, ndim = name or names_seen.get(last, f"dtype #{last:x}"), ndim - 1
-    extents = [str(signature.shape[d]) for d in range(min(ndim, SHAPE))]
-    if signature.ndim > SHAPE:
+    extents = [str(signature.shape[d]) for d in range(min(ndim, codes.DIMENSIONS))]
+    if signature.ndim > codes.DIMENSIONS:
         # In its place is a hash of what follows: it shows that shapes differ there.
-        folded = signature.shape[SHAPE - 1] & 0xFFFFFFFF
+        folded = signature.shape[codes.DIMENSIONS - 1] & 0xFFFFFFFF
         extents[-1] = f"... #{folded:x}, {ndim} dimensions"
-    where = "cupy " if signature.dtype & lib.FL_ON_GPU else ""
+    where = "cupy " if signature.dtype & codes.ON_GPU else ""
     return array_in_words(f"{where}{name or DTYPES[code]}", extents)

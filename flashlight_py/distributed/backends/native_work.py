@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashlight_py._native import codes
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.calls.arrays import (
-    MOVED,
     WITH_TEXT,
     dtype_of_code,
     length,
@@ -155,18 +156,18 @@ class NativeWork(Work):
 
     def _compared(self) -> Any:
         """Return what ``Call.compared`` asks for; of a message its number."""
-        lib, size, signatures = self._lib, self._backend.size, self._signatures()
+        size, signatures = self._backend.size, self._signatures()
         if signatures == self._backend.ffi.NULL:
             return None
         verb = signatures[self._backend.rank].verb
-        if verb in (lib.FL_SEND, lib.FL_RECV):  # the sender counts
+        if verb in (codes.SEND, codes.RECV):  # the sender counts
             return max(signatures[rank].sequence for rank in range(size))
         if verb not in _WITH_SHAPES:
             return None
         if verb != SCATTER.code:
             return [signatures[rank].shape[0] for rank in range(size)]
         sent = signatures[self._root]
-        code = sent.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
+        code = sent.dtype & ~(codes.COMPARED | codes.ON_GPU)
         if code == MOVED:
             return WITH_TEXT, (sent.count,)
         return dtype_of_code(code), tuple(sent.shape[0 : sent.ndim])

@@ -53,15 +53,13 @@ class ShmBackend(NativeBackend):
     kind = DistributedBackend.SHM
     path = "shared memory"
     asks_for_sites = True
-    compares_ahead = True
-    packed_bytes = 8 << 10
-    packed_bytes_async = 0  # to begin a call takes no longer than to copy its array
+    packed_bytes = 8 << 10, 0  # to begin a call takes no longer than to copy its array
     steps = ("fl_begin", "fl_ready", "fl_finish", "fl_post", "fl_deliver")
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
         native = _native.load("shm")
         super().__init__(native, store, timeout)
-        self.hosts = [range(self.size)]  # they share memory
+        self.hosts = [range(self.size)]
         self._named = needs_names(store.spaces)
         self._kin = store.near if store.near and min(store.near.ranks) >= 0 else None
         self.memory = self
@@ -93,6 +91,7 @@ class ShmBackend(NativeBackend):
         return self._owned(group)
 
     def look_back(self, name: str, seconds: float) -> bool:
+        """Compare the calls that this rank made ahead; see ``ComparesAhead``."""
         group = self.group
         if group is None:
             return True  # it has ended, and whoever waits raises why
@@ -102,17 +101,12 @@ class ShmBackend(NativeBackend):
             NativeWork(self, name, handle, (), seconds).wait()
         return not is_behind[0]
 
-    def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array, not initialised, in memory that all ranks have mapped. Collective.
-
-        Ordinary memory where the shared one is too small, on every rank, with a warning; an
-        OutOfMemoryError on every rank where that is, too.
-        """
-        arrays = self.shared_by_all(shape, dtype)
-        return arrays[self.rank if len(arrays) > 1 else 0]
-
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
-        """Return the array of each rank, in memory that all have mapped; see ``Backend``."""
+        """Return the array of each rank, in memory that all have mapped; see ``shared_arrays``.
+
+        If there is not enough shared memory, every rank warns and gets ordinary memory. If there is
+        not enough of that, every rank raises OutOfMemoryError.
+        """
         count = math.prod(shape)
         stride = max(_PAGE, -(-count * dtype.itemsize // _PAGE) * _PAGE)
         store = BackendStore(Steps(self, "shared_empty"))

@@ -9,9 +9,8 @@ from flashlight_py.distributed.backends.native_work import light_work
 from flashlight_py.distributed.calls.arrays import require_length, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.call_site import folders
-from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
+from flashlight_py.distributed.calls.fast_path import CallJournal, EntryPoints, FastPath, dropped
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.verbs import SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Work
 
@@ -52,7 +51,7 @@ class SingleBackend(Backend):
     def close(self) -> None:
         """Nothing is held."""
 
-    def bind(self, journal: Journal) -> FastPath:
+    def bind(self, journal: CallJournal) -> FastPath:
         """Let native code do what needs no other rank; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
@@ -61,6 +60,6 @@ class SingleBackend(Backend):
         functions = fast.bind(
             *(0, None, 0, 1, 0.0, (0,) * 12, (None,) * 3),
             (AllOf, None, light_work(fast), {}),
-            *(journal.memory, journal.notes, folders(), set(), (dropped,)),
+            *(journal.memory, journal.notes, folders(), set(), ([], dropped)),
         )
         return EntryPoints(*functions)

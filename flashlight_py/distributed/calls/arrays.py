@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashlight_py._native import codes
+from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, array_module, bfloat16, is_cupy, is_floating
 from flashlight_py.distributed.calls.kinds import BFLOAT16_BYTES, copy_to_fill, is_of, kind_of
 from flashlight_py.distributed.constants import ReduceOp
-
-
-def _name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
 
 ACCEPTED = (
     "numpy.ndarray, cupy.ndarray, torch.Tensor, jax.Array, flashlight_py.Variable or an array with "
@@ -29,19 +26,11 @@ ACCEPTED = (
     "scatter, all_to_all, messages), of any dtype without objects; min and max take dates"
 )
 
-# In the order of csrc/reduce/reduce.h. bfloat16 is recognised by its name: NumPy knows it only once
-# ml_dtypes has been imported, by whoever made the array.
-DTYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "longdouble"),
-    *("complex64", "complex128", "clongdouble"),
-)
+# bfloat16 is recognised by its name: NumPy knows it only once ml_dtypes has been imported.
+DTYPES = codes.DTYPES
 _CODES = {name: code for code, name in enumerate(DTYPES)}
 for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
     _CODES[np.dtype(name).name] = _CODES[name]
-
-MOVED = len(DTYPES)
-"""The code of every other dtype: verbs move it as bytes, and ranks compare its ``number_of``."""
 
 _LONG_NAME = 128  # of a dtype, beside which the line of a call is shown
 _SEEN = 1024  # dtypes that are remembered; a program has few, unless it makes them of its data
@@ -71,10 +60,6 @@ _OPS: dict[object, ReduceOp] = {
     if known is not None
 }
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
-_IDENTITIES = dict.fromkeys(
-    (ReduceOp.SUM, ReduceOp.OR, ReduceOp.XOR, ReduceOp.LOR, ReduceOp.LXOR), 0
-)
-_IDENTITIES |= dict.fromkeys((ReduceOp.PROD, ReduceOp.LAND), 1)
 _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
 # Logical operations are these of truth values, which they reduce as bytes: no kernels of their own
 # on any backend, and an eighth of the bytes.
@@ -86,8 +71,8 @@ def as_array(
 ) -> Array:
     """Return the array that ``value`` is or holds, sharing its memory.
 
-    NumPy's may be ``of_any_dtype`` without objects, where nothing is computed with it. ``anew``: of
-    a kind that cannot be written to it is a copy, of which ``kinds.returned`` makes a new one.
+    ``of_any_dtype``: NumPy arrays may have any dtype without objects, as nothing is computed.
+    ``anew``: return a copy of an immutable one, of which ``kinds.returned`` makes a new one.
 
     Raises:
         TypeError: ``value`` is no array, or of a dtype that cannot be sent.
@@ -104,7 +89,7 @@ def as_array(
         return copy_to_fill(array)
     if is_filled and (is_cupy(array) or array.flags.writeable):
         return array
-    it = "the array" if array is value else f"this {_name(value)}"
+    it = "the array" if array is value else f"this {_class_of(value)}"
     raise ValueError(
         f"{verb} works in place and {it} is read-only (shape {array.shape}, dtype "
         f"{array.dtype}); pass a copy, np.array(x)"
@@ -147,7 +132,7 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
         view = read(held)
     except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
-            f"{verb} cannot use this {_name(held)} without a copy: {error}; pass a copy that "
+            f"{verb} cannot use this {_class_of(held)} without a copy: {error}; pass a copy that "
             "NumPy can hold, x = np.array(...)"
         ) from error
     if view is None:
@@ -156,6 +141,10 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
             f"is a {ACCEPTED}"
         )
     return view
+
+
+def _class_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _advice(verb: str, value: Any) -> str:
@@ -296,26 +285,27 @@ def parse_op(verb: str, op: object) -> ReduceOp:
 
 def identity_of(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
     """Return the value that changes no other one by ``op``; None: the dtype has none."""
-    if op in _IDENTITIES:
-        return _IDENTITIES[op]
-    if dtype.kind == "b":
-        return op is not ReduceOp.MAX
+    if op is ReduceOp.AVG or dtype.kind in "mM":
+        return None
+    if op not in _EXTREMES:
+        return np.array(UFUNCS[op.name.lower()].identity).astype(dtype)[()]
     is_least = op is ReduceOp.MAX
-    if dtype.kind in "iu" and op is not ReduceOp.AVG:
-        info = np.iinfo(dtype)
-        return -1 if op is ReduceOp.AND and info.min else info.min if is_least else info.max
-    return (-math.inf if is_least else math.inf) if op in _EXTREMES and is_floating(dtype) else None
+    if dtype.kind == "b":
+        return not is_least
+    if is_floating(dtype):
+        return -math.inf if is_least else math.inf
+    info = np.iinfo(dtype)
+    return info.min if is_least else info.max
 
 
 def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float) -> float:
     """Return ``scale`` as a float, if ``op`` and ``scale`` mean something for ``dtype``.
 
     Raises:
-        TypeError: op does not exist for this dtype (sum of bool, min of complex, average of
-            integers, bits of floats, anything but min and max of dates), or scale is no real
-            number.
-        ValueError: scale is not finite, would give fractions in an integer array, or is not 1
-            where the result is no number.
+        TypeError: ``dtype`` has no such op (sum of bool, min of complex, average of integers, bits
+            of floats, anything but min and max of dates), or scale is no real number.
+        ValueError: scale is not finite, would give fractions in an integer array, or is not 1 for a
+            result that is no number.
     """
     if isinstance(scale, complex) or not hasattr(scale, "__float__"):
         raise TypeError(f"{verb}: scale must be a real number, got {type(scale).__name__}")
@@ -385,9 +375,9 @@ class Terms(NamedTuple):
 def pack_terms(array: Array, op: ReduceOp) -> Terms:
     """Return what a backend reduces in place of ``array`` by ``op``.
 
-    That is ``array`` packed; of logical operations its truth values; of dates their numbers, whose
-    order has "not a time" at the end that wins: it is the least number, and for a maximum all are
-    less by one, which wraps around.
+    That is ``array`` packed; for logical operations its truth values; for dates their numbers. Not
+    a time is the least number and wins: for a maximum all numbers are reduced by one, so that it
+    wraps around to the largest.
     """
     packed = pack(array)
     if array.dtype.kind in "mM":

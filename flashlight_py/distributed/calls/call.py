@@ -83,8 +83,8 @@ class Call:
             compare by itself and may use arrays on a GPU. If shapes may differ, the result is the
             first dimension of every rank; for a scatter, the dtype and shape of a part on the root;
             for other verbs None.
-        is_ahead: whether a comparison ends before the other ranks join, in a backend that
-            ``compares_ahead``; ``Backend.look_back`` compares it later.
+        is_ahead: whether a comparison ends before the other ranks join, in a backend of
+            the kind ``ComparesAhead``, which compares it later.
         holds: the dtype and shape that ``array`` represents, if they differ from its own: dates are
             reduced as integers, and parts of a scatter may carry their dtype.
         refusal: the reason why this rank rejects its arguments. The rank joins the call, so that

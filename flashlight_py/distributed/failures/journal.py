@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.distributed.calls.arrays import DTYPES
+from flashlight_py._native import codes
+from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.call_site import Instruction, line_of, place_of_caller
 from flashlight_py.distributed.constants import ReduceOp
@@ -26,18 +27,17 @@ from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 
-SENDRECV = Verb("sendrecv", 32, ("tag",), "result")  # its code is that of csrc/fast/ring.h
-# Likewise; they are in the order of ``COMPOSED`` (call.py).
-BROADCAST_OBJECT = Verb("broadcast_object", 33, ("root",), "result")
-ALL_GATHER_OBJECT = Verb("all_gather_object", 34, (), "result", ragged=True)
-GATHER_OBJECT = Verb("gather_object", 35, ("root",), "root's result", ragged=True)
-SCATTER_OBJECT = Verb("scatter_object", 36, ("root",), "result")
+SENDRECV = Verb("sendrecv", codes.SENDRECV, ("tag",), "result")
+# These are in the order of ``COMPOSED`` (call.py).
+BROADCAST_OBJECT = Verb("broadcast_object", codes.BROADCAST_OBJECT, ("root",), "result")
+ALL_GATHER_OBJECT = Verb("all_gather_object", codes.ALL_GATHER_OBJECT, (), "result", ragged=True)
+GATHER_OBJECT = Verb("gather_object", codes.GATHER_OBJECT, ("root",), "root's result", ragged=True)
+SCATTER_OBJECT = Verb("scatter_object", codes.SCATTER_OBJECT, ("root",), "result")
 OBJECTS = (BROADCAST_OBJECT, ALL_GATHER_OBJECT, GATHER_OBJECT, SCATTER_OBJECT)
 NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV, *OBJECTS)}
 """The verbs of native code by their codes."""
 
 # The ring of csrc/fast/ring.h.
-_CALLS = 512
 _HEADER_BYTES = 64
 _CALL = np.dtype(
     [("number", "u8"), ("started", "i8"), ("ended", "i8"), ("bytes", "i8"), ("shape", "i8", 3)]
@@ -47,7 +47,6 @@ _CALL = np.dtype(
 )
 # Places in its header, in eights of bytes.
 _NUMBER, _WRITTEN, _OFF, CALLERS = 0, 1, 2, slice(3, 8)
-_FAILED, _PLACED, _ASYNC = 1, 2, 4
 
 # Attributes of errors.
 _NOTED, _NOT_BEGUN = "flashlight_py_noted", "flashlight_py_not_begun"
@@ -155,8 +154,8 @@ class Ring:
     """
 
     def __init__(self) -> None:
-        self.memory = np.zeros(_HEADER_BYTES + _CALLS * _CALL.itemsize, np.uint8)
-        self.notes: list[Any] = [None] * _CALLS
+        self.memory = np.zeros(_HEADER_BYTES + codes.RECORDED_CALLS * _CALL.itemsize, np.uint8)
+        self.notes: list[Any] = [None] * codes.RECORDED_CALLS
         self.header = memoryview(self.memory.data)[:_HEADER_BYTES].cast("Q")
 
 
@@ -241,13 +240,13 @@ class Journal(Ring):
 
     def failed(self, call: int, error: BaseException) -> None:
         """Note that the native call with this id has ended by ``error``."""
-        slot = (call - 1) % _CALLS
+        slot = (call - 1) % codes.RECORDED_CALLS
         row = self._calls[slot : slot + 1]
         if row["id"][0] == call:
-            if not row["flags"][0] & _PLACED:
+            if not row["flags"][0] & codes.RECORDED_PLACED:
                 self.notes[slot] = place_of_caller(2)
-            row["flags"] |= _FAILED | _PLACED
-        oldest = self.header[_WRITTEN] - _CALLS
+            row["flags"] |= codes.RECORDED_FAILED | codes.RECORDED_PLACED
+        oldest = self.header[_WRITTEN] - codes.RECORDED_CALLS
         known = {other: text for other, text in self._errors.items() if other > oldest}
         self._errors = {**known, call: f"{type(error).__name__}: {error}"}
         _note(error, self.name)
@@ -256,7 +255,7 @@ class Journal(Ring):
         """Have native code write as well; ``clocks`` reads its clock, and ``time.monotonic_ns``."""
         self._clocks, self._zero = clocks, clocks()
 
-    def records(self, most: int = _CALLS) -> list[Record]:
+    def records(self, most: int = codes.RECORDED_CALLS) -> list[Record]:
         """Return the last calls, as the ring has them and at most so many, the oldest first."""
         written = self.header[_WRITTEN]
         calls, notes = self._calls.copy(), list(self.notes)
@@ -264,7 +263,7 @@ class Journal(Ring):
         rate = (nanoseconds - self._zero[1]) / max(1, ticks - self._zero[0])
         found = []
         for call in range(max(1, written - most + 1), written + 1):
-            slot = (call - 1) % _CALLS
+            slot = (call - 1) % codes.RECORDED_CALLS
             if isinstance(note := notes[slot], Record) and note.id == call:
                 found.append(note)
             elif calls[slot]["id"] == call:  # else it has just been overwritten
@@ -284,7 +283,7 @@ class Journal(Ring):
     def _begin(self, what: tuple[Any, ...], depth: int) -> Record:
         record = Record(what, monotonic_ns(), place_of_caller(depth))
         self.header[_WRITTEN] = record.id = self.header[_WRITTEN] + 1
-        self.notes[(record.id - 1) % _CALLS] = record
+        self.notes[(record.id - 1) % codes.RECORDED_CALLS] = record
         if listener is not None:
             listener(record)
         return record
@@ -306,11 +305,11 @@ class Journal(Ring):
         what = (self.name, number, verb.name, dtype, shape, op, root, other, tag, int(row["bytes"]))
         ticks, nanoseconds = self._zero
         started = nanoseconds + int((int(row["started"]) - ticks) * rate)
-        record = Record(what, started, note if flags & _PLACED else None)
-        record.id, record.is_async = int(row["id"]), bool(flags & _ASYNC)
+        record = Record(what, started, note if flags & codes.RECORDED_PLACED else None)
+        record.id, record.is_async = int(row["id"]), bool(flags & codes.RECORDED_ASYNC)
         if row["ended"] > 0:
             record.ended = nanoseconds + int((int(row["ended"]) - ticks) * rate)
-        if flags & _FAILED:
+        if flags & codes.RECORDED_FAILED:
             record.error = self._errors.get(record.id, "failed")
         return record
 
@@ -428,7 +427,7 @@ def _forget_in_child() -> None:
     _latest.clear()
     for journal in _living():  # a group of one process goes on here
         journal.memory[:] = 0
-        journal.header[_OFF], journal.notes[:] = _listeners, [None] * _CALLS
+        journal.header[_OFF], journal.notes[:] = _listeners, [None] * codes.RECORDED_CALLS
     _made.clear()
 
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backend import Backend
@@ -48,6 +48,13 @@ groups_so_far = itertools.count(1)
 
 # A forked child keeps what it has from its parent, since nothing of it may be destroyed here.
 _inherited: list[list[Backend]] = []
+
+
+@runtime_checkable
+class HasCupySide(Protocol):
+    """A backend whose library also moves CuPy arrays, so that NCCL is not needed."""
+
+    def cupy_side(self) -> Backend: ...
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,7 @@ class Membership:
         self._unfinished: list[Then] = []
         self._most_unfinished = _LEAST_UNFINISHED
         self.messages_to_self = SelfMessages()
-        both = (0, 0) if backend is None else (backend.packed_bytes, backend.packed_bytes_async)
-        self.packed_bytes = both  # of a blocking call, and of an asynchronous one
+        self.packed_bytes = (0, 0) if backend is None else backend.packed_bytes
         if backend is None:
             self.ranks, self.journal = tuple(ranks or ()), Journal("none of this process", (), "")
         else:
@@ -169,7 +175,8 @@ class Membership:
                     f"rank {self.rank} of {self.size}: CuPy arrays travel through NCCL, and this "
                     "group was made without it; use array.get()"
                 )
-            self.gpus = self._joiner.join_gpus(self.backend())
+            backend, join = self.backend(), self._joiner.join_gpus
+            self.gpus = backend.cupy_side() if isinstance(backend, HasCupySide) else join(backend)
             self._joined.insert(0, self.gpus)
             self.open_fast_path()
         return self.gpus

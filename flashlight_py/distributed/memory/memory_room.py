@@ -14,12 +14,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from flashlight_py.cores import control_groups
 from flashlight_py.device import Array
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.verbs import BARRIER
 
 ROOT = Path("/")  # of /proc and /sys; tests have others
 
@@ -37,6 +40,13 @@ _FILES = [
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 ]
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A backend that makes arrays for ``shared_arrays``."""
+
+    def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]: ...
 
 
 def available(ranks: int = 1) -> tuple[int, str]:
@@ -73,6 +83,27 @@ def ordinary_empty(shape: tuple[int, ...], dtype: np.dtype[Any], ranks: int = 1)
     if nbytes * ranks >= LITTLE:  # the words take longer than a small array
         require(nbytes, f"an array of {dtype} {shape}", ranks)
     return np.empty(shape, dtype)
+
+
+def shared_arrays(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
+    """Return a new array of each rank, not initialised, in memory that all ranks see. Collective.
+
+    If the ranks of ``backend`` share no memory, the list has only this rank's array.
+
+    Raises:
+        MemoryError: there is not enough memory, on this rank only. The caller must notify the
+            other ranks.
+    """
+    if isinstance(backend, SharesMemory):
+        return backend.shared_by_all(shape, dtype)
+    backend.start(Call(BARRIER, part_of="shared_empty")).wait()
+    return [ordinary_empty(shape, dtype)]
+
+
+def shared_array(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return this rank's array of ``shared_arrays``, which is cheap to reduce."""
+    arrays = shared_arrays(backend, shape, dtype)
+    return arrays[backend.rank if len(arrays) > 1 else 0]
 
 
 def reserve(fd: int, nbytes: int, what: str) -> None:

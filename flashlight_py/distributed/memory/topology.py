@@ -17,14 +17,13 @@ from socket import AF_INET, AF_INET6, AddressFamily
 from typing import Any, NamedTuple
 
 from flashlight_py import _native, system
-from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_file import (
     MemoryFile,
     needs_names,
     open_memory,
     process_space,
 )
-from flashlight_py.distributed.rendezvous.store import Store, derived, host_identity
+from flashlight_py.distributed.rendezvous.store import Store, derived, host_identity, name_ranks
 from flashlight_py.errors import (
     BackendUnavailableError,
     RendezvousError,
@@ -104,8 +103,8 @@ def exchange_process_info(store: Store, checks: bool) -> None:
     store.processes, store.spaces, store.hosts, store.named, without = derived(texts, _processes)
     if 0 < len(without) < store.size:
         raise UnavailableEverywhereError(
-            f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {names(without)}, and "
-            "not on the others; set it on all ranks, or on none"
+            f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {name_ranks(without)}, "
+            "and not on the others; set it on all ranks, or on none"
         )
 
 

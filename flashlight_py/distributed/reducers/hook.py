@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.verbs import ALL_REDUCE
@@ -22,6 +21,8 @@ from flashlight_py.distributed.work import Done, Work
 class Bucket:
     """Arrays that are reduced together, such as the gradients of several parameters.
 
+    Until the hook's Work has ended, ``flat`` belongs to the hook, which may compute in it.
+
     Args:
         index: the bucket's number in the step, from 0. The arrays that have it are the same ones
             in every step and on every rank, so a hook may keep state by it.
@@ -29,10 +30,7 @@ class Bucket:
         parts: the arrays one by one, as views into ``flat`` with their own shapes.
         scale: factor of the sums.
         group: the ranks.
-        inline_bytes: messages of at most so many bytes block, which costs less than handing them
-            to a thread; larger ones are started.
-
-    Until the hook's Work has ended ``flat`` belongs to the hook, which may compute in it.
+        inline_bytes: messages of at most this many bytes block, which costs less than a thread.
     """
 
     index: int
@@ -41,8 +39,7 @@ class Bucket:
     scale: float
     group: ProcessGroup
     inline_bytes: float = 0
-    # Whether a message was started that did not block.
-    in_background: bool = dataclasses.field(default=False, init=False)
+    in_background: bool = dataclasses.field(default=False, init=False)  # a message did not block
 
     def __post_init__(self) -> None:
         self.parts = tuple(self.parts)
@@ -70,23 +67,12 @@ class Bucket:
         return inline
 
 
-# A hook starts the reduction of a bucket and returns its Work. Once that has been waited for,
-# bucket.flat holds the sum over the ranks times bucket.scale, or what the hook puts in its place:
-# the same bits on every rank. A hook is called on every rank for the same buckets in the same
-# order, while the backward pass goes on, and calls the same collectives on every rank. Its Works
-# are waited for in the order in which it returned them; what it does then may communicate, too.
+# A hook starts the reduction of a bucket and returns its Work. After the Work's wait(), bucket.flat
+# holds the sum over the ranks times bucket.scale, or what the hook puts in its place: the same bits
+# on every rank. A hook is called on every rank for the same buckets in the same order, while the
+# backward pass goes on, and calls the same collectives on every rank. Its Works are waited for in
+# the order in which it returned them; they may communicate then, too.
 CommunicationHook: TypeAlias = Callable[[Bucket], Work]
-
-
-def call_hook(hook: CommunicationHook, bucket: Bucket) -> Work:
-    """Return the Work that ``hook`` starts for ``bucket``; refuse anything else."""
-    work = hook(bucket)
-    if not isinstance(work, Work):
-        raise TypeError(
-            f"rank {bucket.group.rank} of {bucket.group.size}: a communication hook must return a "
-            f"Work, such as bucket.all_reduce(bucket.flat) does; got {type(work).__name__}"
-        )
-    return work
 
 
 def views(flat: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
@@ -103,7 +89,7 @@ class Compression(abc.ABC):
     and one instance serves one reducer or module: its memory belongs to their buckets.
     """
 
-    # What is remembered of a bucket, under "<name>.<index>" and "<name>.<index>.<part>".
+    # State is kept by "<name>.<index of the bucket>", or "<name>.<index>.<part>". These names:
     _remembers: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -144,24 +130,23 @@ class Compression(abc.ABC):
 
     @property
     def bytes_per_step(self) -> int:
-        """How many bytes this rank passed to collectives in the last step.
+        """Bytes that this rank passed to collectives in the last step, or in this one so far.
 
-        A collective of two ranks sends as many; what it sends on n ranks stands in
-        docs/compression.md. Within a step: of its buckets so far.
+        docs/compression.md says how many bytes a collective then sends between n ranks.
         """
         return sum(self._sent.values())
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of what the next step depends on, by name; every rank has its own.
 
-        It is empty for hooks that remember nothing, and before the first step.
+        It is empty for hooks without a state, and before the first step.
         """
         return {name: array.copy() for name, array in self._state.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy what ``state_dict`` of this rank returned; the next step then has the same bits.
 
-        Arrays may be of any shape here: the step that finds them compares them with its buckets.
+        The next step compares the shapes of the arrays with its buckets.
 
         Raises:
             ValueError: a name is not one of this hook's; nothing was loaded.
@@ -180,33 +165,6 @@ class Compression(abc.ABC):
             if not isinstance(value, np.ndarray) and not is_cupy(value):
                 raise TypeError(f"{prefix} {name!r} is no array but {type(value).__name__}")
         self._state = {name: array.copy() for name, array in state.items()}
-
-    def _residual(self, bucket: Bucket) -> Array:
-        """Return what earlier steps have left of the bucket unsent, to be changed in place."""
-        flat = bucket.flat
-        zeros = functools.partial(array_module(flat).zeros_like, flat)
-        return self._recall(f"residual.{bucket.index}", flat.shape, flat, zeros)
-
-    def _recall(
-        self, name: str, shape: tuple[int, ...], like: Array, first: Callable[[], Array]
-    ) -> Array:
-        """Return what is remembered under ``name``, or ``first()``, on the device of ``like``.
-
-        Raises:
-            ValueError: it has another shape, or another dtype than ``like``.
-        """
-        if name not in self._state:
-            self._state[name] = first()
-        found = self._state[name]
-        if found.shape != shape or found.dtype != like.dtype:
-            raise ValueError(
-                f"{type(self).__name__}: {name} is {found.dtype} {found.shape} and the bucket "
-                f"needs {like.dtype} {shape}; the state is that of other arrays, or this hook "
-                "serves two reducers: give each one of its own"
-            )
-        if device_of(found) != device_of(like):
-            found = self._state[name] = to_device(found, device_of(like))
-        return found
 
 
 def check_hook(hook: object, parts: Sequence[Sequence[Array]] = ()) -> None:

@@ -31,7 +31,8 @@ def hosts_of(group: ProcessGroup) -> list[list[int]]:
 
     Ranks that a backend joins by a network alone are each a host of their own.
     """
-    return [list(host) for host in group.backend().hosts]
+    hosts = group.backend().hosts or [[rank] for rank in range(group.size)]
+    return [list(host) for host in hosts]
 
 
 def store_of(group: ProcessGroup) -> BackendStore:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
 from flashlight_py.distributed.work import Then, Work
@@ -25,20 +25,20 @@ class PowerSGDCompression(Compression):
 
     A gradient of two or more dimensions counts as a matrix of ``shape[0]`` rows. For matrices M of
     the ranks, ``P = orthonormal(sum of M Q)`` and ``Q = sum of M.T P``; the result is ``P Q.T``,
-    and each rank adds what its own ``P P.T M`` lacks to its next gradient (error feedback). Q is
-    where the next step begins (warm start), so that steps go on with the same iteration. Matrices
-    whose sum has no larger rank are exact in the first step. Gradients of one dimension, and
-    matrices too small to pay, travel exactly and in the same message as all ``M Q``.
+    and each rank adds what its own ``P P.T M`` lacks to its next gradient (error feedback). The
+    next step begins with this Q (warm start). Matrices whose sum has no larger rank are exact in
+    the first step. Gradients of one dimension, and matrices too small to pay, are sent exactly, in
+    the same message as all ``M Q``.
 
     Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization (2019), algorithms 1 and 2.
 
-    All ranks get the same bits also where their processors or BLAS libraries differ. Takes memory
-    for one more gradient. A matrix with NaN or infinities on one rank becomes NaN on all, and the
-    memory of its bucket is dropped.
+    All ranks get the same bits, also if their processors or BLAS libraries differ. Takes memory for
+    one more gradient. A matrix with NaN or infinities on one rank becomes NaN on all, and the state
+    of its bucket is dropped.
 
     Args:
-        rank: columns of the thin matrices, at least 1. More is closer, and more bytes.
+        rank: columns of the thin matrices, at least 1. More are closer, and more bytes.
         start_step: steps (from 0) that are reduced exactly before compression begins. Early
             gradients change fast; some hundred exact steps often help.
         min_compression: a matrix is compressed if that makes it smaller by this factor or more,
@@ -145,11 +145,36 @@ class PowerSGDCompression(Compression):
 
         return Then(bucket.all_reduce(message), finish)
 
+    def _residual(self, bucket: Bucket) -> Array:
+        """Return what earlier steps have left of the bucket unsent, to be changed in place."""
+        zeros = functools.partial(array_module(bucket.flat).zeros_like, bucket.flat)
+        return self._recall(f"residual.{bucket.index}", bucket.flat.shape, bucket.flat, zeros)
+
     def _factor(self, bucket: Bucket, part: int, columns: int) -> Array:
-        """Return the Q that the power iteration of this part goes on with."""
+        """Return the Q with which the power iteration of this part continues."""
         shape, flat = (columns, self.rank), bucket.flat
         first = functools.partial(uniform, flat, shape, self.seed, bucket.index, part)
         return self._recall(f"factor.{bucket.index}.{part}", shape, flat, first)
+
+    def _recall(
+        self, name: str, shape: tuple[int, ...], like: Array, first: Callable[[], Array]
+    ) -> Array:
+        """Return the state ``name``, at first ``first()``, on the device of ``like``.
+
+        Raises:
+            ValueError: it has another shape, or another dtype than ``like``.
+        """
+        found = self._state.get(name)
+        if found is None:
+            found = first()
+        if found.shape != shape or found.dtype != like.dtype:
+            raise ValueError(
+                f"{type(self).__name__}: {name} is {found.dtype} {found.shape} and the bucket "
+                f"needs {like.dtype} {shape}; the state is that of other arrays, or this hook "
+                "serves two reducers: give each one of its own"
+            )
+        self._state[name] = to_device(found, device_of(like))
+        return self._state[name]
 
     def _message(
         self, bucket: Bucket, shapes: Sequence[tuple[int, ...]]

@@ -15,20 +15,14 @@ from flashlight_py.distributed.calls.arrays import as_array, pack
 from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.calls.kinds import kind_of
 from flashlight_py.distributed.constants import DistributedConstants
-from flashlight_py.distributed.reducers.hook import (
-    Bucket,
-    CommunicationHook,
-    call_hook,
-    check_hook,
-    views,
-)
+from flashlight_py.distributed.reducers.hook import Bucket, CommunicationHook, check_hook, views
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.structure import HoldsState
 
 
 class Filling:
-    """A bucket of at most ``limit`` bytes that is being filled; a larger item is one of its own."""
+    """A bucket of at most ``limit`` bytes that is being filled; a larger item has its own."""
 
     def __init__(self, limit: int) -> None:
         if limit <= 0:
@@ -38,9 +32,9 @@ class Filling:
         self._items: list[Any] = []
 
     def add(self, item: Any, size: int, kind: object = None) -> list[Any]:
-        """Take an item of ``size`` bytes; return the bucket that it ends, empty if it ends none.
+        """Take an item of ``size`` bytes; return the bucket before it, empty if it belongs to it.
 
-        It ends one into which it does not fit, or whose items are of another ``kind``.
+        It does not if it does not fit, or if the items of the bucket are of another ``kind``.
         """
         ends = self._items and (kind != self._kind or self._bytes + size > self._limit)
         ended = self.take() if ends else []
@@ -59,17 +53,15 @@ class Filling:
         return items
 
 
-# A plan that all agree on once: ranks never start different collectives, and a parameter without
-# a gradient contributes zeros.
 def plan_buckets(
     sizes: Sequence[int], limit: int, kinds: Sequence[object] | None = None
 ) -> list[list[int]]:
-    """Cut a sequence of arrays into runs of at most ``limit`` bytes.
+    """Cut a sequence of arrays into runs of at most ``limit`` bytes, the same plan on every rank.
 
     Args:
         sizes: bytes of each array, in the order in which they become ready.
         limit: bytes per bucket; an array larger than that is a bucket of its own.
-        kinds: of each array; those of different kinds do not share a bucket. None: all may.
+        kinds: of each array; arrays of different kinds do not share a bucket.
 
     Returns:
         The buckets in order, each a list of consecutive indices. Arrays of zero bytes count.
@@ -134,9 +126,12 @@ class InlineReducer(Reducer):
 class _Pending(Reducer):
     """A reducer whose operations go on until :meth:`finalize`."""
 
-    def __init__(self, scale: float, *, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, scale: float, hook: CommunicationHook | None, group: ProcessGroup | None
+    ) -> None:
         super().__init__(scale, group=group)
-        _Pending.abandon(self)  # that of a subclass may need what is not there yet
+        self._hook = hook
+        _Pending.abandon(self)  # subclasses extend it, and are not ready yet
 
     def finalize(self) -> None:
         """Block until everything that was added has been reduced; raises as ``all_reduce``."""
@@ -146,23 +141,37 @@ class _Pending(Reducer):
             work.wait()
 
     def abandon(self) -> None:
-        """Forget what was added; arrays on their way cannot be called back."""
+        """Forget what was added. Operations that have started cannot be called back."""
         self._works: list[Work] = []
         self._apart = Apart(f"{type(self).__name__}.add")
-        self._hooked = 0  # buckets that a hook was given
+        self._hooked = 0  # buckets that the hook was given
         self._in_background = False  # whether it has started messages that do not block
+
+    def _call_hook(self, flat: Array, parts: Sequence[Array], inline_bytes: float) -> Work:
+        """Return the Work that the hook starts for the next bucket."""
+        assert self._hook is not None
+        group = group_or_world(self.group)
+        bucket = Bucket(self._hooked, flat, parts, self.scale, group, inline_bytes)
+        work = self._hook(bucket)
+        if not isinstance(work, Work):
+            raise TypeError(
+                f"rank {group.rank} of {group.size}: a communication hook must return a Work, such "
+                f"as bucket.all_reduce(bucket.flat) does; got {type(work).__name__}"
+            )
+        self._hooked += 1
+        self._in_background |= bucket.in_background
+        return work
 
 
 class EagerReducer(_Pending):
     """Starts each array when it is added, without waiting, and waits in ``finalize``.
 
-    Small NumPy arrays are reduced at once, blocking, unless others are on their way before them:
-    to have a thread do it costs more than it hides. CuPy arrays always overlap: no thread is
-    needed, and waiting at once would make the computation wait.
+    Small NumPy arrays are reduced at once, blocking, unless larger ones have been started before:
+    a thread for them costs more time than it saves. CuPy arrays always overlap, without a thread.
 
     Args:
-        scale, group: as of ``InlineReducer``.
-        hook: starts the arrays in its place, which are flat then.
+        scale, group: as for ``InlineReducer``.
+        hook: reduces the arrays, which are flat then.
         parts: for each array that the hook is given, in their order, the views into it.
 
     Raises:
@@ -177,29 +186,25 @@ class EagerReducer(_Pending):
         parts: Sequence[Sequence[Array]] = (),
         group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(scale, group=group)
+        super().__init__(scale, hook, group)
         if hook is not None:
             check_hook(hook, parts)
-        self._hook, self._parts = hook, parts
-        self._inline_bytes = INLINE_BYTES
+        self._parts, self._inline_bytes = parts, INLINE_BYTES
 
     def add(self, array: Any) -> None:
         """Start reducing ``array`` in place, any shape; it must not be used until ``finalize``.
 
-        Raises what ``all_reduce`` does, or the hook, and where it shares memory with another one.
+        Raises what ``all_reduce`` or the hook raises; ValueError if arrays share memory.
         """
         if self._hook is not None:
-            index, group = len(self._works), group_or_world(self.group)
             inline = 0 if self._in_background else self._inline_bytes
-            bucket = Bucket(index, array, self._parts[index], self.scale, group, inline)
-            self._works.append(call_hook(self._hook, bucket))
-            self._in_background |= bucket.in_background
+            self._works.append(self._call_hook(array, self._parts[self._hooked], inline))
             return
         self._apart.add(as_array("EagerReducer.add", array))
         if array.nbytes <= self._inline_bytes and not self._works and not is_cupy(array):
             all_reduce(array, self.scale, group=self.group)
         else:
-            self._works.append(all_reduce(array, self.scale, async_op=True, group=self.group))
+            self._works.append(all_reduce(array, self.scale, group=self.group, async_op=True))
 
 
 class CoalescingReducer(_Pending):
@@ -210,11 +215,11 @@ class CoalescingReducer(_Pending):
         async_op: start full buckets without waiting; they end in ``finalize``.
         contiguous: pack each bucket into one transfer per dtype.
         bucket_bytes: a bucket is sent when it is full or the next array would make it larger
-            than this (default 20 MiB, flashlight's); a larger array travels at once and alone.
+            than this (default 20 MiB, flashlight's); a larger array is sent at once and alone.
+        hook: reduces the buckets, such as ``Float16Compression()``. They then hold one dtype on one
+            device each, and are numbered from 0 after each ``finalize``: add the same arrays in the
+            same order in every step.
         group: the process group, default the world.
-        hook: reduces the buckets in a way of its own, such as ``Float16Compression()``. They then
-            hold one dtype on one device each, and are known by their order since
-            ``finalize``: add the same arrays in the same order in every step.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive, or there is a hook and not ``contiguous``.
@@ -232,19 +237,15 @@ class CoalescingReducer(_Pending):
         group: ProcessGroup | None = None,
     ) -> None:
         self._filling = Filling(bucket_bytes)
-        super().__init__(scale, group=group)
+        super().__init__(scale, hook, group)
         if hook is not None:
             check_hook(hook)
             if not contiguous:
                 raise ValueError("CoalescingReducer: a hook needs buckets that are contiguous")
-        self._hook = hook
-        self._async = async_op
-        self._contiguous = contiguous
+        self._async, self._contiguous = async_op, contiguous
 
     def add(self, array: Any) -> None:
-        """Take an array of any shape; sends the bucket that it does not fit into.
-
-        It must not be used until ``finalize``.
+        """Take an array of any shape, not to be used until ``finalize``; send a full bucket.
 
         Raises:
             ValueError: it shares memory with one that was added before.
@@ -255,14 +256,13 @@ class CoalescingReducer(_Pending):
             if self._hook is not None:
                 check_hook(self._hook, [[array]])
             self._apart.add(array)
-        # A hook is given one dtype on one device at a time.
         kind = None if self._hook is None else (array.dtype.name, device_of(array))
         self._send(self._filling.add(array, array.nbytes, kind))
         if self._filling.is_full:
             self._send(self._filling.take())
 
     def finalize(self) -> None:
-        """Send what is left and block until everything has been reduced.
+        """Send the last bucket and block until everything has been reduced.
 
         Raises:
             DistributedError: as :func:`flashlight_py.all_reduce`.
@@ -271,7 +271,7 @@ class CoalescingReducer(_Pending):
         super().finalize()
 
     def abandon(self) -> None:
-        """Forget what was collected. Arrays that are on their way cannot be called back."""
+        """Forget what was collected. Operations that have started cannot be called back."""
         self._filling.take()
         super().abandon()
 
@@ -282,31 +282,29 @@ class CoalescingReducer(_Pending):
             how: Any = {"async_op": self._async, "contiguous": self._contiguous}
             work = all_reduce_multiple(bucket, self.scale, **how, group=self.group)
         else:
-            work = self._pass_on(self._hook, bucket)
+            work = self._send_by_hook(bucket)
         if self._async:
             self._works.append(work)
         elif self._hook is not None:
             work.wait()
 
-    def _pass_on(self, hook: CommunicationHook, arrays: Sequence[Array]) -> Work:
-        """Pass arrays of one dtype on one device to ``hook`` as one bucket.
+    def _send_by_hook(self, arrays: Sequence[Array]) -> Work:
+        """Give the hook ``arrays``, of one dtype on one device, as one bucket.
 
         They are copied together, and the results back when the Work is waited for; a single array
         that is contiguous is used as it is.
         """
-        index, self._hooked = self._hooked, self._hooked + 1
         is_packed = len(arrays) == 1 and pack(arrays[0]) is arrays[0]
         pieces = [pack(array).reshape(-1) for array in arrays]
         flat = pieces[0] if is_packed else array_module(pieces[0]).concatenate(pieces)
         parts = views(flat, [array.shape for array in arrays])
-        group, inline_bytes = group_or_world(self.group), 0 if self._async else math.inf
-        work = call_hook(hook, Bucket(index, flat, parts, self.scale, group, inline_bytes))
+        work = self._call_hook(flat, parts, 0 if self._async else math.inf)
 
-        def bring_home(_: Any) -> None:
+        def copy_back(_: Any) -> None:
             for array, part in zip(arrays, parts, strict=True):
                 array[...] = part
 
-        return work if is_packed else Then(work, bring_home)
+        return work if is_packed else Then(work, copy_back)
 
 
 def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:

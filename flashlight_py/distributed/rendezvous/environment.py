@@ -147,10 +147,7 @@ def _check_inner(
 
 
 def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
-    """Refuse the RANK of a pod that is meant for several ranks, which torchrun would number.
-
-    Kubeflow's training operator counts every rank in WORLD_SIZE and the pods alone in RANK.
-    """
+    """Refuse the RANK of a pod for several ranks: Kubeflow's WORLD_SIZE counts ranks, RANK pods."""
     ranks = environ.get("PET_NPROC_PER_NODE", "")
     if not ranks.isdecimal() or int(ranks) < 2 or launched.local_rank is not None:
         return
@@ -339,9 +336,9 @@ def is_alone(environ: Mapping[str, str] = system.environ) -> bool:
 
 
 def started_as(environ: Mapping[str, str] = system.environ) -> str:
-    """Return as what a launcher has started this process, if as one of several; else "".
+    """Return how a launcher has started this process as one of several; "" if it has not.
 
-    "" as well where the user wants each process to be a world of its own.
+    "" also if the user wants each process to be a world of its own.
     """
     said = _one_of_several(environ)
     return f"this process was started as {said}" if said else _one_of_nodes(environ)

@@ -25,13 +25,11 @@ class MeetingPoint(Store):
     kind: str  # what the place is
     own: str  # what every run needs one of for itself
     known: Secret  # what rank 0 expects its clients to know
-    # A process that knows the place ought to know that too: one of this user that does not was
-    # started wrongly.
-    is_common = False
-    moves = False  # while ranks gather, another rank 0 may take the place of one that died
-    patience = math.inf  # so many seconds a client waits for the answer of one offer
-    next_look = math.inf  # when ``look`` has something to do, by ``time.monotonic``
-    note = ""  # what rank 0 adds when it reports whom it waits for
+    is_common = False  # a process of this user that knows the place must know the secret, too
+    moves = False  # while ranks gather, another rank 0 may replace one that died
+    patience = math.inf  # seconds that a client waits for the answer to one offer
+    next_look = math.inf  # the time of the next call of ``look``, by ``time.monotonic``
+    note = ""  # added by rank 0 when it reports missing ranks
     local_rank: int | None = None  # among the ranks of this host; None: not known
 
     @cached_property

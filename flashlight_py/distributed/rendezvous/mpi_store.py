@@ -63,12 +63,7 @@ def _finalize(mpi: Any, pid: int) -> None:
 
 
 def check_world(declared: LaunchEnvironment | None, size: int) -> None:
-    """Refuse a world of one that was started as one of several.
-
-    Raises:
-        RendezvousError: ``declared``, what the environment says, has more than one rank, and MPI
-            itself knows only this one: each rank would train alone.
-    """
+    """Raise RendezvousError if the environment declares several ranks, and MPI knows only one."""
     if declared is None or declared.size == 1 or size > 1:
         return
     raise RendezvousError(

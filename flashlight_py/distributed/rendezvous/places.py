@@ -111,9 +111,9 @@ class Places:
         return self._who[rank].decode().partition("\n")[0] if rank in self._who else "unknown"
 
     def lose(self, rank: int, above: int) -> None:
-        """Forget what ``rank``, last seen below ``above``, and those below it have given.
+        """Forget what ``rank``, last seen below ``above``, and the ranks below it have given.
 
-        Those that live give it again, in another place.
+        Ranks that live give it again, in another place.
         """
         if not self.is_below(rank, above):
             return  # it has another place already

@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, SupportsIndex, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from flashlight_py import system
 
@@ -73,7 +73,7 @@ class Roster(Sequence[bytes]):
 
     def __init__(self, body: bytes) -> None:
         self.body = body
-        self.kept: dict[Hashable, Any] = {}  # see ``derived``
+        self._kept: dict[Hashable, Any] = {}
 
     @classmethod
     def of(cls, payloads: Sequence[bytes]) -> Roster:
@@ -93,11 +93,7 @@ class Roster(Sequence[bytes]):
     def __len__(self) -> int:
         return int.from_bytes(self.body[:4], "big")
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> bytes | list[bytes]:
+    def __getitem__(self, index: Any) -> Any:
         which = range(len(self))[index]  # which raises as a list does
         if isinstance(which, range):
             return [self[each] for each in which]
@@ -111,16 +107,20 @@ class Roster(Sequence[bytes]):
 
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
+    def derived(self, make: Callable[..., _Made], *more: Hashable) -> _Made:
+        """Return ``make(self, *more)``, which is kept for the next caller."""
+        key = make, more
+        if key not in self._kept:
+            self._kept[key] = make(self, *more)
+        made: _Made = self._kept[key]
+        return made
+
 
 def derived(payloads: Sequence[bytes], make: Callable[..., _Made], *more: Hashable) -> _Made:
-    """Return ``make(payloads, *more)``, which a ``Roster`` keeps for the next caller."""
-    if not isinstance(payloads, Roster):
-        return make(payloads, *more)
-    key = make, more
-    if key not in payloads.kept:
-        payloads.kept[key] = make(payloads, *more)
-    made: _Made = payloads.kept[key]
-    return made
+    """Return ``make(payloads, *more)``; of a ``Roster`` what was made before."""
+    if isinstance(payloads, Roster):
+        return payloads.derived(make, *more)
+    return make(payloads, *more)
 
 
 def _part(payloads: Sequence[bytes], ranks: Sequence[int]) -> Roster:
@@ -144,21 +144,6 @@ class Kin(NamedTuple):
         return Kin(self.whole, [self.ranks[rank] for rank in ranks], self.number + 1, self.is_all)
 
 
-class _Picked(Sequence[str]):
-    """Of ``values`` those at ``places``: many ranks have many of them, and look at few."""
-
-    def __init__(self, values: Sequence[str], places: Sequence[int]) -> None:
-        self._values, self._places = values, places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return _Picked(self._values, self._places[index])
-        return self._values[self._places[index]]
-
-
 class SubStore(Store):
     """The ranks ``ranks`` of ``store``, with this one, as a store of their own.
 
@@ -169,11 +154,10 @@ class SubStore(Store):
         self._store = store
         self._ranks = tuple(ranks)
         self.rank, self.size = self._ranks.index(store.rank), len(self._ranks)
-        self.processes = _Picked(store.processes, self._ranks) if store.processes else ()
-        self.hosts = _Picked(store.hosts, self._ranks) if store.hosts else ()
         self.numbers, self.total = self._ranks, store.size
-        if len(store.spaces) == store.size:
-            self.spaces = _Picked(store.spaces, self._ranks)
+        for name in ("processes", "hosts", "spaces"):
+            if len(values := getattr(store, name)) == store.size:
+                setattr(self, name, [values[each] for each in self._ranks])
         self.kin = store.kin and store.kin.among(self._ranks)
         self.near = store.near and store.near.among(self._ranks)
 

@@ -45,12 +45,10 @@ from flashlight_py.distributed.rendezvous.wire import (
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import source_address
 
-# So long rank 0 may take to report who is missing, in seconds; and more for each rank in between.
+# Seconds for rank 0 to report missing ranks, and additional seconds per tree level.
 _ANSWER, _MORE = 2.0, 0.25
-# So long rank 0 waits until all have shown what they have, in seconds.
-_SETTLE = 1.0
-# Nobody waits for a rank that takes nothing of a roster for so many seconds.
-_STALLED = 0.5
+_SETTLE = 1.0  # seconds in which all ranks show what they have, when asked
+_STALLED = 0.5  # seconds after which no rank waits for one that does not read its roster
 _log = logging.getLogger("flashlight_py")
 
 
@@ -70,9 +68,9 @@ class TreeNode(Gate):
         self._own, self._roster = b"", b""
         self._pending: list[tuple[Kind, bytes]] = []  # to be sent up
         self._log: list[tuple[int, Kind, bytes]] = []  # what has been, in the first round, by whom
-        self._complete: set[int] = set()  # of members: those that have given all in this round
-        self._shows = True  # what is there goes up before all is
-        self._is_late = False  # time is up, and those above know it
+        self._complete: set[int] = set()  # members that have given all in this round
+        self._shows = True  # payloads are sent up before all have arrived
+        self._is_late = False  # time is up, and the parent knows it
         self._is_leaving, self._gone = False, set[int]()
         # Of rank 0: who has joined from where, and whom a stranger could have come before.
         self._ends: dict[int, tuple[Any, Any]] = {}
@@ -145,11 +143,7 @@ class TreeNode(Gate):
             waiting.look(self._places.missing(self._size))
 
     def _finish(self) -> None:
-        """Send everybody's payload down.
-
-        A rank that takes nothing for a while gets the rest later, and holds nobody else up. A rank
-        that cannot be reached any more is noticed then.
-        """
+        """Send all payloads down. A rank that reads nothing for a while gets the rest later."""
         self._round += 1
         if self._round == 1 and self._is_root:
             self._place.next_look, self._place.ends = math.inf, self._ends
@@ -215,10 +209,7 @@ class TreeNode(Gate):
                 self._log.append((rank, *self._pending[-1]))
 
     def _heard_lost(self, body: bytes) -> None:
-        """Act as rank 0 on the ends of connections of others: of whom has another place, on none.
-
-        A rank that has given up another one, which was stopped, is such a one.
-        """
+        """Act as rank 0 on lost connections; ignore ranks that have another parent by now."""
         for line in body.decode().splitlines():
             rank, above, died = line.split(" ", 2)
             if self._round == 0:
@@ -227,7 +218,7 @@ class TreeNode(Gate):
                 raise self._failure(died)
 
     def _heard_late(self, is_up: bool, body: bytes) -> None:
-        """Act on that time is up, unless the roster has crossed this on its way."""
+        """Act when time is up, unless the roster was sent meanwhile."""
         if body != str(self._round).encode():
             return
         if self._is_leaving:
@@ -240,7 +231,7 @@ class TreeNode(Gate):
             self._time_is_up()
 
     def _heard_end(self, connection: Connection, is_up: bool, is_member: bool) -> None:
-        """Before the run stands who has gone may come again, or take another place."""
+        """Act on the end of a connection. In the first round, a rank may come again."""
         rank = connection.rank or 0
         if self._verdict or (is_member and rank in self._gone) or (is_up and self._is_leaving):
             self.selector.unregister(connection.wire)
@@ -273,10 +264,10 @@ class TreeNode(Gate):
     # Time is up -----------------------------------------------------------------------------------
 
     def _time_is_up(self) -> None:
-        """Tell those above; as rank 0 ask all for what they have, and then say who is missing.
+        """Notify the parent; rank 0 asks all ranks what they have, and then names the missing.
 
         Raises:
-            RendezvousError: it is known who is missing, or nobody above answers.
+            RendezvousError: the missing ranks are known, or the parent does not answer.
         """
         place, now = self._place, system.monotonic()
         if not self._is_root:
@@ -320,8 +311,7 @@ class TreeNode(Gate):
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
         """Give a process its place, here or elsewhere, or report why there is none for it.
 
-        Before the run stands nobody knows which of two processes that contradict each other is
-        the right one, so it fails.
+        In the first round, two processes that contradict each other end the run.
         """
         rank, size, peer, at, _ = greeting
         if self._round == 0 and rank in self.members and self._processes[rank] == peer:
@@ -425,12 +415,9 @@ class TreeNode(Gate):
         return self._failure(reason, joining=True)
 
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
-        """Notify all neighbours, and while ranks are ``joining`` those who do within two seconds.
+        """Notify all neighbours, and return the error to raise.
 
-        Ranks are started together: one that joins a moment later ought not to wait in vain.
-
-        Returns:
-            The error to raise.
+        While ranks are ``joining``, ranks that come within two seconds are notified, too.
         """
         error = self._place.error(reason)
         if self._verdict:

@@ -35,9 +35,6 @@ def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
     """Return what joins the ranks of a group, its GPUs, and those of one with another timeout."""
 
     def join_gpus(cpu: Backend) -> Backend:
-        cupy_side = cpu.cupy_side()
-        if cupy_side is not None:
-            return cupy_side
         from flashlight_py.distributed.backends.nccl.joining import join_gpus
 
         return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)

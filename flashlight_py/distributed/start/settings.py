@@ -15,7 +15,7 @@ from flashlight_py import system
 from flashlight_py.distributed.constants import DistributedBackend, DistributedInit
 from flashlight_py.distributed.constants import DistributedConstants as Keys
 
-# Longer than that the kernel does not wait for events (24 days), and not between two keepalives.
+# The kernel waits at most 24 days for events, and less between two keepalives.
 MOST_SECONDS, MOST_HOST_SECONDS = 1e6, 1e5
 BACKENDS = ("nccl", "gloo", "mpi", "shm")
 _MASTER = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
@@ -23,12 +23,11 @@ _MASTER = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a user. Values may be strings, as flashlight's are; times are in seconds.
+    """Settings of a user. Times are in seconds.
 
-    ``checks``: ranks of several hosts compare what they call, unless the environment says no.
-    ``compares_at_once``: no call ends before all ranks of the host have made it.
-    ``host_timeout``: a host that cannot be reached for so long is lost; 0: never.
-    ``job_key``: what the ranks have agreed on when they met, and nobody else knows.
+    ``checks``: ranks of several hosts compare their calls. ``compares_at_once``: no call ends
+    before all ranks of the host have made it. ``host_timeout``: a host that cannot be reached for
+    so long is lost; 0: never. ``job_key``: a key that the ranks have agreed on when they met.
     """
 
     file_path: str | None = None
@@ -43,13 +42,12 @@ class Settings:
     trace_dir: str | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    joining: float = 0.0  # how long that may take, where it is longer than the timeout
+    joining: float = 0.0  # seconds to join ranks, if that is more than the timeout
     job_key: bytes = field(default=b"", repr=False)
-    address: str = ""  # which the ranks have agreed on for connections with other hosts
+    address: str = ""  # of this host, for connections with other hosts
 
     @property
     def joining_seconds(self) -> float:
-        """How long the ranks of a group may take to be joined."""
         return max(self.timeout, self.joining)
 
     @classmethod

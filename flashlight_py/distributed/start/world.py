@@ -69,9 +69,7 @@ def set_world(world: World | None) -> None:
     membership.use_as_world(current_world().group)
 
 
-# Worlds of a parent process. Their threads and sockets are the parent's: a child must neither use
-# nor close nor collect them.
-_inherited: list[World | None] = []
+_inherited: list[World | None] = []  # of a parent, which a child must not use, close or collect
 
 
 def _forget_in_child() -> None:
@@ -99,10 +97,7 @@ def get_world_size() -> int:
 
 
 def is_main_process() -> bool:
-    """Return whether this is rank 0 of the world, the one that prints, logs and saves.
-
-    True before ``distributed_init``, when a process is a world of its own.
-    """
+    """Return whether this is rank 0, which prints, logs and saves; True before the start."""
     return get_world_rank() == 0
 
 
@@ -123,12 +118,11 @@ def describe() -> str:
     """
     world = current_world()
     group = world.group
-    backend = group.backend()
     threads = f"\nBLAS threads: {blas.reason}" if world.threads else ""
     gpus = "" if group.gpus is None else f"\nCuPy arrays: {group.gpus.path}"
     return (
         f"rank {group.rank} of {group.size}, {world.local_rank} of {world.local_size} here\n"
-        f"NumPy arrays: {backend.path} ({world.why}){threads}{gpus}"
+        f"NumPy arrays: {group.backend().path} ({world.why}){threads}{gpus}"
     )
 
 

@@ -134,7 +134,7 @@ void scatters(Rank& rank, const Collective& c) {
   const bool gives = rank.rank == c.root;
   Array data = values(c.step, rank.rank, gives ? c.count * rank.size : 0), got(c.count);
   fl_signature mine = signature_of(c.verb, c.count, c.root);
-  if (!gives && !c.room) mine = {0, FL_SCATTER, 0, fl::kSum, c.root, 1, 0, 0, FL_ANY, {}, 0};
+  if (!gives && !c.room) mine = {0, FL_SCATTER, 0, FL_SUM, c.root, 1, 0, 0, FL_ANY, {}, 0};
   const bool into = gives || c.room;
   fl_op* op = rank.run(mine, gives ? data.data() : nullptr, into ? got.data() : nullptr, -1,
                        c.async);

@@ -1,19 +1,13 @@
 // Two ranks of this process, and the connection between them.
 #pragma once
 
-#include <gloo/transport/tcp/device.h>
-
 #include <memory>
 #include <vector>
 
 #include "../../../csrc/gloo/links.h"
 
 inline std::shared_ptr<fl::Links> listening(int rank) {
-  gloo::transport::tcp::attr attributes;
-  attributes.hostname = "127.0.0.1";
-  auto device = gloo::transport::tcp::CreateDevice(attributes);
-  return std::make_shared<fl::Links>(
-      std::dynamic_pointer_cast<gloo::transport::tcp::Device>(device), rank, 2, false);
+  return std::make_shared<fl::Links>(fl::create_device("127.0.0.1", ""), rank, 2, false);
 }
 
 // Nothing is sent.

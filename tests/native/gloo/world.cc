@@ -53,8 +53,8 @@ void Rank::exchange(const std::vector<fl_message>& messages, bool async,
 fl_signature signature_of(int verb, size_t count, int root) {
   fl_signature signature{};
   signature.verb = verb;
-  signature.dtype = fl::kUint32;
-  signature.op = fl::kSum;
+  signature.dtype = FL_UINT32;
+  signature.op = FL_SUM;
   signature.root = root;
   signature.scale = 1;
   signature.count = static_cast<int64_t>(count);

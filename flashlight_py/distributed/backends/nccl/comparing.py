@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -49,6 +49,21 @@ _BEGUN_IN_WORDS = (
 )
 
 
+@runtime_checkable
+class ComparesAhead(Protocol):
+    """A backend that lets a comparison end before the other ranks join; see ``Call.is_ahead``."""
+
+    def look_back(self, name: str, seconds: float) -> bool:
+        """Return whether all ranks have made the calls that this rank made ahead.
+
+        Does not block. ``name`` is the last of them, for errors.
+
+        Raises:
+            MismatchError: the ranks differ in one of them.
+            CollectiveTimeoutError: a rank has not made one for ``seconds``.
+        """
+
+
 # NCCL compares nothing. Calls that move nothing, on the group's backend for NumPy arrays, compare
 # both kinds of arrays in one order, on one host and on several, and word a mismatch, a lost rank
 # and a timeout. They take some microseconds, and are waited for only where sizes must be known.
@@ -60,6 +75,7 @@ class Comparisons:
 
     def __init__(self, cpu: Backend, communicator: Communicator) -> None:
         self._cpu, self._communicator = cpu, communicator
+        self._looks_back = cpu.look_back if isinstance(cpu, ComparesAhead) else None
         self._posted: deque[Work] = deque()
         # Of ``_posted``. The communicator's lock is held during a launch, which the watchdog
         # must be able to end.
@@ -74,7 +90,7 @@ class Comparisons:
         Raises:
             DistributedError: what an earlier comparison has found.
         """
-        self._add(compared(call, blocking=False, is_ahead=self._cpu.compares_ahead))
+        self._add(compared(call, blocking=False, is_ahead=self._looks_back is not None))
         if self._posted:
             self.look()
         self._communicator.require(call.name)
@@ -107,9 +123,9 @@ class Comparisons:
         A difference ends the communicator. From any thread; does not wait.
         """
         ahead = self._ahead
-        if self.compared_ahead[0] < ahead:
+        if self.compared_ahead[0] < ahead and self._looks_back is not None:
             try:
-                is_over = self._cpu.look_back(self._name, self._communicator.timeout)
+                is_over = self._looks_back(self._name, self._communicator.timeout)
             except DistributedError as error:
                 self._judge(error)
                 return True

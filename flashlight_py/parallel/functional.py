@@ -1,30 +1,50 @@
-"""Differentiable collectives, and what all ranks agree on in their forward and backward passes.
+"""Collectives between the forward and the backward pass: differentiable, out of place, blocking.
 
-For the convention behind the gradients see the package.
+**The convention.** Every rank computes a loss of its own and calls ``backward()`` on it; all of
+them differentiate J, the sum of the ranks' losses. So the gradient that a rank's variable x gets is
+dJ/dx: it counts what x does to the losses of all ranks. Where g_r stands below, it is the gradient
+of J with respect to rank r's result. A loss that every rank computes alike is in J once for each
+rank; divide it by their number where that is not meant.
+
+**The gradient of a collective is a collective.** So ``backward()`` must reach a result on every
+rank if it does on one. A rank whose loss does not depend on its result adds ``0 * sum(result)``.
+Backward passes run their collectives in the reverse of the order of the forward pass, so that
+ranks whose graphs differ still meet; before each, as in the forward pass, they make sure by one
+small ``all_reduce`` that all are at the same one. A rank that is elsewhere raises ``MismatchError``
+on every rank, one that does nothing ``CollectiveTimeoutError``, which names it. A gradient is never
+added to another's.
+
+Everything here blocks. ``group`` is the process group, default the world. Errors are those of the
+verb of the same name, and a TypeError if ``v`` is no Variable.
 """
-
-from __future__ import annotations
 
 import functools
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, is_cupy, is_floating
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.calls.arrays import parse_op, scale_in_place
-from flashlight_py.distributed.calls.checks import check_rank
+from flashlight_py.distributed.calls.call import P2POp
+from flashlight_py.distributed.calls.checks import check_rank, whole
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
 from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.verbs import RECV, SEND, Verb
 from flashlight_py.errors import MismatchError
-from flashlight_py.parallel.failing import fail
+from flashlight_py.parallel.failing import fail, refuse_message
 from flashlight_py.structure import as_one
+
+__all__ = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv"]
 
 
 def all_reduce(
@@ -35,22 +55,14 @@ def all_reduce(
     Gradient: y_r = scale * sum_q x_q on every rank r, hence dJ/dx_q = scale * sum_r g_r: the same
     all_reduce of the gradients.
 
-    Collective, blocking, as its backward pass is; each takes a small message beside its own.
-
     Args:
         v: any shape, the same shape and dtype on every rank.
         scale: real number that the result is multiplied by.
-        op: ``"sum"`` or ``"avg"``.
-        group: the process group, default the world.
+        op: ``"sum"`` or ``"avg"``; another is a ValueError.
 
     Returns:
         A new variable of the shape and dtype of ``v``, with a gradient on every rank if ``v`` has
         one on any.
-
-    Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_reduce`.
-        ValueError: ``op`` is another, or as :func:`flashlight_py.all_reduce`.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
 
     Example:
         >>> x = fl.param(np.ones(3))
@@ -75,23 +87,15 @@ def reduce_scatter(
     Gradient: y_r = scale * sum_q (part r of x_q), hence part r of dJ/dx_q = scale * g_r: the
     scaled all_gather of the gradients.
 
-    Collective, blocking, as its backward pass is; each takes a small message beside its own.
-
     Args:
         v: its first dimension is a multiple of the number of ranks; the same shape and dtype on
             every rank.
         scale: real number that the result is multiplied by.
-        op: ``"sum"`` or ``"avg"``.
-        group: the process group, default the world.
+        op: ``"sum"`` or ``"avg"``; another is a ValueError.
 
     Returns:
         A new variable of shape ``(v.shape[0] // size, *v.shape[1:])``, with a gradient on every
         rank if ``v`` has one on any.
-
-    Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_reduce`.
-        ValueError: ``op`` is another, or as :func:`flashlight_py.reduce_scatter`.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     call = DifferentiableCall("reduce_scatter", v, group, op)
     factor = scale / call.group.size if call.op is ReduceOp.AVG else scale
@@ -112,20 +116,13 @@ def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:
     the reduce_scatter of the gradients. Where the ranks' numbers of rows differ it is an
     all_reduce, of which each rank keeps its rows: twice the bytes.
 
-    Collective, blocking, as its backward pass is; each takes a small message beside its own.
-
     Args:
         v: the first dimension may differ between ranks, the others and the dtype must not. One
             without dimensions counts as one row.
-        group: the process group, default the world.
 
     Returns:
         A new variable of shape ``(sum of first dimensions, *v.shape[1:])``, with a gradient on
         every rank if ``v`` has one on any.
-
-    Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_gather`.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     call = DifferentiableCall("all_gather", v, group)
     shape, rank = v.shape, call.group.rank
@@ -150,22 +147,17 @@ def all_to_all(
     Gradient: y_r holds part r of x_q as its part q, hence part r of dJ/dx_q = part q of g_r: the
     all_to_all that takes the gradients back.
 
-    Collective, blocking, as its backward pass is; each takes a small message beside its own.
-
     Args:
         v: the dimensions but the first, and the dtype, are the same on every rank.
         rows: how many rows of ``v`` each rank gets; None: equal parts, of a first dimension that is
             a multiple of the number of ranks and the same on every rank. All ranks pass it or none.
-        group: the process group, default the world.
 
     Returns:
         A new variable of shape ``(number of rows received, *v.shape[1:])``, with a gradient on
         every rank if ``v`` has one on any.
 
     Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_to_all`.
         ValueError: the first dimension cannot be cut so.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     call = DifferentiableCall("all_to_all", v, group)
 
@@ -183,21 +175,16 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
     Gradient: y_r = x_root on every rank r, hence dJ/dx_root = sum_r g_r, and 0 for the others:
     the gradients are reduced to the root.
 
-    Collective, blocking, as its backward pass is; each takes a small message beside its own.
-
     Args:
         v: the same shape and dtype on every rank; the values of the root count alone.
         root: rank in the group.
-        group: the process group, default the world.
 
     Returns:
         A new variable of the shape and dtype of ``v``, with a gradient on every rank if ``v`` has
         one on any.
 
     Raises:
-        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.broadcast`.
         ValueError: ``root`` is no rank of the group.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     call = DifferentiableCall("broadcast", v, group)
 
@@ -299,3 +286,146 @@ def require_variable(verb: str, v: object) -> None:
 def copy_of(array: Array) -> Array:
     """Return a new array of the same values for a verb to work on in place."""
     return array_module(array).array(array, order="C")  # type: ignore[no-any-return]
+
+
+# Messages: the receiver sends the gradient back ---------------------------------------------------
+
+Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
+
+# Tags of gradients: this bit, the tag of the message, and its number among those of its tag. So a
+# gradient finds its message in whatever order the backward passes are run.
+_GRADIENT = 1 << 30
+_TAGS = _NUMBERS = 1 << 15
+
+# How many messages each group has had, by the verb of their gradients, peer and tag.
+_messages: dict[weakref.ref[ProcessGroup], Counter[tuple[str, int, int]]] = {}
+
+
+def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
+    """Send ``v`` to rank ``dst``, which must call :func:`recv`. Blocks as ``fl.send`` does.
+
+    Gradient: rank dst's y = x, hence dJ/dx = g_dst, which ``dst`` sends back in its backward pass.
+
+    Args:
+        v: any shape and dtype.
+        dst: another rank of the group.
+        tag: from 0 to 32767; ``dst`` must ask for it.
+
+    Returns:
+        A token: a variable of no dimensions with the value 0. Its backward pass blocks until the
+        gradient arrives, so ``backward()`` must reach it: call ``token.backward()``, or add it to
+        this rank's loss where there is one. The gradient is what ``dst`` sends, whatever the
+        token is multiplied by. If ``v`` needs no gradient, the token has none either, and ``dst``
+        must run no backward pass, or use :func:`flashlight_py.recv`.
+
+    Raises:
+        ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
+    """
+    group = group_or_world(group)
+    tag = _checked_tag("send", tag)
+    with refusing(group, "functional.send", [P2POp("send", v, dst, tag)], [v]):
+        require_variable("send", v)
+    array = v.data
+    group.send(array, dst, tag)
+    answer = _Answer(group, RECV, dst, tag)
+    shape, dtype, xp = array.shape, array.dtype, array_module(array)
+
+    run = functools.partial(answer.run, lambda _: answer.travel(xp.empty(shape, dtype)))
+    floating = dtype if is_floating(dtype) else np.dtype(np.float32)
+    return record_in_order(xp.zeros((), floating), (v, run))
+
+
+def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
+    """Return what rank ``src`` sends under ``tag`` by :func:`send`. Blocks.
+
+    Gradient: y = x of rank src, hence dJ/dx = g: the gradient is sent back to ``src``, blocking
+    until that runs the backward pass of its token.
+
+    Args:
+        like: a variable or an array of the shape and dtype that is sent, also on a GPU; or the
+            shape and the dtype, as a tuple.
+        src: another rank of the group.
+        tag: from 0 to 32767.
+
+    Returns:
+        A new variable; with a gradient where its dtype is a real floating one.
+
+    Raises:
+        TypeError: ``like`` is none of these, or as :func:`flashlight_py.recv`.
+        ValueError: ``src`` is no other rank of the group, or ``tag`` is out of range.
+        MismatchError: ``src`` sends another shape or dtype; raised on both.
+    """
+    group = group_or_world(group)
+    tag = _checked_tag("recv", tag)
+    with refusing(group, "functional.recv", [P2POp("recv", like, src, tag)], [like]):
+        array = _receive(group, like, src, tag)
+    answer = _Answer(group, SEND, src, tag)
+    if not is_floating(array.dtype):
+        return Variable(array)
+    source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
+
+    def give(grad: Array) -> Array:
+        answer.travel(grad)
+        return source.data  # this rank has nothing below
+
+    return record_in_order(array, (source, functools.partial(answer.run, give)))
+
+
+def _checked_tag(verb: str, tag: int) -> int:
+    number = whole(tag)
+    if number is None or not 0 <= number < _TAGS:
+        raise ValueError(
+            f"functional.{verb}: tag must be an integer from 0 to {_TAGS - 1} (the others belong "
+            f"to gradients), got {tag!r}"
+        )
+    return number
+
+
+class _Answer(InPasses):
+    """The gradient of the message that was just sent or received, and its tag."""
+
+    def __init__(self, group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
+        self._group, self._verb, self._peer = group, verb, peer
+        self._tag = 0
+        self._is_begun = False  # in this pass
+        self._count(tag)
+
+    def run(self, message: Callable[[Array], Array], grad: Array) -> Array:
+        """Return the gradient that ``message`` brings, or leaves here."""
+        self._is_begun = True
+        result = message(grad)
+        self._is_begun = False
+        return result
+
+    def join_failed(self) -> None:
+        """Autograd: a pass fails that has yet to come here, where the other rank waits."""
+        if not self._is_begun:
+            refuse_message(self._group, self._verb, self._peer, self._tag)
+
+    @as_one
+    def _count(self, tag: int) -> None:
+        counts = _messages.setdefault(weakref.ref(self._group, _messages.pop), Counter())
+        key = self._verb.name, self._peer, tag
+        self._tag = _GRADIENT + tag * _NUMBERS + counts[key] % _NUMBERS
+        counts[key] += 1
+
+    @as_one
+    def travel(self, grad: Array) -> Array:
+        """Send ``grad``, or fill it with what arrives; return it. Blocks."""
+        travel = self._group.recv if self._verb is RECV else self._group.send
+        travel(grad, self._peer, self._tag)
+        return grad
+
+
+@as_one
+def _receive(group: ProcessGroup, like: Any, src: int, tag: int) -> Array:
+    """Receive into a new array."""
+    if isinstance(like, tuple) and len(like) == 2:
+        return group.recv(np.empty(*like), src, tag)
+    array = like.data if isinstance(like, Variable) else like
+    if not isinstance(array, np.ndarray) and not is_cupy(array):
+        raise TypeError(
+            "functional.recv needs a variable or an array like what arrives, or a tuple "
+            f"(shape, dtype); got {type(like).__name__}"
+        )
+    return group.recv(array_module(array).empty(array.shape, array.dtype), src, tag)

@@ -1,1 +1,0 @@
-"""``DataParallel``: the processes of one machine compute shares of each batch for this one."""

@@ -1,0 +1,87 @@
+"""Ranks meet at a port or at a path: late, missing and doubled ranks, and wrong world sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.rendezvous_helpers import Ranks, port
+
+__all__ = ["port"]
+
+
+@pytest.fixture(params=["tcp", "file"])
+def ranks(request: pytest.FixtureRequest, port: int, tmp_path: Path) -> Iterator[Ranks]:
+    """Ranks that meet at a port of the loopback, or at a path; no file is left."""
+    started = Ranks(store=request.param, host="127.0.0.1", port=port, path=tmp_path / "meeting")
+    try:
+        yield started
+    finally:
+        started.close()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_rank_gets_all_payloads(ranks: Ranks, size: int) -> None:
+    ranks.run(size, lengths=[3, 0, 1_000_000, 1])
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_late_rank_is_waited_for(ranks: Ranks, late: int) -> None:
+    plans = [{"hold": "started"} if rank == late else {} for rank in range(3)]
+    started = [ranks.start(rank, 3, **plan) for rank, plan in enumerate(plans)]
+    for rank in started:
+        rank.await_event("started" if rank is started[late] else "constructed")
+    started[late].resume()
+    assert [rank.outcome() for rank in started] == ["closed"] * 3
+
+
+@pytest.mark.slow
+def test_missing_ranks_are_named_on_every_rank(ranks: Ranks) -> None:
+    for rank in ranks.start_together((0, 1, 4), 5, timeout=2.0):
+        assert "ranks 2, 3 of 5 have not arrived within 2 s" in rank.refusal()
+
+
+def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, port: int) -> None:
+    text = ranks.start(1, 2, timeout=0.5).refusal()
+    assert "rank 0 of 2 has not arrived within 0.5 s" in text
+    assert f"127.0.0.1:{port}" in text or ranks.defaults["store"] == "file"
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
+    for rank in (ranks.start(0, 3), ranks.start(1, 3), ranks.start(1, 3)):
+        assert "two processes claim rank 1" in rank.refusal()
+
+
+def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
+    """Whatever rank and size it has."""
+    client = ranks.start(1, 2, hold="exchanged 0")
+    server = ranks.start(0, 2)
+    client.await_event("exchanged 0")
+    assert "two processes claim rank 1" in ranks.start(1, 2).refusal()
+    kind = {"tcp": "address", "file": "path"}[ranks.defaults["store"]]
+    for rank, size in ((1, 2), (1, 3), (5, 8)):
+        assert f"a run is under way at this {kind} already" in ranks.start(rank, size).refusal()
+    client.resume()
+    assert [server.outcome(), client.outcome()] == ["closed", "closed"]
+
+
+def test_a_wrong_world_size_is_named_on_every_rank(ranks: Ranks) -> None:
+    for rank in [ranks.start(0, 3), ranks.start(1, 3), ranks.start(2, 4)]:
+        text = rank.refusal()
+        assert "rank 2" in text
+        assert "world size 4" in text
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_reason_of_an_abort_reaches_everybody(ranks: Ranks, who: int) -> None:
+    plans = [{"abort": "no network", "lengths": [3]} if rank == who else {} for rank in range(3)]
+    started = [ranks.start(rank, 3, **plan) for rank, plan in enumerate(plans)]
+    for rank in started:
+        if rank is not started[who]:
+            assert f"rank {who} aborted: no network" in rank.refusal()
+    assert started[who].outcome() == "closed"
