@@ -16,7 +16,7 @@ from flashlight_py.autograd import Variable, functions
 from flashlight_py.autograd.precision import casting, here
 from flashlight_py.device import array_module, device_of, floating, is_floating, to_device
 from flashlight_py.distributed import all_reduce, get_world_size
-from flashlight_py.distributed.api.verb_call import in_step
+from flashlight_py.distributed.internal import in_step
 from flashlight_py.optim.clip import gradients_of
 from flashlight_py.structure import HoldsState
 

@@ -14,11 +14,14 @@ from flashlight_py import random
 from flashlight_py.checkpoint.directory import Manifest, candidates, publish, read
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
-from flashlight_py.distributed.calls.call import COMPOSED
-from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import (
+    COMPOSED,
+    Steps,
+    exchange_bytes,
+    group_or_world,
+    in_step,
+    whole_number,
+)
 from flashlight_py.errors import (
     CheckpointError,
     CollectiveTimeoutError,
