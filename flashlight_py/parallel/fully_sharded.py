@@ -7,8 +7,7 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step, refusing
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import group_or_world, in_step, refusing
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads

@@ -8,8 +8,7 @@ from flashlight_py.autograd import Variable, functions, param
 from flashlight_py.autograd.gradcheck import central_difference, difference
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import group_or_world, in_step
 from flashlight_py.parallel.agreement import of_all_ranks
 
 

@@ -5,11 +5,14 @@ from typing import Any
 
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.calls.arrays import as_array, check_reduction
-from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.reducers.reducer import reduce_all
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import (
+    ReduceOp,
+    as_array,
+    check_reduction,
+    group_or_world,
+    in_step,
+    reduce_all,
+)
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.agreement import (
     check_arrays_agree,

@@ -12,9 +12,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.device import Array, array_module, device_of, to_device
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step, refusing
-from flashlight_py.distributed.calls.checks import whole
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import group_or_world, in_step, refusing, whole
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
 from flashlight_py.optim.optimizer import Placement, Shards
