@@ -98,7 +98,6 @@ OPTIONAL = {
     *("distributed", "pyspark", "ray"),
 }
 
-
 # May be deleted with their tests and their page: the core finds them by their names alone.
 WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")
 
