@@ -82,6 +82,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 # The parts of these packages from the ground up: each may import itself and the parts before it.
 LAYERS: dict[str, tuple[str, ...]] = {
+    "autograd": (
+        *("graph", "engine", "variable", "precision", "native", "functions"),
+        *("gradcheck", "operators"),
+    ),
+    "nn": (
+        *("init", "module", "layers", "normalization", "images", "sequences", "recompute"),
+        "loading",
+    ),
+    "optim": ("cpu", "cuda", "optimizer", "algorithms", "clip", "schedules"),
     "distributed": (
         *("constants", "verbs", "work", "calls", "rendezvous", "backend", "memory", "failures"),
         *("backends", "groups", "api", "start", "reducers", "internal"),
@@ -97,7 +106,6 @@ OPTIONAL = {
     *("mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"),
     *("distributed", "pyspark", "ray"),
 }
-
 
 # May be deleted with their tests and their page: the core finds them by their names alone.
 WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")

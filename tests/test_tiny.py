@@ -79,7 +79,6 @@ def save_and_load(rank: int, size: int, folder: str) -> None:
     for param in model.params():
         param.array[...] = 0
     loaded = fl.load(folder, module=model)
-    assert loaded is not None
     assert loaded.step == 7
     for param, before in zip(model.params(), saved, strict=True):
         np.testing.assert_array_equal(param.array, before)
