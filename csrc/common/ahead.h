@@ -1,11 +1,7 @@
 // Calls from which a rank may return before others have made them: see shm/entering.cc.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
 #include <optional>
-#include <utility>
-#include <vector>
 
 #include "failure.h"
 #include "signature.h"

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <exception>
 #include <new>
 
 #include "../reduce/reduce.h"
@@ -110,8 +109,7 @@ void fl_op_free(fl_op* op) {
   if (op != nullptr) op->release();
 }
 
-int fl_reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
-              size_t count) {
+int fl_reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks, size_t count) {
   return fl::reduce(dtype, op, scale, into, from, ranks, count);
 }
 

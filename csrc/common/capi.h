@@ -1,9 +1,6 @@
 // Helpers of the C ABIs: an exception becomes the result that stands for a failure, and a message.
 #pragma once
 
-#include <memory>
-#include <utility>
-
 #include "operation.h"
 
 namespace fl {

@@ -1,9 +1,6 @@
 #include "engine.h"
 
-#include <algorithm>
 #include <cstdlib>
-#include <cstring>
-#include <utility>
 
 namespace fl {
 namespace {
@@ -193,7 +190,6 @@ const fl_site& Engine::site_of(int from, uint16_t number) const {
   const auto found = peers_[from].sites.find(number);
   return found == peers_[from].sites.end() ? sites_[0] : found->second;
 }
-
 
 // Others learn of what this rank has received, also where it leaves at once; unless they do not look.
 void Engine::send_answers(Port& port) {

@@ -17,20 +17,11 @@
 // does (FLASHLIGHT_CHECKS=sync: a send waits until it was received). All others end when they are taken.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <list>
-#include <memory>
-#include <mutex>
 #include <new>
-#include <optional>
-#include <string>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "choice.h"
 #include "operation.h"
@@ -143,7 +134,6 @@ constexpr int kNobody = -1;
 inline uint64_t key_of(int peer, int32_t tag) {
   return static_cast<uint64_t>(static_cast<uint32_t>(peer)) << 32 | static_cast<uint32_t>(tag);
 }
-
 
 // A message as it is called. `match` of a receive that has to find out who sends, or how much.
 struct Given {

@@ -1,9 +1,6 @@
 // Wakes the threads of a rank that sleep until something has changed, whatever it is.
 #pragma once
 
-#include <atomic>
-#include <cstdint>
-
 #include "atomic.h"
 
 namespace fl {

@@ -1,7 +1,4 @@
 // How messages go from rank to rank.
-#include <algorithm>
-#include <cstring>
-#include <utility>
 
 #include "copying.h"
 #include "engine.h"

@@ -1,7 +1,6 @@
 #include "operation.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace fl {
 
@@ -91,8 +90,7 @@ void Started::stamp(int64_t* ended, int64_t running) {
   if (operation_->status != FL_PENDING) operation_->stamp.write();
 }
 
-void finish(Operation& operation, fl_status status, const std::string& message,
-            std::vector<int> missing) {
+void finish(Operation& operation, fl_status status, const std::string& message, std::vector<int> missing) {
   {
     const std::lock_guard<std::mutex> lock(operation.shared->mutex);
     operation.message = message;

@@ -1,18 +1,11 @@
 // Operations: what was started and can be waited for, and how it ends.
 #pragma once
 
-#include <time.h>
-
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "failure.h"
 #include "patience.h"
@@ -205,7 +198,6 @@ Clock::time_point deadline_after(double seconds);
 void execute(Transport& transport, Operation& operation) noexcept;
 
 // End `operation` without running it.
-void finish(Operation& operation, fl_status status, const std::string& message = {},
-            std::vector<int> missing = {});
+void finish(Operation& operation, fl_status status, const std::string& message = {}, std::vector<int> missing = {});
 
 }  // namespace fl

@@ -1,6 +1,4 @@
 // Messages as callers see them, and the groups that have them.
-#include <algorithm>
-#include <utility>
 
 #include "engine.h"
 
@@ -137,8 +135,7 @@ std::optional<Failure> Port::why_ended() const {
 
 // The entry of a message that has begun, and may have ended; null: it has ended well. Where a `refusal` is to be
 // told of, no message of the call begins.
-Message* Port::begin(const Given& given, double seconds, bool is_awaited,
-                     const std::optional<Seen>& refusal) {
+Message* Port::begin(const Given& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal) {
   const auto why = why_ended();
   const bool begins = !why && !refusal;
   if (begins && given.call.verb == FL_SEND && engine_.send_now(*this, given)) return nullptr;
@@ -223,8 +220,7 @@ std::vector<Handle> Port::finish(const Posted& posted, InterruptCheck interrupt)
   return handles;
 }
 
-std::vector<Handle> Port::exchange(const fl_message* messages, int count, double seconds,
-                                   InterruptCheck interrupt) {
+std::vector<Handle> Port::exchange(const fl_message* messages, int count, double seconds, InterruptCheck interrupt) {
   const Posted posted = post(messages, count, seconds, -1);
   return posted.empty() ? std::vector<Handle>(count) : finish(posted, interrupt);
 }

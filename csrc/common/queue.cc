@@ -1,7 +1,6 @@
 #include "queue.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace fl {
 

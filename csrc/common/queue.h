@@ -16,14 +16,8 @@
 // too, so their waits look at Transport::is_broken now and then, or are ended by give_up.
 #pragma once
 
-#include <condition_variable>
-#include <cstdint>
-#include <functional>
 #include <list>
-#include <memory>
-#include <mutex>
 #include <thread>
-#include <vector>
 
 #include "operation.h"
 

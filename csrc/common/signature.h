@@ -29,8 +29,7 @@ inline bool shapes_are_wanted(int verb) { return first_dimension_is_free(verb) |
 inline bool same_call(const fl_signature& a, const fl_signature& b) {
   if (a.verb != b.verb || a.root != b.root || a.part_of != b.part_of) return false;
   if (a.ndim == FL_ANY || b.ndim == FL_ANY) return true;
-  if (a.dtype != b.dtype || a.op != b.op || a.scale != b.scale || a.itemsize != b.itemsize ||
-      a.ndim != b.ndim) {
+  if (a.dtype != b.dtype || a.op != b.op || a.scale != b.scale || a.itemsize != b.itemsize || a.ndim != b.ndim) {
     return false;
   }
   const bool free = first_dimension_is_free(a.verb);
@@ -60,8 +59,7 @@ inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
 // Whether all ranks call the same, which all of them answer alike: two that leave out what they
 // expect are measured by one that does not.
 inline bool all_same(const fl_signature* calls, int ranks) {
-  const auto* full = std::find_if(calls, calls + ranks,
-                                  [](const fl_signature& call) { return call.ndim != FL_ANY; });
+  const auto* full = std::find_if(calls, calls + ranks, [](const fl_signature& call) { return call.ndim != FL_ANY; });
   const fl_signature& measure = full == calls + ranks ? *calls : *full;
   return std::all_of(calls, calls + ranks,
                      [&](const fl_signature& call) { return same_call(measure, call); });

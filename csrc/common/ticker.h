@@ -1,7 +1,6 @@
 // A thread that looks after something every millisecond, while there is anything to look after.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>

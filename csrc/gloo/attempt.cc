@@ -3,12 +3,8 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
-#include <stdexcept>
-#include <system_error>
 
 #include "links.h"
 

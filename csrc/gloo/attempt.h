@@ -1,10 +1,6 @@
 // A connection that is being made, until both ends have proven who they are.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-#include <string>
-
 #include "abi.h"
 #include "pair.h"
 
@@ -24,8 +20,7 @@ struct Greeting {
 // Events come on Gloo's thread.
 class Attempt : public Handler {
  public:
-  static constexpr char kStranger[] =
-      "who connected in its place does not know the secret of this job";
+  static constexpr char kStranger[] = "who connected in its place does not know the secret of this job";
 
   // To `peer`, by a socket that is connecting, maybe only to ask what it has called in a group; or by one
   // that was accepted, of whoever it is (-1).

@@ -1,10 +1,6 @@
 // The C ABI; see ../common/capi.h for what becomes of exceptions.
 #include "../common/capi.h"
 
-#include <unistd.h>
-
-#include <algorithm>
-
 #include "group.h"
 
 struct fl_group {
@@ -49,8 +45,7 @@ int fl_watch_hosts(fl_group* group, const fl_hosts* hosts, const char* addresses
   });
 }
 
-int fl_take_along(fl_group* group, int (*give_up)(void* other, const char* why), void* other,
-                  const char* advice) {
+int fl_take_along(fl_group* group, int (*give_up)(void* other, const char* why), void* other, const char* advice) {
   return fl::done([&] { group->group.mesh().take_along({give_up, other, advice}); });
 }
 

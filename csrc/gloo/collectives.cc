@@ -3,11 +3,6 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <cstring>
-#include <new>
-
 #include "../common/signature.h"
 
 namespace fl {

@@ -1,9 +1,6 @@
 // The collectives, each written once on a Mesh.
 #pragma once
 
-#include <memory>
-#include <vector>
-
 #include "../common/ahead.h"
 #include "mesh.h"
 #include "relay.h"
@@ -138,8 +135,7 @@ class Collectives {
   void reduce_inline(const Call& call, const void* data, size_t skip, size_t count, void* into);
   void scan_inline(const Call& call, void* data);
   void reduce_sections(Call& call, const void* data, void* output, const Parts& sections);
-  void reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts,
-                       int collector);
+  void reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts, int collector);
   gloo::transport::UnboundBuffer& room(int r);
   void make_rooms();
   void ask_for_piece(size_t at);
@@ -148,8 +144,7 @@ class Collectives {
   void move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take);
   void give_parts(Call& call, const void* data, size_t bytes, const Parts& parts);
   void pass_on_part(Call& call, char* data, const Parts& parts);
-  Bytes gather_to(Call& call, const void* data, bool wanted, const Parts& give,
-                  const fl_room* room);
+  Bytes gather_to(Call& call, const void* data, bool wanted, const Parts& give, const fl_room* room);
 
   Mesh& mesh_;
   const int rank_;

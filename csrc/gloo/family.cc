@@ -1,8 +1,5 @@
 #include "family.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "mesh.h"
 
 namespace fl {

@@ -2,15 +2,6 @@
 // their members tell each other of the groups.
 #pragma once
 
-#include <atomic>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
 #include "../common/engine.h"
 #include "../common/queue.h"
 #include "abi.h"

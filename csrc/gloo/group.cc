@@ -1,9 +1,5 @@
 #include "group.h"
 
-#include <exception>
-#include <stdexcept>
-#include <utility>
-
 #include "../common/signature.h"
 #include "../common/verbs.h"
 
@@ -14,8 +10,7 @@ fl_site site_of(const Request& call) { return call.site != nullptr ? *call.site 
 
 // Whether the one rank that is missing has begun the same call: what is it waiting for?
 bool waits_in(const Failure& timeout, const fl_signature& call) {
-  return timeout.missing.size() == 1 &&
-         timeout.seen.calls[timeout.missing[0]].sequence == call.sequence;
+  return timeout.missing.size() == 1 && timeout.seen.calls[timeout.missing[0]].sequence == call.sequence;
 }
 
 // Do `work` of `operation`, which waits for peers. An exception of Gloo's is explained while there still is a

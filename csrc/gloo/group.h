@@ -1,11 +1,6 @@
 // A group of processes joined by Gloo: a mesh, what runs on it, and on which threads.
 #pragma once
 
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "../common/queue.h"
 #include "collectives.h"
 #include "mesh.h"
@@ -14,8 +9,7 @@ namespace fl {
 
 class Group {
  public:
-  Group(int rank, int size, const std::string& host, const std::string& interface,
-        double connect_seconds);
+  Group(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
   // One of `ranks` of another; see Mesh.
   Group(const Group& whole, const std::vector<int>& ranks, uint64_t number);
 

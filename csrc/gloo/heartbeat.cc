@@ -6,7 +6,6 @@
 #include <cstring>
 #include <ctime>
 #include <sstream>
-#include <utility>
 
 namespace fl {
 namespace {
@@ -50,8 +49,7 @@ int64_t in_milliseconds(Clock::duration time) {
 
 std::string when(Clock::duration ago) {
   using System = std::chrono::system_clock;
-  const std::time_t time =
-      System::to_time_t(System::now() - std::chrono::duration_cast<System::duration>(ago));
+  const std::time_t time = System::to_time_t(System::now() - std::chrono::duration_cast<System::duration>(ago));
   std::tm parts{};
   localtime_r(&time, &parts);
   char text[64];

@@ -15,16 +15,9 @@
 
 #include <netinet/in.h>
 
-#include <chrono>
-#include <cstdint>
 #include <list>
 #include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <set>
-#include <string>
-#include <vector>
 
 #include "../common/operation.h"
 #include "abi.h"

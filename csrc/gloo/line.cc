@@ -3,13 +3,9 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
-#include <stdexcept>
-#include <utility>
 
 namespace fl {
 namespace {

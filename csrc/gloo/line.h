@@ -3,12 +3,7 @@
 #pragma once
 
 #include <netinet/in.h>
-#include <poll.h>
 #include <sys/socket.h>
-
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "../common/operation.h"
 #include "descriptors.h"

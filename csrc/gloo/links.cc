@@ -2,16 +2,11 @@
 
 #include <fcntl.h>
 #include <netinet/in.h>
-#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <system_error>
-#include <utility>
 
 #include "attempt.h"
 #include "line.h"
@@ -159,8 +154,7 @@ bool Links::await(int peer, Clock::time_point end) {
   return states_[peer] == kConnected;
 }
 
-std::map<int, int64_t> Links::calls_of(const std::vector<int>& peers, uint64_t group,
-                                       Clock::time_point end) {
+std::map<int, int64_t> Links::calls_of(const std::vector<int>& peers, uint64_t group, Clock::time_point end) {
   const std::lock_guard<std::mutex> asking(asking_);
   std::unique_lock<std::mutex> lock(lock_);
   answers_.clear();
@@ -233,8 +227,7 @@ void Links::adopt(Attempt& attempt) {
   const std::lock_guard<std::mutex> lock(lock_);
   if (!is_open_ || states_[attempt.peer] == kConnected) return;
   remove(attempt.socket);
-  pairs_[attempt.peer] =
-      std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket, told_, *parcels_);
+  pairs_[attempt.peer] = std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket, told_, *parcels_);
   attempt.is_taken = true;
   descriptors_.add(attempt.socket);
   if (seconds_ > 0) keep_alive(attempt.socket, seconds_);

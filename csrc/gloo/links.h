@@ -6,15 +6,7 @@
 // answers all the same. Then Gloo gets the socket.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
-#include <functional>
 #include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "../common/operation.h"
 #include "abi.h"

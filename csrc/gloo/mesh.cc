@@ -1,16 +1,8 @@
 #include "mesh.h"
 
-#include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <iterator>
 #include <numeric>
-#include <set>
 #include <sstream>
-#include <stdexcept>
-#include <system_error>
-#include <thread>
-#include <utility>
 
 namespace fl {
 namespace {
@@ -137,8 +129,7 @@ std::vector<int> Mesh::neighbours() const {
   return {found.begin(), found.end()};
 }
 
-void Mesh::connect(const char* addresses, size_t bytes, const char* key, bool lazily,
-                   Clock::time_point deadline) {
+void Mesh::connect(const char* addresses, size_t bytes, const char* key, bool lazily, Clock::time_point deadline) {
   family_->open(addresses, bytes, key);
   if (lazily) return;
   const Waiter waiter(*this, deadline, nullptr);
@@ -178,8 +169,7 @@ Pair& Mesh::pair_with(int peer) {
   return *links_.pair(ranks_[peer]);
 }
 
-void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset,
-               size_t bytes) {
+void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes) {
   if (!is_connected(peer)) require(peer);  // one that is not made is no connection that broke
   try {
     buffer.recv(peer, slot, offset, bytes);
@@ -483,8 +473,7 @@ std::string Mesh::words_of(const Failure& failure) const {
   for (int r : failure.missing) {
     names += (names.empty() ? "" : ", ") + name(r).substr(std::strlen("rank "));
   }
-  return std::string("Plost rank") + (failure.missing.size() > 1 ? "s " : " ") + names + " (" +
-         failure.what() + ")";
+  return std::string("Plost rank") + (failure.missing.size() > 1 ? "s " : " ") + names + " (" + failure.what() + ")";
 }
 
 }  // namespace fl

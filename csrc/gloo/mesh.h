@@ -4,15 +4,6 @@
 
 #include <gloo/transport/unbound_buffer.h>
 
-#include <atomic>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "abi.h"
 #include "family.h"
 
@@ -41,8 +32,7 @@ class Mesh : public Transport, public Connections, public Route {
  public:
   // A group by itself; and one of `ranks` of another, this one among them, that shares its connections.
   // `number` is that of no other group that is made of these ranks, and the same on all of `ranks`.
-  Mesh(int rank, int size, const std::string& host, const std::string& interface,
-       double connect_seconds);
+  Mesh(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
   Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number);
   ~Mesh() override;
 
@@ -57,8 +47,7 @@ class Mesh : public Transport, public Connections, public Route {
   const std::vector<char>& address() const { return family_->links->address(); }
   // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each; for `key` see
   // fl_connect. `lazily`: the neighbours too are connected when they are needed first.
-  void connect(const char* addresses, size_t bytes, const char* key, bool lazily,
-               Clock::time_point deadline);
+  void connect(const char* addresses, size_t bytes, const char* key, bool lazily, Clock::time_point deadline);
   bool is_connected(int peer) const { return links_.is_connected(ranks_[peer]); }
   // Begin to connect to all of `peers`.
   void reach(const std::vector<int>& peers);

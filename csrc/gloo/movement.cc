@@ -1,6 +1,4 @@
 // The collectives that move data without combining it.
-#include <algorithm>
-#include <cstring>
 
 #include "collectives.h"
 
@@ -12,7 +10,6 @@ template <typename Visit>
 void for_each_piece(size_t bytes, Visit visit) {
   for (size_t at = 0; at < bytes; at += kChunkBytes) visit(at, std::min(kChunkBytes, bytes - at));
 }
-
 
 // The root's array in a part for each other rank.
 Parts parts_for_others(size_t bytes, int ranks, int root) {
@@ -31,8 +28,7 @@ Parts parts_for_others(size_t bytes, int ranks, int root) {
 }  // namespace
 
 // Take what came with the headers, then move the rest.
-void Collectives::deliver(Call& call, const void* from, const Parts& give, void* into,
-                          const Parts& take) {
+void Collectives::deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take) {
   char* const place = static_cast<char*>(into);
   fetch(take);
   for (int r = 0; r < size_; ++r) {
@@ -45,8 +41,7 @@ void Collectives::deliver(Call& call, const void* from, const Parts& give, void*
 
 // Send give[r] of `from` to every rank r and receive take[r] of `into` from it, all at once, except
 // what was small.
-void Collectives::move_large(Call& call, const void* from, const Parts& give, char* into,
-                             const Parts& take) {
+void Collectives::move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take) {
   const char* const source = static_cast<const char*>(from);
   std::vector<Buffer> sends(size_), receives(size_);
   for (int step = 1; step < size_; ++step) {
@@ -157,8 +152,7 @@ Bytes Collectives::gather(Call& call, const void* data, const fl_room* room) {
   return gather_to(call, data, rank_ == call.mine.root, give, room);
 }
 
-Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Parts& give,
-                             const fl_room* room) {
+Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Parts& give, const fl_room* room) {
   meet(call, data, give);
   Parts take(size_);
   size_t total = 0;

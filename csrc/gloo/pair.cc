@@ -7,14 +7,9 @@
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <chrono>
 #include <cstring>
-#include <stdexcept>
-#include <utility>
 
 #include "descriptors.h"
 
@@ -183,8 +178,7 @@ std::string Pair::problem() {
 
 // What is sent ---------------------------------------------------------------------------------
 
-void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes,
-                bool at_leisure) {
+void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
   Lines& lines = talks_[group].lines;
@@ -318,8 +312,7 @@ bool Pair::write(tcp::Op& op) {
     msghdr message{};
     message.msg_iov = rooms;
     if (op.nwritten < kHead) {
-      rooms[message.msg_iovlen++] = {reinterpret_cast<char*>(&op.preamble) + op.nwritten,
-                                     kHead - op.nwritten};
+      rooms[message.msg_iovlen++] = {reinterpret_cast<char*>(&op.preamble) + op.nwritten, kHead - op.nwritten};
     }
     if (op.nbytes > sent) {
       rooms[message.msg_iovlen++] = {static_cast<char*>(buffer->ptr) + (op.offset + sent), op.nbytes - sent};

@@ -14,16 +14,8 @@
 #include <gloo/transport/tcp/unbound_buffer.h>
 #include <sys/socket.h>
 
-#include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <functional>
 #include <list>
-#include <memory>
-#include <optional>
-#include <string>
 #include <unordered_map>
-#include <vector>
 
 #include "../common/operation.h"
 

@@ -1,6 +1,4 @@
 // The collectives that combine the ranks' arrays.
-#include <algorithm>
-#include <utility>
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
@@ -72,8 +70,7 @@ class Collectives::ReductionInParts {
  public:
   // `output` takes this rank's reduced part; null: it only passes through, on its way to the
   // collector.
-  ReductionInParts(Collectives& group, Call& call, const void* data, char* output, Parts parts,
-                   int collector);
+  ReductionInParts(Collectives& group, Call& call, const void* data, char* output, Parts parts, int collector);
   void run();
 
  private:
@@ -166,8 +163,7 @@ void Collectives::ReductionInParts::combine(size_t c) {
   if (output_ == nullptr && c >= depth_) waiter_.sent(*results_, given_[c - depth_]);
   const size_t at = output_ != nullptr ? c * piece_bytes_ : place(c);
   char* result = static_cast<char*>(results_->ptr) + at;
-  fl::reduce(mine_.dtype, mine_.op, mine_.scale, result, from_.data(), size_,
-             own.bytes / mine_.itemsize);
+  fl::reduce(mine_.dtype, mine_.op, mine_.scale, result, from_.data(), size_, own.bytes / mine_.itemsize);
   group_.ask_for_piece(place(c));
   ++group_.taken_;
   give(at, own.bytes);
@@ -210,14 +206,12 @@ void Collectives::ask_for_piece(size_t at) {
   }
 }
 
-void Collectives::reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts,
-                                  int collector) {
+void Collectives::reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts, int collector) {
   if (rooms_.empty()) make_rooms();
   ReductionInParts(*this, call, data, output, parts, collector).run();
 }
 
-void Collectives::reduce_inline(const Call& call, const void* data, size_t skip, size_t count,
-                                void* into) {
+void Collectives::reduce_inline(const Call& call, const void* data, size_t skip, size_t count, void* into) {
   fetch(same_for_all(count * call.mine.itemsize));
   std::vector<const void*> from(size_);
   for (int r = 0; r < size_; ++r) from[r] = payload(r);
@@ -278,8 +272,7 @@ void Collectives::reduce_scatter_uneven(Call& call, const fl_sections& sections,
 }
 
 // Small where all parts are: every rank must choose alike.
-void Collectives::reduce_sections(Call& call, const void* data, void* output,
-                                  const Parts& sections) {
+void Collectives::reduce_sections(Call& call, const void* data, void* output, const Parts& sections) {
   const bool small = std::all_of(sections.begin(), sections.end(), [](const Part& part) {
     return part.bytes <= kInlineBytes;
   });

@@ -1,9 +1,5 @@
 #include "relay.h"
 
-#include <algorithm>
-#include <cstring>
-#include <stdexcept>
-
 namespace fl {
 namespace {
 
@@ -40,8 +36,7 @@ void Relay::ask(Step& step, size_t turn) {
   mesh_.ask(*receive, step.from, kRelaySlot, 0, receive->size);
 }
 
-void Relay::exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes,
-                     Waiter& waiter) {
+void Relay::exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter) {
   begins_.clear();
   end_ = 0;
   hold({bytes, call, site, 1}, data);

@@ -1,9 +1,6 @@
 // How each of many ranks gets what every other one calls, and small payloads with it.
 #pragma once
 
-#include <memory>
-#include <vector>
-
 #include "abi.h"
 #include "mesh.h"
 
@@ -22,8 +19,7 @@ class Relay {
   // Ask for the first messages; once, when the neighbours are connected.
   void open();
   // Give every rank `site`, `call` and `bytes` bytes at `data`, and get theirs. Throws Failure.
-  void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes,
-                Waiter& waiter);
+  void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter);
 
   // Of the last exchange.
   const fl_signature& call(int rank) const { return head(rank).call; }

@@ -1,7 +1,4 @@
 // Prefix reductions: of the arrays of ranks 0 to r, or of those before r, on rank r.
-#include <algorithm>
-#include <cstring>
-#include <memory>
 
 #include "../reduce/half.h"
 #include "../reduce/reduce.h"

@@ -1,7 +1,6 @@
 #include "waiter.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "pair.h"
 

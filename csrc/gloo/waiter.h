@@ -4,14 +4,7 @@
 
 #include <gloo/transport/unbound_buffer.h>
 
-#include <chrono>
-#include <condition_variable>
-#include <functional>
-#include <mutex>
-#include <optional>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "../common/operation.h"
 

@@ -1,11 +1,5 @@
 #include "wire.h"
 
-#include <algorithm>
-#include <cstring>
-#include <exception>
-#include <new>
-#include <utility>
-
 namespace fl {
 namespace {
 

@@ -1,12 +1,6 @@
 // Records between the ranks of a family, over its connections.
 #pragma once
 
-#include <atomic>
-#include <list>
-#include <memory>
-#include <mutex>
-#include <vector>
-
 #include "../common/engine.h"
 #include "../common/futex.h"
 #include "links.h"

@@ -1,12 +1,6 @@
 // The C ABI; see ../common/capi.h for what becomes of exceptions.
 #include "../common/capi.h"
 
-#include <unistd.h>
-
-#include <exception>
-#include <memory>
-#include <utility>
-
 #include "abi.h"
 #include "group.h"
 
@@ -86,8 +80,7 @@ void fl_deliver(fl_posted* posted, fl_op** results) {
   });
 }
 
-int fl_begin(fl_group* group, const fl_signature* signature, const void* data, double seconds,
-             const fl_site* site) {
+int fl_begin(fl_group* group, const fl_signature* signature, const void* data, double seconds, const fl_site* site) {
   return fl::guarded(0, [&] { return group->group.begin(*signature, data, seconds, site) ? 1 : 0; });
 }
 

@@ -1,8 +1,6 @@
 // What ranks know of each other's memory, and how they read it.
 #include "collectives.h"
 
-#include <algorithm>
-
 #include "../common/copying.h"
 
 namespace fl {

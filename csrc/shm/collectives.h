@@ -3,13 +3,6 @@
 // entering.cc: how a call is entered; collectives.cc: the memory of large arrays; the others: the verbs.
 #pragma once
 
-#include <array>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <vector>
-
 #include "../common/ahead.h"
 #include "../common/operation.h"
 #include "../common/choice.h"
@@ -154,30 +147,24 @@ class Collectives {
   bool all_in_one_place() const;
   char* in_region(int rank) const;
 
-  void reduce_inline(const fl_signature& mine, const void* data, size_t skip, size_t count,
-                     void* into);
+  void reduce_inline(const fl_signature& mine, const void* data, size_t skip, size_t count, void* into);
   void reduce_in_place(const fl_signature& mine, void* data);
   void exchange_two(const fl_signature& mine, char* data);
   void reduce_in_parts(const fl_signature& mine, char* data, int collector);
   void reduce_large(const fl_signature& mine, void* data);
   void collect_on_root(const fl_signature& mine, char* data);
-  void reduce_read(const fl_signature& mine, size_t begin, const char* own, size_t count,
-                   char* into);
+  void reduce_read(const fl_signature& mine, size_t begin, const char* own, size_t count, char* into);
 
   Bytes gather_to(const fl_signature& mine, const void* data, const fl_room* room, bool wanted);
   void move_rows(const fl_signature& mine, const Rows& rows, const void* data, char* into);
   void stream_rows(const Rows& rows, const char* data, char* into);
   void pass_rows(uint32_t number);
-  void exchange_sections(const fl_signature& mine, const Sections& sections, const void* data,
-                         void* output);
-  void reduce_sections(const fl_signature& mine, const Sections& sections, const void* data,
-                       void* output);
-  void move_sections(const fl_signature& mine, const Sections& sections, const void* data,
-                     void* output);
+  void exchange_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output);
+  void reduce_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output);
+  void move_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output);
   void read_sections(const Sections& sections, const char* data, char* into);
   Routes routes_of(const Sections& sections) const;
-  void stream_sections(const Routes& routes, const void* data,
-                       const std::function<void(uint32_t)>& consume);
+  void stream_sections(const Routes& routes, const void* data, const std::function<void(uint32_t)>& consume);
 
   // Large calls: the way of the data, and reading it from other ranks' memory.
   Way choose(const fl_signature& mine, size_t bytes, bool may_read = true);
@@ -193,8 +180,7 @@ class Collectives {
 
   using Produce = std::function<void(uint32_t chunk, char* slot)>;
   using Consume = std::function<void(uint32_t chunk, uint32_t filled)>;
-  void stream(size_t chunks, bool produces, bool consumes, const Produce& produce,
-              const Consume& consume);
+  void stream(size_t chunks, bool produces, bool consumes, const Produce& produce, const Consume& consume);
   size_t chunk_for(size_t bytes) const;
   void wait_for_free_slot(uint32_t chunk);
   void show(void* slot, const void* data, size_t bytes) const;

@@ -1,9 +1,6 @@
 // A counter in shared memory that one process raises and others wait for.
 #pragma once
 
-#include <atomic>
-#include <cstdint>
-
 #include "../common/atomic.h"
 #include "../common/patience.h"
 

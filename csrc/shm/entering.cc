@@ -5,8 +5,6 @@
 // kMostAhead of its own ahead of the latest. Where they differ, whoever sees it at once raises at once;
 // then also the next call in which every rank waits for every other does nothing and raises on all, as
 // some have not been told. All ranks find in the same way which calls are such: by what was announced.
-#include <algorithm>
-#include <cstring>
 
 #include "../common/signature.h"
 #include "collectives.h"

@@ -2,12 +2,6 @@
 // messages go, and their engine.
 #pragma once
 
-#include <algorithm>
-#include <memory>
-#include <mutex>
-#include <utility>
-#include <vector>
-
 #include "../common/engine.h"
 #include "../common/queue.h"
 #include "../common/ticker.h"

@@ -1,7 +1,6 @@
 #include "group.h"
 
 #include <numeric>
-#include <utility>
 
 #include "../common/signature.h"
 #include "../common/verbs.h"
@@ -121,8 +120,7 @@ ShmGroup::Result ShmGroup::failed(const Failure& failure) {
   return ended(failure);
 }
 
-ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
-                                 std::vector<int> missing, Seen seen) {
+ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message, std::vector<int> missing, Seen seen) {
   auto operation = std::make_shared<Operation>();
   operation->shared = std::make_shared<Shared>();
   operation->status = status;
@@ -132,8 +130,7 @@ ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
   return operation;
 }
 
-bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds,
-                     const fl_site* site) {
+bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds, const fl_site* site) {
   if (queued_.load(std::memory_order_relaxed) != 0 && !has_caught_up()) return false;
   if (port_.has_refusal()) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;

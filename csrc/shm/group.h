@@ -2,13 +2,6 @@
 // in turn, messages beside them.
 #pragma once
 
-#include <atomic>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "../common/engine.h"
 #include "../common/queue.h"
 #include "abi.h"
@@ -61,8 +54,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   // thread runs a collective, some are queued, or the group has ended; else finish() must follow, on
   // the same thread. It does not wait once ready() is kComplete.
   // With a `site`, which must live until then, the call may end before the others have made it.
-  bool begin(const fl_signature& signature, const void* data, double seconds,
-             const fl_site* site = nullptr);
+  bool begin(const fl_signature& signature, const void* data, double seconds, const fl_site* site = nullptr);
   Progress ready(int spins);
   Result finish(const fl_signature& signature, void* data, void* output);
 
@@ -90,8 +82,7 @@ class ShmGroup : private Helper, private Family::Ticking {
 
  private:
   class Running;
-  ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, const std::vector<int>& ranks,
-           uint32_t number);
+  ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number);
   template <typename Body>
   Result guarded(Body body);
   Result failed(const Failure& failure);
@@ -114,8 +105,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   void tick() override;
   Result run_collective(const Request& call);
 
-  static constexpr const char* kInTheMiddle =
-      "this thread is in the middle of another call of the group";
+  static constexpr const char* kInTheMiddle = "this thread is in the middle of another call of the group";
 
   const int rank_, size_;
   const std::shared_ptr<Family> family_;

@@ -1,5 +1,4 @@
 // How chunks flow through the slots, and the verbs that move whole arrays.
-#include <algorithm>
 
 #include "collectives.h"
 #include "../common/copying.h"
@@ -110,8 +109,7 @@ Bytes Collectives::gather(const fl_signature& mine, const void* data, const fl_r
   return gather_to(mine, data, room, rank_ == mine.root);
 }
 
-Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const fl_room* room,
-                             bool wanted) {
+Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const fl_room* room, bool wanted) {
   const size_t item = mine.itemsize;
   receive_calls(mine);
   if (needed_.count() == 0) return {};  // it has given what it has; see pass_rows
@@ -136,8 +134,7 @@ Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const f
 }
 
 // Those that did not come with the call.
-void Collectives::move_rows(const fl_signature& mine, const Rows& rows, const void* data,
-                            char* into) {
+void Collectives::move_rows(const fl_signature& mine, const Rows& rows, const void* data, char* into) {
   if (choose(mine, rows.largest) == kDirectly) {
     for (int r = 0; rows.wanted && r < size_; ++r) {
       if (r != rank_) read(r, 0, into + rows.begin[r], rows.bytes(r));

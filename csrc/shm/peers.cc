@@ -1,12 +1,6 @@
 #include "peers.h"
 
 #include <sys/stat.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cstring>
-#include <unordered_map>
-#include <utility>
 
 namespace fl {
 namespace {
@@ -183,8 +177,7 @@ void Watch::wait_long(Counter& counter, uint32_t target, int peer) {
 }
 
 // A rank that has gone may have raised the counter just before: then all is well here.
-void Watch::look_around(const Counter& counter, uint32_t target, Clock::time_point since,
-                        int peer) {
+void Watch::look_around(const Counter& counter, uint32_t target, Clock::time_point since, int peer) {
   if (const auto lost = loss()) {
     if (counter.reached(target)) return;
     throw *lost;

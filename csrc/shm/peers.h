@@ -1,13 +1,6 @@
 // The other ranks of the host: waiting for them, and noticing when there is no point.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <vector>
-
 #include "../common/operation.h"
 #include "segment.h"
 

@@ -1,5 +1,4 @@
 // The verbs that combine arrays.
-#include <algorithm>
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
@@ -70,8 +69,7 @@ void Collectives::reduce(const fl_signature& mine, void* data) {
 }
 
 // One shot: everybody's data came with the call, and everybody reduces it.
-void Collectives::reduce_inline(const fl_signature& mine, const void* data, size_t skip,
-                                size_t count, void* into) {
+void Collectives::reduce_inline(const fl_signature& mine, const void* data, size_t skip, size_t count, void* into) {
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   for (int r = 0; r < size_; ++r) {
     from_[r] = (r == rank_ ? static_cast<const char*>(data) : inline_data(r, bytes)) + skip;
@@ -126,8 +124,7 @@ void Collectives::collect_on_root(const fl_signature& mine, char* data) {
 
 // Combine `count` elements of all ranks, which begin at byte `begin` of their arrays. The others' data is
 // read in steps that stay in a second-level cache.
-void Collectives::reduce_read(const fl_signature& mine, size_t begin, const char* own,
-                              size_t count, char* into) {
+void Collectives::reduce_read(const fl_signature& mine, size_t begin, const char* own, size_t count, char* into) {
   const size_t item = mine.itemsize;
   const size_t step = std::max(kPartElements, segment_.chunk_bytes() / size_ / item);
   scratch_.resize(step * item * size_);

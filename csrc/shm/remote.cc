@@ -1,7 +1,5 @@
 #include "remote.h"
 
-#include <algorithm>
-
 #include "../common/atomic.h"
 
 namespace fl {

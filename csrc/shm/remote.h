@@ -1,13 +1,6 @@
 // Reading the memory of the other ranks' processes, where the system allows it.
 #pragma once
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <mutex>
-#include <vector>
-
 #include "../common/atomic.h"
 #include "segment.h"
 

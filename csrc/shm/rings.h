@@ -1,9 +1,7 @@
 // Records between the ranks of one host: each pair has a ring in shared memory for either direction.
 #pragma once
 
-#include <memory>
 #include <unordered_set>
-#include <vector>
 
 #include "../common/engine.h"
 #include "remote.h"

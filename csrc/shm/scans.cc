@@ -1,5 +1,4 @@
 // Prefix reductions: of the arrays of ranks 0 to r, or of those before r, on rank r.
-#include <algorithm>
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
@@ -45,8 +44,7 @@ struct Collectives::Scan {
     const auto take = [&](uint32_t c, uint32_t filled) {
       for (int r = 0; r < terms; ++r) {
         if (r != group.rank_) group.watch_.wait(group.segment_.block(r).filled, filled, r);
-        group.from_[r] =
-            r == group.rank_ ? data + c * chunk : group.segment_.slot(r, filled - 1);
+        group.from_[r] = r == group.rank_ ? data + c * chunk : group.segment_.slot(r, filled - 1);
       }
       reduce(data + c * chunk, terms, size(c));
     };

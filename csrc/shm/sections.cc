@@ -1,6 +1,5 @@
 // The verbs in which each rank has something else for every other: reduce_scatter, scatter,
 // all_to_all.
-#include <algorithm>
 
 #include "../common/signature.h"
 #include "../reduce/reduce.h"
@@ -80,8 +79,7 @@ struct Collectives::Routes {
     const auto piece = [&](int d) {
       return whole_lines((sections.bytes(source, d) + chunks - 1) / chunks);
     };
-    Route route{sections.bytes(source, destination), sections.begin(source, destination),
-                piece(destination), 0};
+    Route route{sections.bytes(source, destination), sections.begin(source, destination), piece(destination), 0};
     for (int d = 0; d < destination; ++d) route.in_slot += d == source ? 0 : piece(d);
     return route;
   }
@@ -126,8 +124,7 @@ void Collectives::stream_sections(const Routes& routes, const void* data,
   stream(routes.chunks, given > 0, true, fill, take);
 }
 
-void Collectives::move_sections(const fl_signature& mine, const Sections& sections,
-                                const void* data, void* output) {
+void Collectives::move_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output) {
   char* into = static_cast<char*>(output);
   if (choose(mine, sections.most_bytes()) == kDirectly) {
     read_sections(sections, static_cast<const char*>(data), into);
@@ -162,8 +159,7 @@ void Collectives::reduce_scatter(const fl_signature& mine, const void* data, voi
   reduce_sections(mine, {size_, part}, data, output);
 }
 
-void Collectives::reduce_scatter_uneven(const fl_signature& mine, const fl_sections& given,
-                                        void* output) {
+void Collectives::reduce_scatter_uneven(const fl_signature& mine, const fl_sections& given, void* output) {
   reduce_sections(mine, {size_, 0, given.bytes}, given.data, output);
 }
 
@@ -184,8 +180,7 @@ void Collectives::reduce_sections(const fl_signature& mine, const Sections& sect
     const Routes routes = routes_of(sections);
     const Route& route = routes.give[rank_];
     stream_sections(routes, data, [&](uint32_t c) {
-      fl::reduce(mine.dtype, mine.op, mine.scale, into + route.begin(c), from_.data(), size_,
-                 route.size(c) / item);
+      fl::reduce(mine.dtype, mine.op, mine.scale, into + route.begin(c), from_.data(), size_, route.size(c) / item);
     });
   }
   choice_.end(trial_);
@@ -196,8 +191,7 @@ void Collectives::all_to_all(const fl_signature& mine, const void* data, void* o
   exchange_sections(mine, {size_, section}, data, output);
 }
 
-void Collectives::all_to_all_uneven(const fl_signature& mine, const fl_sections& given,
-                                    void* output) {
+void Collectives::all_to_all_uneven(const fl_signature& mine, const fl_sections& given, void* output) {
   exchange_sections(mine, {size_, 0, given.bytes}, given.data, output);
 }
 
@@ -209,8 +203,7 @@ void Collectives::exchange_sections(const fl_signature& mine, const Sections& se
   for (int r = 0; r < size_; ++r) {
     const size_t bytes = sections.bytes(r, rank_);
     if (bytes == 0) continue;
-    const char* theirs =
-        r == rank_ ? static_cast<const char*>(data) : inline_data(r, sections.bytes_of(r));
+    const char* theirs = r == rank_ ? static_cast<const char*>(data) : inline_data(r, sections.bytes_of(r));
     copy(into, theirs + sections.begin(r, rank_), bytes);
     into += bytes;
   }
@@ -231,8 +224,7 @@ Bytes Collectives::scatter(const fl_signature& mine, const void* data, void* out
   if (part * size_ > kInlineBytes) {
     move_sections(mine, {size_, part, nullptr, root}, data, output);
   } else if (part > 0) {
-    const char* whole =
-        is_root ? static_cast<const char*>(data) : inline_data(root, part * size_);
+    const char* whole = is_root ? static_cast<const char*>(data) : inline_data(root, part * size_);
     copy(output, whole + rank_ * part, part);
   }
   return made;

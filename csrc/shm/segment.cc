@@ -3,12 +3,8 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include <algorithm>
-#include <cerrno>
 #include <system_error>
-#include <utility>
 
 namespace fl {
 namespace {

@@ -1,11 +1,6 @@
 // The memory that the ranks of one host share, and its layout.
 #pragma once
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <string>
-
 #include "../common/abi.h"
 #include "../common/choice.h"
 #include "../common/engine.h"

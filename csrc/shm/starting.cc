@@ -4,8 +4,6 @@
 // waits for this one any more, and no thread has to wake up. The first of three does the rest: the thread
 // that waits for it, that which calls the next, or after a millisecond one of the group. All others run in
 // their queue.
-#include <algorithm>
-#include <utility>
 
 #include "group.h"
 

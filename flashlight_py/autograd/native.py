@@ -14,7 +14,7 @@ import numpy as np
 from flashlight_py import libraries
 from flashlight_py.autograd.engine import extension
 from flashlight_py.autograd.graph import recording
-from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.autograd.variable import Variable, record_all
 from flashlight_py.device import Array, array_module, is_cupy
 
 Made = Sequence[tuple[tuple[int, ...], Any]]
@@ -119,7 +119,7 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
     """Return a function with kernels ``name`` and ``name_with_slope``, or None: there are none."""
     if not x.calc_grad or recording.is_outline:
         out = mapped(name, x.data)
-        return None if out is None else record(out, (x, lambda grad: grad))  # never called
+        return None if out is None else record_all(out, ((x, lambda grad: grad),))  # never called
     found = mapped(f"{name}_with_slope", x.data, results=2)
     if found is None:
         return None
@@ -131,7 +131,7 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
         return grad * slope
 
     vjp.__qualname__ = name
-    return record(out, (x, vjp))
+    return record_all(out, ((x, vjp),))
 
 
 def record_jointly(
@@ -149,7 +149,7 @@ def record_jointly(
         return part
 
     edges = [(x, vjp(place)) for place, x in enumerate(inputs) if x is not None]
-    return record(array, *edges[1:], edges[0], through=back)  # type: ignore[arg-type]
+    return record_all(array, [*edges[1:], *edges[:1]], back)  # type: ignore[arg-type]
 
 
 def kept_at_random(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
@@ -301,15 +301,6 @@ class Variable(Leaf):
         """Go through the first dimension."""
         return map(self.__getitem__, range(len(self)))
 
-    def __bool__(self) -> bool:
-        return bool(self.scalar())
-
-    def __int__(self) -> int:
-        return int(self.scalar())
-
-    def __float__(self) -> float:
-        return float(self.scalar())
-
     def _require_leaf(self, what: str) -> None:
         if self.node is not None:
             raise ValueError(f"{what} belongs to a leaf; this variable is an operation's result")
@@ -323,6 +314,8 @@ class Variable(Leaf):
         __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
         __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __add__
 
+        def __int__(self) -> int: ...
+        def __float__(self) -> float: ...
         def __lt__(self, other: Operand) -> Array: ...
 
         __le__ = __gt__ = __ge__ = __lt__
@@ -386,6 +379,13 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
         # NumPy's answer where a result has no dimensions.
         array = getattr(array, "__array_library__", np).asarray(array)
+    return record_all(array, inputs, through)
+
+
+def record_all(
+    array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
+) -> Variable:
+    """Return what :func:`record` returns: inputs in a list take half of a microsecond less."""
     edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge
@@ -394,10 +394,13 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
     result = _new(Variable)
     result.data = array
     result.grad = result.hook = result.buffer = result.placement = result.node = None
-    result._calc_grad = bool(edges)
-    if edges and recording.is_outline:
+    if not edges:
+        result._calc_grad = False
+        return result
+    result._calc_grad = True
+    if recording.is_outline:
         result.node = Outline(tuple([source for source, _ in edges]))
-    elif edges:
+    else:
         result.node = Node(array.shape, array.dtype, edges, through)
     return result
 
@@ -506,7 +509,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
             }
 
         edges = [(x, lambda found, at=at: found[at]) for at, x in learning.items()]
-        return record(result, *edges, through=gradients)
+        return record_all(result, edges, gradients)
 
     return operation
 

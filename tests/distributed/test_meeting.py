@@ -1,4 +1,4 @@
-"""Ranks meet at a port or at a path: late, missing and doubled ranks, and wrong world sizes."""
+"""Ranks meet at a port, at a path or in a tree: late, missing, killed and doubled ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.rendezvous_helpers import Ranks, port
+from tests.distributed.rendezvous_helpers import Ranks, closed, port
 
 __all__ = ["port"]
 
 
-@pytest.fixture(params=["tcp", "file"])
+AT_A_PORT = pytest.mark.parametrize("ranks", ["tcp", "tree"], indirect=True)
+WITHOUT_TREE = pytest.mark.parametrize("ranks", ["tcp", "file"], indirect=True)
+
+
+@pytest.fixture(params=["tcp", "file", "tree"])
 def ranks(request: pytest.FixtureRequest, port: int, tmp_path: Path) -> Iterator[Ranks]:
-    """Ranks that meet at a port of the loopback, or at a path; no file is left."""
-    started = Ranks(store=request.param, host="127.0.0.1", port=port, path=tmp_path / "meeting")
+    """Ranks that meet at a port, one below the other in a tree, or at a path; no file is left."""
+    plan = {"host": "127.0.0.1", "port": port, "path": tmp_path / "meeting"}
+    if request.param == "tree":
+        plan |= {"env": {"FLASHLIGHT_TREE_FROM": "2"}, "fan": 1}
+    started = Ranks(store="file" if request.param == "file" else "tcp", **plan)
     try:
         yield started
     finally:
@@ -36,15 +43,17 @@ def test_a_late_rank_is_waited_for(ranks: Ranks, late: int) -> None:
     for rank in started:
         rank.await_event("started" if rank is started[late] else "constructed")
     started[late].resume()
-    assert [rank.outcome() for rank in started] == ["closed"] * 3
+    assert closed(started)
 
 
 @pytest.mark.slow
+@WITHOUT_TREE
 def test_missing_ranks_are_named_on_every_rank(ranks: Ranks) -> None:
     for rank in ranks.start_together((0, 1, 4), 5, timeout=2.0):
         assert "ranks 2, 3 of 5 have not arrived within 2 s" in rank.refusal()
 
 
+@WITHOUT_TREE
 def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, port: int) -> None:
     text = ranks.start(1, 2, timeout=0.5).refusal()
     assert "rank 0 of 2 has not arrived within 0.5 s" in text
@@ -52,11 +61,13 @@ def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, port: int) -> N
 
 
 @pytest.mark.slow
+@WITHOUT_TREE
 def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
     for rank in (ranks.start(0, 3), ranks.start(1, 3), ranks.start(1, 3)):
         assert "two processes claim rank 1" in rank.refusal()
 
 
+@WITHOUT_TREE
 def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
     """Whatever rank and size it has."""
     client = ranks.start(1, 2, hold="exchanged 0")
@@ -67,9 +78,10 @@ def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None
     for rank, size in ((1, 2), (1, 3), (5, 8)):
         assert f"a run is under way at this {kind} already" in ranks.start(rank, size).refusal()
     client.resume()
-    assert [server.outcome(), client.outcome()] == ["closed", "closed"]
+    assert closed([server, client])
 
 
+@WITHOUT_TREE
 def test_a_wrong_world_size_is_named_on_every_rank(ranks: Ranks) -> None:
     for rank in [ranks.start(0, 3), ranks.start(1, 3), ranks.start(2, 4)]:
         text = rank.refusal()
@@ -85,3 +97,28 @@ def test_the_reason_of_an_abort_reaches_everybody(ranks: Ranks, who: int) -> Non
         if rank is not started[who]:
             assert f"rank {who} aborted: no network" in rank.refusal()
     assert started[who].outcome() == "closed"
+
+
+@AT_A_PORT
+@pytest.mark.parametrize("moment", ["exchanged 0", "exchanged 2"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_noticed_long_before_the_timeout(
+    ranks: Ranks, victim: int, moment: str
+) -> None:
+    plans = [{"hold": moment} if rank == victim else {} for rank in range(3)]
+    started = [ranks.start(r, 3, timeout=60.0, **plan) for r, plan in enumerate(plans)]
+    started[victim].await_event(moment)
+    started[victim].kill()
+    outcomes = [rank.outcome() for rank in started if rank is not started[victim]]
+    # Whoever needs nothing more of the dead rank ends well.
+    assert all(text == "closed" or f"rank {victim}" in text for text in outcomes)
+    if moment == "exchanged 0":
+        assert all(text.startswith("refused") for text in outcomes)
+
+
+@AT_A_PORT
+def test_a_rank_may_die_and_start_again_while_others_are_awaited(ranks: Ranks) -> None:
+    server, first = ranks.start(0, 3), ranks.start(1, 3)
+    first.await_event("constructed")
+    first.kill()
+    assert closed([server, ranks.start(1, 3), ranks.start(2, 3)])

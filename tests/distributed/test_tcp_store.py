@@ -39,29 +39,6 @@ def test_whose_time_is_up_first_reports_who_is_missing(ranks: Ranks) -> None:
         assert "rank 2 of 3 has not arrived" in rank.refusal()
 
 
-@pytest.mark.parametrize("moment", ["exchanged 0", "exchanged 2"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_noticed_long_before_the_timeout(
-    ranks: Ranks, victim: int, moment: str
-) -> None:
-    plans = [{"hold": moment} if rank == victim else {} for rank in range(3)]
-    started = [ranks.start(r, 3, timeout=60.0, **plan) for r, plan in enumerate(plans)]
-    started[victim].await_event(moment)
-    started[victim].kill()
-    outcomes = [rank.outcome() for rank in started if rank is not started[victim]]
-    # Whoever needs nothing more of the dead rank ends well.
-    assert all(text == "closed" or f"rank {victim}" in text for text in outcomes)
-    if moment == "exchanged 0":
-        assert all(text.startswith("refused") for text in outcomes)
-
-
-def test_a_rank_may_die_and_start_again_while_others_are_awaited(ranks: Ranks) -> None:
-    server, first = ranks.start(0, 3), ranks.start(1, 3)
-    first.await_event("constructed")
-    first.kill()
-    assert closed([server, ranks.start(1, 3), ranks.start(2, 3)])
-
-
 def test_a_second_rank_0_finds_the_port_in_use(ranks: Ranks) -> None:
     server = ranks.start(0, 2)
     server.await_event("constructed")

@@ -14,25 +14,9 @@ import pytest
 from flashlight_py import _native
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.rendezvous.store import Roster, derived, name_ranks
-from tests.distributed.rendezvous_helpers import Rank, Ranks
-from tests.distributed.test_tcp_store import (
-    closed,
-    port,
-    test_a_killed_rank_is_noticed_long_before_the_timeout,
-    test_a_late_rank_is_waited_for,
-    test_a_rank_may_die_and_start_again_while_others_are_awaited,
-    test_every_rank_gets_all_payloads,
-    test_the_reason_of_an_abort_reaches_everybody,
-)
+from tests.distributed.rendezvous_helpers import Rank, Ranks, closed, port
 
-__all__ = [
-    "port",
-    "test_a_killed_rank_is_noticed_long_before_the_timeout",
-    "test_a_late_rank_is_waited_for",
-    "test_a_rank_may_die_and_start_again_while_others_are_awaited",
-    "test_every_rank_gets_all_payloads",
-    "test_the_reason_of_an_abort_reaches_everybody",
-]
+__all__ = ["port"]
 
 SIZE = 8
 # In order of arrival, two below each.

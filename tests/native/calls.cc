@@ -1,9 +1,5 @@
 #include "calls.h"
 
-#include <algorithm>
-#include <cstring>
-#include <utility>
-
 #include "../../csrc/common/copying.h"
 #include "reference.h"
 
@@ -50,51 +46,25 @@ Script Author::write(int calls) {
 
 void Author::add_call() {
   switch (random_.below(27)) {
-    case 0:
-    case 1:
-    case 2:
-    case 3:
-    case 4:
-      return add_reduction(FL_ALL_REDUCE);
-    case 5:
-      return add_reduction(FL_REDUCE);
-    case 24:
-      return add_scan(random_.one_in(2) ? FL_SCAN : FL_EXSCAN);
-    case 6:
-      return add_reduce_scatter();
-    case 7:
-      return add_broadcast();
-    case 8:
-      return add_gather(FL_ALL_GATHER);
-    case 9:
-      return add_gather(FL_GATHER);
-    case 10:
-      return add_scatter();
-    case 11:
-      return add_all_to_all();
-    case 12:
-      return add_barrier();
-    case 13:
-      return add_message();
-    case 14:
-      return add_ring();
-    case 15:
-    case 16:
-      return random_.one_in(8) ? add_root_that_knows_nothing() : add_mismatch();
-    case 17:
-      return add_message_mismatch();
-    case 18:
-      return add_uneven_all_to_all();
-    case 19:
-    case 20:
-    case 21:
-      return add_letters();
-    case 22:
-      return add_uneven_reduce_scatter();
-    case 23:
-      return add_open_receives();
-    default:
-      return add_or_drop_region();
+    case 0: case 1: case 2: case 3: case 4: return add_reduction(FL_ALL_REDUCE);
+    case 5: return add_reduction(FL_REDUCE);
+    case 6: return add_reduce_scatter();
+    case 7: return add_broadcast();
+    case 8: return add_gather(FL_ALL_GATHER);
+    case 9: return add_gather(FL_GATHER);
+    case 10: return add_scatter();
+    case 11: return add_all_to_all();
+    case 12: return add_barrier();
+    case 13: return add_message();
+    case 14: return add_ring();
+    case 15: case 16: return random_.one_in(8) ? add_root_that_knows_nothing() : add_mismatch();
+    case 17: return add_message_mismatch();
+    case 18: return add_uneven_all_to_all();
+    case 19: case 20: case 21: return add_letters();
+    case 22: return add_uneven_reduce_scatter();
+    case 23: return add_open_receives();
+    case 24: return add_scan(random_.one_in(2) ? FL_SCAN : FL_EXSCAN);
+    default: return add_or_drop_region();
   }
 }
 
@@ -102,14 +72,8 @@ void Author::add_call() {
 
 size_t Author::some_bytes() {
   const size_t chunk = world_.chunk_bytes, ranks = world_.ranks;
-  const size_t small[] = {0,
-                          1,
-                          fl::kTinyBytes,
-                          fl::kStreamBytes,
-                          fl::kInlineBytes,
-                          fl::kStreamBytes * ranks,
-                          fl::kInlineBytes / ranks,
-                          64 * ranks};
+  const size_t small[] = {0, 1, fl::kTinyBytes, fl::kStreamBytes, fl::kInlineBytes,
+                          fl::kStreamBytes * ranks, fl::kInlineBytes / ranks, 64 * ranks};
   const size_t large[] = {chunk, chunk / ranks, world_.piece_bytes, chunk + fl::kInlineBytes};
   if (random_.one_in(4)) return random_.below(2 * fl::kInlineBytes);
   if (!random_.one_in(3)) return small[random_.below(sizeof small / sizeof *small)];
@@ -222,8 +186,7 @@ void Author::add_reduction(int verb) {
   const Block result = block(std::move(wanted));
   std::vector<Step> call;
   for (int r = 0; r < world_.ranks; ++r) {
-    call.push_back(
-        step(signature(verb, dtype, op, verb == FL_REDUCE ? root : 0, scale, count), given[r]));
+    call.push_back(step(signature(verb, dtype, op, verb == FL_REDUCE ? root : 0, scale, count), given[r]));
     if (verb == FL_ALL_REDUCE || r == root) call[r].data_after = result;
   }
   place(call, result->size());

@@ -2,11 +2,6 @@
 
 #include <signal.h>
 #include <sys/mman.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
-#include <thread>
 
 #include "check.h"
 #include "member.h"
@@ -23,8 +18,7 @@ size_t some_size(Random& random) {
 }  // namespace
 
 void test_leaving(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(7)),
-            leaver = static_cast<int>(random.below(ranks));
+  const int ranks = 2 + static_cast<int>(random.below(7)), leaver = static_cast<int>(random.below(ranks));
   const int calls = static_cast<int>(random.below(4));
   const size_t floats = some_size(random);
   situation() = "rank " + std::to_string(leaver) + " of " + std::to_string(ranks) +
@@ -114,10 +108,8 @@ void test_lateness(Random& random) {
 
 // It has called, so that the others are on their way, and then does nothing.
 void test_stopping_half_way(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(5)),
-            stopper = static_cast<int>(random.below(ranks));
-  situation() =
-      "rank " + std::to_string(stopper) + " of " + std::to_string(ranks) + " stops half way";
+  const int ranks = 2 + static_cast<int>(random.below(5)), stopper = static_cast<int>(random.below(ranks));
+  situation() = "rank " + std::to_string(stopper) + " of " + std::to_string(ranks) + " stops half way";
   World world(ranks, 0, {});
   Latch gave_up(ranks - 1);
   in_threads(ranks, [&](int rank) {
@@ -138,11 +130,9 @@ void test_stopping_half_way(Random& random) {
 
 // Closing ends what runs and what is queued, and handles outlive the group.
 void test_closing_while_busy(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(4)),
-            closer = static_cast<int>(random.below(ranks));
+  const int ranks = 2 + static_cast<int>(random.below(4)), closer = static_cast<int>(random.below(ranks));
   const size_t floats = some_size(random);
-  situation() =
-      "rank " + std::to_string(closer) + " of " + std::to_string(ranks) + " closes while busy";
+  situation() = "rank " + std::to_string(closer) + " of " + std::to_string(ranks) + " closes while busy";
   World world(ranks, 0, {});
   Latch closed(1);
   in_threads(ranks, [&](int rank) {
@@ -167,11 +157,9 @@ void test_closing_while_busy(Random& random) {
 // A signal handler closes the group in the middle of a call of its own thread, while another thread
 // waits for its turn.
 void test_closing_in_a_handler(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(4)),
-            closer = static_cast<int>(random.below(ranks));
+  const int ranks = 2 + static_cast<int>(random.below(4)), closer = static_cast<int>(random.below(ranks));
   const size_t floats = some_size(random);
-  situation() = "rank " + std::to_string(closer) + " of " + std::to_string(ranks) +
-                " closes in a handler";
+  situation() = "rank " + std::to_string(closer) + " of " + std::to_string(ranks) + " closes in a handler";
   World world(ranks, 0, {});
   Latch closed(1);
   in_threads(ranks, [&](int rank) {
@@ -231,8 +219,7 @@ void test_out_of_memory() {
 }
 
 void test_kill(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(5)),
-            victim = static_cast<int>(random.below(ranks));
+  const int ranks = 2 + static_cast<int>(random.below(5)), victim = static_cast<int>(random.below(ranks));
   const int calls = static_cast<int>(random.below(20));
   const size_t floats = some_size(random);
   const bool half_way = random.one_in(2);

@@ -2,7 +2,6 @@
 // the baseline, on any bits whatever, and all give what the reference gives.
 #include "kernels.h"
 
-#include <cstring>
 #include <memory>
 
 #include "../../csrc/reduce/sets.h"
@@ -159,10 +158,8 @@ void refusals() {
   for (const Set& set : sets()) {
     for (int dtype = -1; dtype <= kDTypes; ++dtype) {
       for (int op = -1; op <= 8; ++op) {
-        const bool known =
-            dtype >= 0 && dtype < kDTypes && is_op(op) && goes_together(dtype, op);
-        check(set.kernel(dtype, op, 1.0, &byte, from, 1, 0) == known,
-              "accepted or refused wrongly");
+        const bool known = dtype >= 0 && dtype < kDTypes && is_op(op) && goes_together(dtype, op);
+        check(set.kernel(dtype, op, 1.0, &byte, from, 1, 0) == known, "accepted or refused wrongly");
       }
     }
   }

@@ -1,9 +1,7 @@
 // Random messages: of many tags, in any order, one by one or many at once, matching or not.
-#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <tuple>
-#include <utility>
 
 #include "calls.h"
 #include "reference.h"

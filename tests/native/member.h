@@ -1,10 +1,6 @@
 // A rank of a test that ends in a failure.
 #pragma once
 
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "../../csrc/common/capi.h"
 #include "check.h"
 #include "script.h"

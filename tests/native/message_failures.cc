@@ -107,8 +107,7 @@ void test_breaking_with_messages(Random& random) {
     const Outcome outcome = me.call(0.3);
     check(outcome.status == FL_TIMEOUT || outcome.status == FL_PEER_LOST, told(outcome));
     const Outcome end = outcome_of(message);
-    const bool ended =
-        end.status == FL_CLOSED || end.status == FL_TIMEOUT || end.status == FL_PEER_LOST;
+    const bool ended = end.status == FL_CLOSED || end.status == FL_TIMEOUT || end.status == FL_PEER_LOST;
     check(ended, "a message goes on: " + told(end));
     me.expect(me.run(FL_SEND, 1 - rank, 5), FL_CLOSED, {});
     over.count_down();
@@ -136,8 +135,7 @@ void test_interrupted_message(Random& random) {
 }
 
 void test_killed_messenger(Random& random) {
-  const int ranks = 2 + static_cast<int>(random.below(4)),
-            victim = static_cast<int>(random.below(ranks));
+  const int ranks = 2 + static_cast<int>(random.below(4)), victim = static_cast<int>(random.below(ranks));
   const int before = static_cast<int>(random.below(20));
   const size_t floats = some_size(random);
   situation() = "rank " + std::to_string(victim) + " of " + std::to_string(ranks) +
@@ -150,9 +148,7 @@ void test_killed_messenger(Random& random) {
     for (int i = 0; i < before; ++i) {
       const auto sent = me.start(FL_SEND, next, i);
       std::vector<float> room(floats);
-      me.expect(outcome_of(me.group->run({me.message(FL_RECV, i), room.data(), nullptr, last,
-                                         kForever})),
-                FL_OK, {});
+      me.expect(outcome_of(me.group->run({me.message(FL_RECV, i), room.data(), nullptr, last, kForever})), FL_OK, {});
       me.expect(outcome_of(sent), FL_OK, {});
     }
     if (rank == victim) raise(SIGKILL);

@@ -1,6 +1,4 @@
 // Calls that do not match.
-#include <algorithm>
-#include <utility>
 
 #include "calls.h"
 #include "reference.h"
@@ -12,8 +10,7 @@ Step Author::mismatched(const fl_signature& s) {
   const bool has_data = s.verb != FL_BARRIER;
   Step wrong = step(s, has_data ? made(s.dtype, s.count * parts, false) : nullptr);
   wrong.status = FL_MISMATCH;
-  const bool has_output =
-      s.verb == FL_REDUCE_SCATTER || s.verb == FL_SCATTER || s.verb == FL_ALL_TO_ALL;
+  const bool has_output = s.verb == FL_REDUCE_SCATTER || s.verb == FL_SCATTER || s.verb == FL_ALL_TO_ALL;
   wrong.output_bytes = has_output ? s.count * s.itemsize : 0;
   return wrong;
 }
@@ -23,27 +20,13 @@ fl_signature Author::other_than(const fl_signature& base) {
   const auto count = static_cast<size_t>(base.count);
   fl_signature other = base;
   switch (random_.below(7)) {
-    case 0:
-      other.verb = base.verb == FL_BARRIER ? FL_REDUCE : FL_BARRIER;
-      break;
-    case 1:
-      other = signature(base.verb, base.dtype == 1 ? 2 : 1, 2, 0, 1.0, count);
-      break;
-    case 2:
-      other.op = 3;
-      break;
-    case 3:
-      other.root = world_.ranks - 1;
-      break;
-    case 4:
-      other.scale = 0.5;
-      break;
-    case 5:
-      other.part_of = 1 + static_cast<int>(random_.below(31));
-      break;
-    default:
-      other = signature(FL_ALL_REDUCE, base.dtype, 2, 0, 1.0, count + world_.ranks);
-      break;
+    case 0: other.verb = base.verb == FL_BARRIER ? FL_REDUCE : FL_BARRIER; break;
+    case 1: other = signature(base.verb, base.dtype == 1 ? 2 : 1, 2, 0, 1.0, count); break;
+    case 2: other.op = 3; break;
+    case 3: other.root = world_.ranks - 1; break;
+    case 4: other.scale = 0.5; break;
+    case 5: other.part_of = 1 + static_cast<int>(random_.below(31)); break;
+    default: other = signature(FL_ALL_REDUCE, base.dtype, 2, 0, 1.0, count + world_.ranks);
   }
   return other;
 }

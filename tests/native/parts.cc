@@ -1,6 +1,4 @@
 // Random calls in which each rank has something else for every other.
-#include <algorithm>
-#include <utility>
 
 #include "calls.h"
 #include "reference.h"
@@ -22,8 +20,7 @@ void Author::add_scatter() {
   const Block whole = made(dtype, part * world_.ranks, false);
   std::vector<Step> call;
   for (int r = 0; r < world_.ranks; ++r) {
-    call.push_back(
-        step(signature(FL_SCATTER, dtype, 0, root, 1.0, part), r == root ? whole : nullptr));
+    call.push_back(step(signature(FL_SCATTER, dtype, 0, root, 1.0, part), r == root ? whole : nullptr));
     call[r].gathers = random_.one_in(3);
     call[r].output_bytes = call[r].gathers ? 0 : part * item;
     call[r].output_after = section(whole, r * part * item, part * item);
@@ -43,8 +40,7 @@ void Author::add_all_to_all() {
     for (const Block& from : given) {
       wanted.insert(wanted.end(), from->begin() + r * bytes, from->begin() + (r + 1) * bytes);
     }
-    call.push_back(
-        step(signature(FL_ALL_TO_ALL, dtype, 0, 0, 1.0, bytes / item * ranks), given[r]));
+    call.push_back(step(signature(FL_ALL_TO_ALL, dtype, 0, 0, 1.0, bytes / item * ranks), given[r]));
     call[r].output_bytes = wanted.size();
     call[r].output_after = block(std::move(wanted));
   }
@@ -75,8 +71,7 @@ void Author::add_uneven_reduce_scatter() {
     for (const Block& one : given) from.push_back(one->data() + begin);
     reference(dtype, op, scale, wanted.data(), from, counts[r]);
     begin += wanted.size();
-    call.push_back(
-        step(signature(FL_REDUCE_SCATTER_UNEVEN, dtype, op, tag, scale, all), given[r]));
+    call.push_back(step(signature(FL_REDUCE_SCATTER_UNEVEN, dtype, op, tag, scale, all), given[r]));
     call[r].sections = sections;
     call[r].output_bytes = wanted.size();
     call[r].output_after = block(std::move(wanted));
@@ -94,8 +89,7 @@ void Author::add_uneven_all_to_all() {
     section = random_.one_in(3) ? 0 : static_cast<int64_t>(random_.below(most + 1) * item);
   }
   if (random_.one_in(4)) {
-    bytes[random_.below(ranks * ranks)] =
-        static_cast<int64_t>(some_count(static_cast<int>(item)) * item);
+    bytes[random_.below(ranks * ranks)] = static_cast<int64_t>(some_count(static_cast<int>(item)) * item);
   }
   const auto sections = std::make_shared<const std::vector<int64_t>>(bytes);
   std::vector<Block> given;
@@ -104,8 +98,7 @@ void Author::add_uneven_all_to_all() {
     size_t all = 0;
     for (size_t d = 0; d < ranks; ++d) all += bytes[r * ranks + d];
     given.push_back(made(dtype, all / item, false));
-    call.push_back(
-        step(signature(FL_ALL_TO_ALL_UNEVEN, dtype, 0, 0, 1.0, all / item), given[r]));
+    call.push_back(step(signature(FL_ALL_TO_ALL_UNEVEN, dtype, 0, 0, 1.0, all / item), given[r]));
     call[r].sections = sections;
   }
   std::vector<size_t> at(ranks);

@@ -12,23 +12,12 @@ constexpr int kPadded = sizeof(long double);
 constexpr int kExtended = std::numeric_limits<long double>::digits == 64 ? 10 : kPadded;
 
 const DTypeInfo kInfo[kDTypes] = {
-    {"bool", 1, 1, 1},
-    {"int8", 1, 1, 1},
-    {"int16", 2, 2, 1},
-    {"int32", 4, 4, 1},
-    {"int64", 8, 8, 1},
-    {"uint8", 1, 1, 1},
-    {"uint16", 2, 2, 1},
-    {"uint32", 4, 4, 1},
-    {"uint64", 8, 8, 1},
-    {"float16", 2, 2, 1},
-    {"bfloat16", 2, 2, 1},
-    {"float32", 4, 4, 1},
-    {"float64", 8, 8, 1},
-    {"longdouble", kPadded, kExtended, 1},
-    {"complex64", 8, 4, 2},
-    {"complex128", 16, 8, 2},
-    {"clongdouble", 2 * kPadded, kExtended, 2},
+    {"bool", 1, 1, 1},       {"int8", 1, 1, 1},       {"int16", 2, 2, 1},
+    {"int32", 4, 4, 1},      {"int64", 8, 8, 1},      {"uint8", 1, 1, 1},
+    {"uint16", 2, 2, 1},     {"uint32", 4, 4, 1},     {"uint64", 8, 8, 1},
+    {"float16", 2, 2, 1},    {"bfloat16", 2, 2, 1},   {"float32", 4, 4, 1},
+    {"float64", 8, 8, 1},    {"longdouble", kPadded, kExtended, 1},
+    {"complex64", 8, 4, 2},  {"complex128", 16, 8, 2}, {"clongdouble", 2 * kPadded, kExtended, 2},
 };
 
 template <typename T>
@@ -67,8 +56,7 @@ uint16_t narrow(float value, int exponent_bits, int mantissa_bits) {
   const int least = 1 - bias;
   int exponent = size == 0 || std::isinf(size) ? least : std::max(std::ilogb(size), least);
   // In units of the last place, rounded to even by the default rounding mode.
-  double units =
-      std::isinf(size) ? size : std::nearbyint(std::ldexp(size, mantissa_bits - exponent));
+  double units = std::isinf(size) ? size : std::nearbyint(std::ldexp(size, mantissa_bits - exponent));
   if (units >= std::ldexp(1, mantissa_bits + 1)) {
     units /= 2;
     ++exponent;
@@ -78,8 +66,7 @@ uint16_t narrow(float value, int exponent_bits, int mantissa_bits) {
   const int whole = static_cast<int>(units);
   const bool subnormal = whole < (1 << mantissa_bits);
   const int field = subnormal ? 0 : exponent + bias;
-  return static_cast<uint16_t>(sign | field << mantissa_bits |
-                               (whole & ((1 << mantissa_bits) - 1)));
+  return static_cast<uint16_t>(sign | field << mantissa_bits | (whole & ((1 << mantissa_bits) - 1)));
 }
 
 template <typename T>
@@ -113,8 +100,7 @@ void integers(int op, double scale, void* into, const std::vector<const void*>& 
         value = bits<T>(op, value, next);
         continue;
       }
-      const auto wide =
-          combine<uint64_t>(op, static_cast<uint64_t>(value), static_cast<uint64_t>(next));
+      const auto wide = combine<uint64_t>(op, static_cast<uint64_t>(value), static_cast<uint64_t>(next));
       value = compares ? combine<T>(op, value, next) : static_cast<T>(wide);
     }
     const auto factor = op >= FL_AND ? 1 : static_cast<uint64_t>(static_cast<int64_t>(scale));
@@ -257,44 +243,14 @@ void fill(int dtype, Random& random, void* data, size_t count) {
   for (size_t i = 0; i < reals; ++i) write_real(dtype, data, i, special_or_plain(random));
 }
 
-void reference(int dtype, int op, double scale, void* into, const std::vector<const void*>& from,
-               size_t count) {
-  switch (dtype) {
-    case FL_BOOL:
-      return truths(op, into, from, count);
-    case FL_INT8:
-      return integers<int8_t>(op, scale, into, from, count);
-    case FL_INT16:
-      return integers<int16_t>(op, scale, into, from, count);
-    case FL_INT32:
-      return integers<int32_t>(op, scale, into, from, count);
-    case FL_INT64:
-      return integers<int64_t>(op, scale, into, from, count);
-    case FL_UINT8:
-      return integers<uint8_t>(op, scale, into, from, count);
-    case FL_UINT16:
-      return integers<uint16_t>(op, scale, into, from, count);
-    case FL_UINT32:
-      return integers<uint32_t>(op, scale, into, from, count);
-    case FL_UINT64:
-      return integers<uint64_t>(op, scale, into, from, count);
-    case FL_FLOAT16:
-      return halves<5, 10>(op, scale, into, from, count);
-    case FL_BFLOAT16:
-      return halves<8, 7>(op, scale, into, from, count);
-    case FL_FLOAT32:
-      return floats<float>(op, scale, into, from, count);
-    case FL_FLOAT64:
-      return floats<double>(op, scale, into, from, count);
-    case FL_LONGDOUBLE:
-      return floats<long double>(op, scale, into, from, count);
-    case FL_COMPLEX64:
-      return complexes<float>(op, scale, into, from, count);
-    case FL_COMPLEX128:
-      return complexes<double>(op, scale, into, from, count);
-    default:
-      return complexes<long double>(op, scale, into, from, count);
-  }
+void reference(int dtype, int op, double scale, void* into, const std::vector<const void*>& from, size_t count) {
+  if (dtype == FL_BOOL) return truths(op, into, from, count);
+  using Combine = void (*)(int, double, void*, const std::vector<const void*>&, size_t);
+  static const Combine combine_from_int8_on[] = {
+      integers<int8_t>, integers<int16_t>, integers<int32_t>, integers<int64_t>, integers<uint8_t>, integers<uint16_t>,
+      integers<uint32_t>, integers<uint64_t>, halves<5, 10>, halves<8, 7>, floats<float>, floats<double>,
+      floats<long double>, complexes<float>, complexes<double>, complexes<long double>};
+  combine_from_int8_on[dtype - FL_INT8](op, scale, into, from, count);
 }
 
 std::string difference(int dtype, const void* got, const void* wanted, size_t count, bool any_nan) {

@@ -1,8 +1,6 @@
 // What reductions must give: plain loops that share nothing with csrc/reduce but the contract.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -11,7 +9,7 @@
 
 namespace stress {
 
-constexpr int kDTypes = 17;
+constexpr int kDTypes = FL_MOVED;
 
 struct DTypeInfo {
   const char* name;
@@ -29,8 +27,7 @@ void fill(int dtype, Random& random, void* data, size_t count);
 // Any bits at all.
 void fill_bits(int dtype, Random& random, void* data, size_t count);
 
-void reference(int dtype, int op, double scale, void* into, const std::vector<const void*>& from,
-               size_t count);
+void reference(int dtype, int op, double scale, void* into, const std::vector<const void*>& from, size_t count);
 
 uint16_t narrow_float16(float value);
 uint16_t narrow_bfloat16(float value);

@@ -1,9 +1,5 @@
 #include "script.h"
 
-#include <cstring>
-#include <deque>
-#include <thread>
-
 #include "../../csrc/common/capi.h"
 #include "check.h"
 #include "reference.h"
@@ -104,8 +100,7 @@ class Running {
   void* data() { return step_.sections != nullptr ? static_cast<void*>(&sections_) : data_; }
 
   void* output() {
-    const bool may_have_room =
-        step_.signature.verb == FL_ALL_GATHER || step_.signature.verb == FL_GATHER;
+    const bool may_have_room = step_.signature.verb == FL_ALL_GATHER || step_.signature.verb == FL_GATHER;
     if (may_have_room) return step_.room == Room::kNone ? nullptr : &room_;
     if (step_.signature.verb == FL_RECV) return step_.from.empty() ? nullptr : &match_;
     return step_.gathers ? nullptr : output_.get();
@@ -149,8 +144,7 @@ class Running {
     if (wanted == nullptr || wanted->empty()) return;
     const fl_signature& s = step_.signature;
     if (is_reduction(s.verb) && status == FL_OK) {
-      const std::string wrong =
-          difference(s.dtype, got, wanted->data(), wanted->size() / s.itemsize, true);
+      const std::string wrong = difference(s.dtype, got, wanted->data(), wanted->size() / s.itemsize, true);
       if (!wrong.empty()) report(std::string(what) + ": " + wrong);
     } else if (std::memcmp(got, wanted->data(), wanted->size()) != 0) {
       size_t at = 0;
@@ -209,8 +203,7 @@ class Player {
   void play(const Step& step, size_t number) {
     if (step.adds >= 0) {
       auto& mapping = world_.regions[step.adds][rank_];
-      arrays_[step.adds] =
-          static_cast<char*>(group_.add_region(std::move(mapping), world_.strides[step.adds]));
+      arrays_[step.adds] = static_cast<char*>(group_.add_region(std::move(mapping), world_.strides[step.adds]));
       return;
     }
     if (step.drops >= 0 || step.region >= 0) end_all();

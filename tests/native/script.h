@@ -1,10 +1,6 @@
 // What each rank calls, and what must come of it; made beforehand, so that ranks run freely.
 #pragma once
 
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "world.h"
 
 namespace stress {

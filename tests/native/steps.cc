@@ -4,7 +4,6 @@
 
 #include <cstring>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "../../csrc/optim/optim.h"
@@ -66,8 +65,7 @@ void one_step(int rule, Random& random) {
   for (const char* name : {"baseline", "avx2", "avx512"}) {
     if (!fl::optim::choose(name)) continue;
     const fl::optim::Set& set = fl::optim::chosen_set();
-    situation() = std::string(name) + ", " + set.rules[rule].name + ", " + std::to_string(count) +
-                  " elements";
+    situation() = std::string(name) + ", " + set.rules[rule].name + ", " + std::to_string(count) + " elements";
     Arrays<R> arrays = copies(start, random);
     fl::optim::Piece piece{arrays[0].data, arrays[1].data, {}, count};
     for (int i = 0; i < fl::optim::MOST_STATES; ++i) {

@@ -1,10 +1,4 @@
 // stress ROUNDS [SEED]: what csrc/shm, csrc/reduce and csrc/optim do, at random, against what they promise.
-#include <unistd.h>
-
-#include <chrono>
-#include <cstdio>
-#include <cstdlib>
-#include <string>
 
 #include "calls.h"
 #include "check.h"
@@ -112,8 +106,7 @@ int main(int argc, char** argv) {
   }
   const long reductions = test_kernels(seed, worlds / 4 + 1);
   const long steps = test_steps(seed, worlds / 4 + 1);
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   std::printf(
       "%ld calls in %ld worlds, %ld failures, %ld reductions and %ld steps by every instruction set: "
       "all right (%.0f s, seed %llu)\n",

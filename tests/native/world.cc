@@ -4,14 +4,8 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
-#include <atomic>
-#include <cerrno>
 #include <map>
-#include <mutex>
-#include <string>
-#include <utility>
 
 #include "check.h"
 

@@ -1,10 +1,6 @@
 // A world of ranks in one process: a segment, and each rank's own mapping of it.
 #pragma once
 
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "../../csrc/shm/group.h"
 
 namespace stress {

@@ -17,7 +17,7 @@ from flashlight_py.autograd.functions.elementwise import add, as_variable
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import channels_last, channels_second, contiguous, kernel
 from flashlight_py.autograd.precision import as_half, real
-from flashlight_py.autograd.variable import Input, Variable, record
+from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 Pair: TypeAlias = int | tuple[int, int]
@@ -123,7 +123,7 @@ def conv2d(
     edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
         edges.insert(1, (bias, bias_vjp))
-    return record(channels_second(out).astype(dtype, copy=False), *edges)
+    return record_all(channels_second(out).astype(dtype, copy=False), edges)
 
 
 def conv_transpose2d(

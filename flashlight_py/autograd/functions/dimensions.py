@@ -18,7 +18,14 @@ from flashlight_py.autograd.functions import elementwise
 from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, mul, slope_of_relu
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.precision import as_float32, as_half, here, real
-from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
+from flashlight_py.autograd.variable import (
+    Input,
+    Operand,
+    Variable,
+    record,
+    record_all,
+    record_pair,
+)
 from flashlight_py.device import NARROW, Array, array_module, is_cupy, narrowed, total, widened
 
 Axis: TypeAlias = int | Sequence[int] | None
@@ -435,7 +442,7 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
     edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
         edges.insert(1, (bias, bias_vjp))
-    return record(out, *edges, through=slope)
+    return record_all(out, edges, slope)
 
 
 def _widening(slope: Vjp | None) -> Vjp:

@@ -12,7 +12,7 @@ from flashlight_py.autograd.functions.elementwise import check_filled, div
 from flashlight_py.autograd.functions.selecting import added, integers
 from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.precision import as_float32, real
-from flashlight_py.autograd.variable import Input, Variable, record
+from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, constant, is_cupy, narrowed, total, widened
 from flashlight_py.structure import require
 
@@ -81,8 +81,8 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     flat = error.reshape(-1)
     mean = array_module(p).asarray(flat.dot(flat) / p.size, difference.dtype)
     slope = constant(scale, error)
-    of_prediction = (prediction, lambda grad: error * (grad * slope))
-    return record(mean, of_prediction, (target, lambda grad: error * (grad * -slope)))
+    of_target = (target, lambda grad: error * (grad * -slope))
+    return record_all(mean, [(prediction, lambda grad: error * (grad * slope)), of_target])
 
 
 def _check_pair(name: str, p: Variable, t: Variable) -> None:

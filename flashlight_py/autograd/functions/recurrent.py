@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from flashlight_py.autograd.functions import dimensions
 from flashlight_py.autograd.precision import as_half
-from flashlight_py.autograd.variable import Input, Variable, record
+from flashlight_py.autograd.variable import Input, Variable, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
@@ -89,7 +89,7 @@ def recurrent(
     edges: list[Any] = [
         (v, lambda grads, at=at: grads[at]) for at, v in enumerate((*own, x, *begin))
     ]
-    result = record(narrowed(out.transpose(1, 0, 2), x.data), *edges, through=through)
+    result = record_all(narrowed(out.transpose(1, 0, 2), x.data), edges, through)
     every = slice(None)
     output = dimensions.index(result, (every, slice(time))) if is_lstm else result
     last = dimensions.index(output, (every, 0 if reverse else time - 1))

@@ -74,12 +74,16 @@ _SEEN = 1024  # dtypes whose names are remembered
 _STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 # What csrc/fast/plain.h wants to know of each verb, by its code.
-FLAGS = bytes(
-    0
-    if verb is None
-    else 1 | verb.rooted << 1 | verb.in_place << 2 | verb.reduces << 3 | verb.prefix << 4
-    for verb in map({verb.code: verb for verb in VERBS}.get, range(1 + max(v.code for v in VERBS)))
-)
+_flags = bytearray(codes.VERBS)
+for _verb in VERBS:
+    _flags[_verb.code] = (
+        codes.VERB_KNOWN
+        | _verb.rooted * codes.VERB_ROOTED
+        | _verb.in_place * codes.VERB_IN_PLACE
+        | _verb.reduces * codes.VERB_REDUCES
+        | _verb.prefix * codes.VERB_PREFIX
+    )
+FLAGS = bytes(_flags)
 
 
 class Describer(threading.local):
@@ -334,7 +338,8 @@ class NativeBackend(Backend):
         what must live as long as the operation, ``result`` what the Work returns (else the array).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
-        verb, array, seconds = call.verb, call.array, self._seconds(call)
+        verb, array = call.verb, call.array
+        seconds = self.timeout if call.seconds is None else call.seconds
         if root is None:
             root = call.tag if verb.is_message else call.root
         result = array if result is _ARRAY else result
@@ -351,14 +356,15 @@ class NativeBackend(Backend):
             if self._first:
                 self._do_first(group)
             name = self._next.describe(call, like, code, root)
-            site = self._site(call.refusal or name)
-            if site is None:
+            if text := call.refusal or name:
+                site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
+            else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
                 # A rank may be done with these before anybody could ask.
                 runs_ahead = verb.rooted or verb.prefix
                 site = self.ffi.NULL if asks and not runs_ahead else self._here()
             where = source, target, call.peer
-            how = seconds, 2 if call.is_ahead else not call.blocking, site
+            how = seconds, self.lib.FL_AHEAD if call.is_ahead else not call.blocking, site
             handle = self.lib.fl_run(group, self._next.signature, *where, *how)
             raise_interruption(self.lib, handle)
         finally:
@@ -386,9 +392,6 @@ class NativeBackend(Backend):
                     self.forget(other)
             self._most_running = max(_LEAST_RUNNING, 2 * len(self._running))
 
-    def _seconds(self, call: Call) -> float:
-        return self.timeout if call.seconds is None else call.seconds
-
     def is_calling(self) -> bool:
         return self._callers.has_this()
 
@@ -398,10 +401,6 @@ class NativeBackend(Backend):
         if group is None:
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
-
-    def _site(self, text: str) -> Any:
-        """Return where user code has called, with ``text``; None where there is none."""
-        return self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)}) if text else None
 
     def _here(self, depth: int = 3) -> Any:
         """Return where user code has called, as the library takes it."""

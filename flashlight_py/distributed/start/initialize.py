@@ -63,34 +63,32 @@ def distributed_init(
 ) -> None:
     """Find the other processes and connect to them. Collective; blocks until all are here.
 
-    A second call warns and returns; after ``distributed_shutdown`` it works again. Where
-    torch.distributed has joined the ranks through its backend "flashlight", it returns.
+    A second call warns and returns; after ``distributed_shutdown`` it works again. If
+    torch.distributed has joined the ranks through its backend "flashlight", it only returns.
 
-    Where ranks share a host, NumPy's OpenBLAS computes with this rank's share of the cores until
-    then, unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or the program has chosen; ``describe`` says
-    which.
+    If ranks share a host, NumPy's OpenBLAS computes with this rank's share of the cores until the
+    shutdown, unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or the program has chosen a number;
+    ``describe`` says which.
 
     Args:
-        init_method: ``DistributedInit.MPI``: under ``mpirun``; rank and size are MPI's, the
-            arguments are ignored. ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with rank and
-            size given. ``ENV``: as the environment variables of a launcher say. None: whichever
-            the environment calls for, and a world of one process where it calls for none, or
-            FLASHLIGHT_ALONE=1. As torch's users write it: ``"env://"`` (ENV), ``"file://PATH"``
-            (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (at that port of rank 0's host; rank and size
-            given, or the environment's), and ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that
-            BACKEND).
-        world_rank: this process's rank, from 0; for FILE_SYSTEM, ``"tcp://HOST:PORT"`` and
-            MASTER_ADDR in ``params`` only.
-        world_size: number of processes; for those only.
-        params: keys of ``DistributedConstants``: FILE_PATH, MASTER_ADDR and MASTER_PORT (as
-            ``"tcp://HOST:PORT"``; what one leaves out the environment says), TIMEOUT (seconds,
-            default 300, for meeting and later for each operation), INTERFACE (default: the variable
-            FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME, else by the route to rank 0), BACKEND,
-            MPI_CUDA_AWARE,
-            HOST_TIMEOUT (seconds, default 5: hosts that cannot be reached for so long are lost),
-            TRACE_DIR (default: the variable FLASHLIGHT_TRACE_DIR, else a folder among the
-            temporary files), and MAX_DEVICE_PER_NODE, which joins the GPUs at once; else the first
-            collective of a CuPy array does so.
+        init_method: ``DistributedInit.MPI``: under ``mpirun``; MPI gives rank and size.
+            ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with rank and size passed. ``ENV``:
+            as the environment variables of a launcher say. None: the environment decides; without
+            a launcher, or with FLASHLIGHT_ALONE=1, a world of one process. The words of torch are
+            accepted: ``"env://"`` (ENV), ``"file://PATH"`` (FILE_SYSTEM), ``"tcp://HOST:PORT"``
+            (at that port of rank 0's host; rank and size passed, or the environment's), and
+            ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that BACKEND).
+        world_rank: this process's rank, from 0; only for FILE_SYSTEM, ``"tcp://HOST:PORT"`` and
+            MASTER_ADDR in ``params``.
+        world_size: number of processes; for the same methods.
+        params: keys of ``DistributedConstants``: FILE_PATH; MASTER_ADDR and MASTER_PORT (as
+            ``"tcp://HOST:PORT"``; the environment may say one of them); TIMEOUT (seconds, default
+            300, to meet and for each operation); HOST_TIMEOUT (seconds, default 5, after which an
+            unreachable host is lost); INTERFACE (default: the variable FLASHLIGHT_INTERFACE or
+            GLOO_SOCKET_IFNAME, else the route to rank 0); BACKEND; MPI_CUDA_AWARE; TRACE_DIR
+            (default: the variable FLASHLIGHT_TRACE_DIR, else a temporary folder);
+            MAX_DEVICE_PER_NODE, which joins the GPUs now instead of at the first collective of a
+            CuPy array.
 
     Raises:
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
@@ -179,14 +177,13 @@ def _watch(world: World, settings: Settings) -> None:
 def distributed_shutdown() -> None:
     """Leave the world; collective. Afterwards this process is rank 0 of 1 again.
 
-    Waits until every rank has arrived here, so that nobody's last operation is cut off, unless the
-    group broke before. One that waits for a message of this rank, which has not begun it, raises
-    PeerLostError: other threads of this process must be done with their messages, also with
-    answering those of others. Also without it nothing is left behind when the process exits.
+    Waits until every rank calls it, so that no last operation is cut off, unless the group broke
+    before. A rank that waits for a message which this rank has not begun to send raises
+    PeerLostError, so other threads of this process must have sent and received all messages.
+    Without this call, too, nothing is left behind when the process exits.
 
-    In a signal handler that has interrupted a verb of the world it waits for nobody: the world is
-    left at once, and that verb raises GroupClosedError once the handler has returned. The other
-    ranks raise PeerLostError.
+    In a signal handler that has interrupted a verb of the world, it does not wait: that verb raises
+    GroupClosedError after the handler, and the other ranks raise PeerLostError.
 
     Raises:
         MismatchError: another rank called something else instead.
@@ -207,7 +204,7 @@ def distributed_shutdown() -> None:
 
 
 def leave() -> None:
-    """Close the world; not collective: others may still have work to do, and raise."""
+    """Close the world; not collective: other ranks with unfinished work raise."""
     blas.restore()
     _close(current_world().group)
     abort.uninstall()
@@ -221,7 +218,6 @@ def leave_first_at_exit() -> None:
 
 
 def _close_at_exit() -> None:
-    """Close the sockets. Not collective: the others may still have work to do."""
     abort.report_of_threads()
     _close(current_world().group)
 
@@ -333,15 +329,15 @@ def _check_threads() -> None:
 
 
 class Facts(NamedTuple):
-    """Facts that follow from the first cards of all ranks alone, as ``addresses`` of each."""
+    """The facts that ranks have exchanged, in rank order."""
 
     hosts: Sequence[str]
     near: Mapping[str, Sequence[int]]  # the ranks of each host
     cores: Sequence[str]  # bits of hexadecimal numbers
     addresses: Sequence[Sequence[str]]
     shared: Collection[str]  # addresses of several hosts
-    twins: str  # which ranks are one process
-    job: str  # its name is that which rank 0 has for it
+    twins: str  # an error if several ranks are one process
+    job: str  # its name
 
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> Facts:

@@ -155,11 +155,10 @@ def read_init_method(
 ) -> tuple[DistributedInit | None, Mapping[str, Any] | None]:
     """Translate ``"env://"``, ``"file://PATH"``, ``"tcp://HOST:PORT"`` and names of backends.
 
-    Returns:
-        A method (None: the environment decides), and ``params`` with what the word says besides.
+    Returns the method (None: the environment decides), and ``params`` with what the word adds.
 
     Raises:
-        ValueError: it is none of those and no ``DistributedInit``; or ``params`` say otherwise.
+        ValueError: it is none of these and no ``DistributedInit``; or ``params`` say otherwise.
     """
     if isinstance(value, DistributedBackend):  # an IntEnum: its numbers are those of methods, too
         value = value.name.lower()
@@ -200,7 +199,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _with(params: Mapping[str, Any] | None, asked: dict[str, Any]) -> Mapping[str, Any]:
-    """Return ``params`` with what is ``asked``; whatever is no mapping is refused later."""
+    """Return ``params`` with what is ``asked``; later checks reject params that are no mapping."""
     for key, value in asked.items():
         given = params.get(key) if isinstance(params, Mapping) else None
         if given is not None and str(given) != str(value):

@@ -2,7 +2,6 @@
 // been closed whose numbers meant something else by then.
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <unistd.h>
 
 #include <iostream>
 

@@ -37,8 +37,7 @@ void check_copied(const Collective& c, int from, const uint32_t* got, size_t fir
 
 void in_place(Rank& rank, const Collective& c) {
   Array data = values(c.step, rank.rank, c.count);
-  check_ok(rank.run(signature_of(c.verb, c.count, c.root), data.data(), nullptr, -1, c.async),
-           "in place");
+  check_ok(rank.run(signature_of(c.verb, c.count, c.root), data.data(), nullptr, -1, c.async), "in place");
   if (c.verb == FL_BROADCAST) return check_copied(c, c.root, data.data(), 0, c.count);
   if (c.verb == FL_SCAN || c.verb == FL_EXSCAN) {
     const int terms = rank.rank + (c.verb == FL_SCAN ? 1 : 0);
@@ -54,8 +53,7 @@ void in_sections(Rank& rank, const Collective& c) {
   const size_t section = c.count / rank.size;
   Array data = values(c.step, rank.rank, section * rank.size);
   Array got(c.verb == FL_REDUCE_SCATTER ? section : data.size());
-  check_ok(rank.run(signature_of(c.verb, data.size(), 0), data.data(), got.data(), -1, c.async),
-           "in sections");
+  check_ok(rank.run(signature_of(c.verb, data.size(), 0), data.data(), got.data(), -1, c.async), "in sections");
   const size_t first = section * rank.rank;
   if (c.verb == FL_REDUCE_SCATTER) {
     return check_reduced(c, rank.size, got.data(), first, section);
@@ -99,8 +97,7 @@ void reduced_unevenly(Rank& rank, const Collective& c) {
   const Array data = values(c.step, rank.rank, given);
   Array got(elements(rank.rank));
   fl_sections sections{data.data(), bytes.data()};
-  check_ok(rank.run(signature_of(c.verb, given, 5), &sections, got.data(), -1, c.async),
-           "reduced unevenly");
+  check_ok(rank.run(signature_of(c.verb, given, 5), &sections, got.data(), -1, c.async), "reduced unevenly");
   check_reduced(c, n, got.data(), first, got.size());
 }
 
@@ -136,8 +133,7 @@ void scatters(Rank& rank, const Collective& c) {
   fl_signature mine = signature_of(c.verb, c.count, c.root);
   if (!gives && !c.room) mine = {0, FL_SCATTER, 0, FL_SUM, c.root, 1, 0, 0, FL_ANY, {}, 0};
   const bool into = gives || c.room;
-  fl_op* op = rank.run(mine, gives ? data.data() : nullptr, into ? got.data() : nullptr, -1,
-                       c.async);
+  fl_op* op = rank.run(mine, gives ? data.data() : nullptr, into ? got.data() : nullptr, -1, c.async);
   const size_t first = c.count * rank.rank;
   if (into) {
     check_ok(op, "scatter");

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <fstream>
 #include <iostream>
-#include <memory>
 #include <thread>
 
 #include "../../../csrc/gloo/heartbeat.h"

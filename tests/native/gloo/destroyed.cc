@@ -1,6 +1,5 @@
 // destroyed ROUNDS: one thread destroys a buffer while Gloo's thread receives the message that is for it. Built
 // with the sanitizer of undefined behavior, the program fails if Gloo's thread uses a destroyed buffer.
-#include <chrono>
 #include <cstdlib>
 #include <thread>
 

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <thread>
 
 #include "plays.h"
 

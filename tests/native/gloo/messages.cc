@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <list>
-#include <thread>
 
 #include "plays.h"
 
@@ -31,8 +30,7 @@ std::vector<Letter> letters(int ranks, Random& random, uint64_t step) {
   for (size_t i = 0; i < number; ++i) {
     const int from = static_cast<int>(random.below(ranks));
     const int to = static_cast<int>((from + 1 + random.below(ranks - 1)) % ranks);
-    all.push_back({from, to, kTags[random.below(kTags.size())],
-                   kCounts[random.below(kCounts.size())], step + i});
+    all.push_back({from, to, kTags[random.below(kTags.size())], kCounts[random.below(kCounts.size())], step + i});
   }
   return all;
 }
@@ -45,8 +43,7 @@ fl_message message_of(const Rank& rank, Begun& one) {
 
 void check_received(const Rank& rank, const Begun& one) {
   if (one.letter.to != rank.rank) return;
-  check(one.array == values(one.letter.step, one.letter.from, one.letter.count),
-        "a message with wrong contents");
+  check(one.array == values(one.letter.step, one.letter.from, one.letter.count), "a message with wrong contents");
 }
 
 void all_begun(Rank& rank, std::list<Begun>& own) {
@@ -127,8 +124,7 @@ void play_open_receives(Rank& rank, Random& random, uint64_t step) {
     Array data = values(step, rank.rank, counts[rank.rank]);
     std::vector<fl_op*> begun;
     for (size_t i = 0; i < times[rank.rank]; ++i) {
-      begun.push_back(rank.run(signature_of(FL_SEND, data.size(), tag), data.data(), nullptr, to,
-                               async));
+      begun.push_back(rank.run(signature_of(FL_SEND, data.size(), tag), data.data(), nullptr, to, async));
     }
     for (fl_op* op : begun) check_ok(op, "a message to who knows nothing of it");
     return;

@@ -2,9 +2,6 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <cstdio>
-#include <cstdlib>
-
 #include "plays.h"
 
 namespace {

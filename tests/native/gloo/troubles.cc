@@ -1,6 +1,5 @@
 #include <array>
 #include <chrono>
-#include <thread>
 
 #include "plays.h"
 

@@ -1,9 +1,6 @@
 // Two ranks of this process, and the connection between them.
 #pragma once
 
-#include <memory>
-#include <vector>
-
 #include "../../../csrc/gloo/links.h"
 
 inline std::shared_ptr<fl::Links> listening(int rank) {

@@ -21,9 +21,7 @@ std::vector<char> Rank::address() {
 
 void Rank::connect(const std::vector<char>& addresses, bool lazily) {
   const std::vector<char> key(FL_KEY_BYTES);  // the same of all ranks
-  check_ok(fl_connect(group_, addresses.data(), addresses.size() / size, key.data(),
-                           lazily, 60),
-           "connect");
+  check_ok(fl_connect(group_, addresses.data(), addresses.size() / size, key.data(), lazily, 60), "connect");
 }
 
 Rank Rank::part(const std::vector<int>& ranks, uint64_t number) const {
@@ -43,11 +41,9 @@ fl_op* Rank::run(const fl_signature& signature, void* data, void* output, int pe
   return fl_run(group_, &signature, data, output, peer, seconds, async ? 1 : 0, nullptr);
 }
 
-void Rank::exchange(const std::vector<fl_message>& messages, bool async,
-                    std::vector<fl_op*>& results) {
+void Rank::exchange(const std::vector<fl_message>& messages, bool async, std::vector<fl_op*>& results) {
   results.resize(messages.size());
-  fl_exchange(group_, messages.data(), static_cast<int>(messages.size()), seconds,
-                   async ? 1 : 0, results.data());
+  fl_exchange(group_, messages.data(), static_cast<int>(messages.size()), seconds, async ? 1 : 0, results.data());
 }
 
 fl_signature signature_of(int verb, size_t count, int root) {

@@ -1,9 +1,6 @@
 // Ranks of a Gloo group as threads of this process, through the C ABI alone.
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "../../../csrc/gloo/abi.h"
 #include "../check.h"
 #include "../ranks.h"
@@ -28,8 +25,7 @@ class Rank {
 
   // Run an operation here, or begin it: fl_run.
   fl_op* run(const fl_signature& signature, void* data, void* output, int peer, bool async);
-  void exchange(const std::vector<fl_message>& messages, bool async,
-                std::vector<fl_op*>& results);
+  void exchange(const std::vector<fl_message>& messages, bool async, std::vector<fl_op*>& results);
 
   const int rank, size;
   double seconds = 60;

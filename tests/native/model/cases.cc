@@ -1,9 +1,5 @@
 // Collectives in the model, and what must come of them: right results where nobody vanishes; else those, or a failure
 // that names who has.
-#include <cstring>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "member.h"
 

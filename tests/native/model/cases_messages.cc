@@ -1,7 +1,4 @@
 // Messages in the model, and groups that are made, left and closed.
-#include <atomic>
-#include <thread>
-#include <vector>
 
 #include "member.h"
 

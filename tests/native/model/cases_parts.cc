@@ -1,9 +1,4 @@
 // The smallest parts by themselves, with few accesses: all schedules of most can be tried.
-#include <atomic>
-#include <condition_variable>
-#include <cstring>
-#include <mutex>
-#include <thread>
 
 #include "../../../csrc/common/queue.h"
 #include "../../../csrc/common/ticker.h"

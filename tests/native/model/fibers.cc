@@ -1,5 +1,4 @@
 // Fibers in place of threads and processes, and what these take from the system: who runs, who sleeps, who has ended.
-#include <cerrno>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +11,6 @@
 #include <sys/single_threaded.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
 #include "../../../csrc/common/atomic.h"
 #include "runtime.h"

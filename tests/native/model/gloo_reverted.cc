@@ -2,9 +2,7 @@
 // (the small way) and for one a rank (the large way): who announces which state, and who waits for which.
 // Each fault of it is a case by itself, which the model must refute; the mended ones must pass.
 #include <array>
-#include <atomic>
 #include <new>
-#include <string>
 
 #include "../../../csrc/common/atomic.h"
 #include "model.h"

@@ -1,11 +1,6 @@
 // A rank of a case of csrc/shm.
 #pragma once
 
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "../../../csrc/shm/group.h"
 #include "../member.h"
 #include "model.h"

@@ -1,8 +1,6 @@
 // What memory.cc and fibers.cc share. Neither may use what its sources instantiate, while a fiber runs.
 #pragma once
 
-#include <cstdint>
-
 #include "model.h"
 
 namespace model {

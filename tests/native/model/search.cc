@@ -18,10 +18,8 @@
 #include <map>
 #include <regex>
 #include <set>
-#include <string>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "model.h"
 #include "places.h"

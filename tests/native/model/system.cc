@@ -1,5 +1,4 @@
 // What fibers take from the system, in place of pthreads, the kernel and the C library.
-#include <cerrno>
 #include <cstdarg>
 #include <cstdlib>
 #include <cstring>
@@ -8,7 +7,6 @@
 #include <pthread.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
 #include "../../../csrc/common/atomic.h"
 #include "runtime.h"

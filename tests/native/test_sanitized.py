@@ -1,0 +1,83 @@
+"""Native code at random, under sanitizers, in a model of memory, and on aarch64.
+
+Short forms of ``make sanitize``, ``make model`` and ``make arm``; the Makefiles say what is tried,
+and how to try it again. The model must refute the cases of gloo's all_reduce through shared memory,
+which was taken back: that shows that it finds faults.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NATIVE = Path(__file__).parent
+BUILD = NATIVE.parents[1] / "build" / "native"
+GLOO = Path("/usr/include/gloo/context.h")
+ARM = ("aarch64-linux-gnu-g++", "qemu-aarch64-static", "mmdebstrap")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (shutil.which("make") and shutil.which("g++")), reason="needs make, g++"
+    ),
+]
+
+
+def make(folder: str, target: str, **variables: int | str) -> None:
+    """Make ``target`` in ``folder``, relative to this one: it builds a program and runs it."""
+    settings = [f"OUT={BUILD / folder}", *(f"{name}={value}" for name, value in variables.items())]
+    command = ["make", "-s", "-j2", "-C", str(NATIVE / folder), target, *settings]
+    # Without what a make that runs this test says to those that it starts.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-6000:]
+    assert "all right" in ended.stdout
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("leaves_nothing")
+def test_random_calls_in_shared_memory_return_what_they_promise() -> None:
+    """Every verb, dtype and size class, mismatches, ranks that leave or die; then every kernel."""
+    make(".", "thread", ROUNDS=300)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not GLOO.exists(), reason="needs libgloo-dev")
+def test_random_worlds_of_gloo_return_what_they_promise() -> None:
+    """Every verb, messages in any order, mismatches, ranks that leave or are late."""
+    make("gloo", "address", WORLDS=20)
+
+
+@pytest.mark.timeout(600)
+def test_captured_steps_keep_to_their_memory() -> None:
+    """Also with random programs: tests/tape/test_programs.py."""
+    make("tape", "address", PYTHON=sys.executable)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        "ticks turns crew queue ring",
+        "barrier all_reduce broadcast gather in_place run_ahead started mismatch",
+        "send ping_pong two_receivers claimed whole_life part",
+        "gloo_",
+    ],
+)
+def test_schedules_end_as_they_must(cases: str) -> None:
+    """Right results, or who has vanished named; no race, no wait without end."""
+    make("model", "check", CASE=cases, SCHEDULES=4000)
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(not all(map(shutil.which, ARM)), reason=f"needs {ARM}: make tools-slow")
+@pytest.mark.parametrize("target", ["stress", "gloo", "python", "ranks"])
+def test_native_code_on_arm(target: str) -> None:
+    """Every verb, message and kernel; every extension, in captured steps and of two ranks.
+
+    It compiles and computes alike there. The model tries the order of memory accesses.
+    """
+    make("arm", target, ROUNDS=60, WORLDS=4, PYTHON=sys.executable)
