@@ -31,7 +31,6 @@ from pathlib import Path
 from harness import all_reduce_targets as targets
 from harness import cuda_targets
 from harness.conductor import Case, Conductor, Contender
-from harness.facts import machine_facts
 from harness.gpu import require_all, require_gpu
 from harness.launchers import Library
 from harness.options import collective_peers, common_arguments, ours, plan_of
@@ -155,7 +154,7 @@ def main() -> None:
     options = read_options()
     if options.device == "cuda":
         require_gpu()
-    machine = machine_facts()
+    machine = options.machine
     with Conductor(plan_of(options)) as conductor:
         if options.device == "cuda":
             measurements, times = measure_cuda(options, conductor, machine)

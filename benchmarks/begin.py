@@ -23,7 +23,7 @@ import numpy as np
 
 import flashlight_py as fl
 from harness.facts import machine_facts
-from harness.report import facts_text, time_table, verdict_table, write_json
+from harness.report import conclude, time_table
 from harness.statistics import Measurement
 from harness.verdicts import at_most
 
@@ -94,6 +94,7 @@ def place_of(way: str, stack: ExitStack) -> dict[str, str]:
 def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.set_defaults(machine=machine_facts())
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -103,7 +104,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     options = read_options()
-    machine = machine_facts()
     measurement = Measurement("begin", "", 0, options.ranks)
     for _ in range(options.rounds):
         for way in MOST:
@@ -117,10 +117,7 @@ def main() -> None:
         for way, most in MOST.items()
     ]
     print(time_table([measurement], "", lambda m: f"{m.ranks} ranks begin"))
-    print(f"\n### Targets\n\n{verdict_table(judged)}\n")
-    print(facts_text(machine))
-    if options.json:
-        write_json(options.json, machine, None, [measurement], judged)
+    conclude(options, None, [measurement], judged)
 
 
 if __name__ == "__main__":

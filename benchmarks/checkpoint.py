@@ -24,7 +24,7 @@ import numpy as np
 
 import flashlight_py as fl
 from harness.facts import machine_facts
-from harness.report import facts_text, ratio_table, size_name, time_table, verdict_table, write_json
+from harness.report import conclude, ratio_table, size_name, time_table
 from harness.statistics import Measurement
 from harness.verdicts import at_least
 
@@ -43,11 +43,7 @@ def main() -> None:
     verdicts = [at_least("a large checkpoint's speed, of dd's", 0.5, ratios)]
     print(f"{time_table(results, 'bytes', label)}\n")
     print(f"{ratio_table(results, 'speed of fl.save, to', label, SAVE)}\n")
-    print(verdict_table(verdicts))
-    machine = machine_facts()
-    print(f"\n{facts_text(machine)}")
-    if options.json:
-        write_json(options.json, machine, None, results, verdicts)
+    conclude(options, None, results, verdicts)
 
 
 def measure(megabytes: int, rounds: int, parent: Path) -> Measurement:
@@ -113,6 +109,7 @@ def label(measurement: Measurement) -> str:
 def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.set_defaults(machine=machine_facts())
     add = parser.add_argument
     add("--megabytes", type=int, nargs="+", help="sizes, default 1, 64 and 1024")
     add("--rounds", type=int, help="default 7")

@@ -37,16 +37,12 @@ from flashlight_py.distributed.verbs import Verb
 from harness.all_reduce_targets import COPY
 from harness.collectives_targets import SEVERALLY, label, verdicts
 from harness.conductor import Case, Conductor, Contender
-from harness.facts import machine_facts
 from harness.launchers import Library
 from harness.options import collective_peers, common_arguments, ours, plan_of
 from harness.report import (
-    facts_text,
-    left_out_text,
+    conclude,
     ratio_table,
     time_table,
-    verdict_table,
-    write_json,
 )
 from harness.roles.verbs import SEVERAL
 from harness.statistics import Measurement
@@ -154,7 +150,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     options = read_options()
-    machine = machine_facts()
     with Conductor(plan_of(options)) as conductor:
         measurements = measure(options, conductor)
     for ranks in options.ranks:
@@ -164,11 +159,7 @@ def main() -> None:
         print(f"\nTime of the others divided by that of {OURS}:\n")
         print(ratio_table(some, "verb", label, OURS))
     judged = verdicts(measurements, conductor.absent)
-    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    print(left_out_text(measurements, lambda m: f"{m.ranks} ranks {label(m)}"))
-    if options.json:
-        write_json(options.json, machine, conductor, measurements, judged)
-    conductor.require(OURS)
+    conclude(options, conductor, measurements, judged, lambda m: f"{m.ranks} ranks {label(m)}")
 
 
 if __name__ == "__main__":

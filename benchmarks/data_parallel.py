@@ -19,7 +19,7 @@ import numpy as np
 import flashlight_py as fl
 from flashlight_py.cores import usable_cores
 from harness.facts import machine_facts
-from harness.report import facts_text, ratio_table, time_table, verdict_table, write_json
+from harness.report import conclude, ratio_table, time_table
 from harness.statistics import Measurement
 from harness.verdicts import at_most
 
@@ -38,11 +38,7 @@ def main() -> None:
     verdicts = [at_most("the widest network, against fl.spawn", FAR, against)]
     print(f"{time_table(results, 'width', label)}\n")
     print(f"Time divided by that of {ONE}:\n\n{ratio_table(results, 'width', label, ONE)}\n")
-    print(verdict_table(verdicts))
-    machine = machine_facts()
-    print(f"\n{facts_text(machine)}")
-    if options.json:
-        write_json(options.json, machine, None, results, verdicts)
+    conclude(options, None, results, verdicts)
 
 
 def measure(width: int, options: argparse.Namespace) -> Measurement:
@@ -102,6 +98,7 @@ def label(measurement: Measurement) -> str:
 def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.set_defaults(machine=machine_facts())
     add = parser.add_argument
     add("--widths", type=int, nargs="+", help="of the layers, default 64, 512 and 2048")
     add("--rows", type=int, default=512, help="of a batch, default 512")

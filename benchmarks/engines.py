@@ -22,18 +22,9 @@ import numpy as np
 
 import flashlight_py as fl
 from harness.conductor import Case, Conductor, Contender
-from harness.facts import machine_facts
 from harness.launchers import Library
 from harness.options import common_arguments, plan_of
-from harness.report import (
-    facts_text,
-    left_out_text,
-    ratio_table,
-    size_name,
-    time_table,
-    verdict_table,
-    write_json,
-)
+from harness.report import conclude, ratio_table, size_name, time_table
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_most
 
@@ -182,7 +173,7 @@ def main() -> None:
     """Measure, print, write."""
     sys.path.append(str(Path(__file__).parent.parent))
     options = read_options()
-    machine, conductor = machine_facts(), Conductor(plan_of(options))
+    conductor = Conductor(plan_of(options))
     rounds = options.rounds or (3 if options.quick else 9)
     starts = [measure_starts(engine, rounds) for engine in options.engines]
     reduces = measure_all_reduces(options.sizes, conductor) if options.sizes else []
@@ -193,10 +184,9 @@ def main() -> None:
         print(f"\nTime of the others divided by that of {FLRUN}:\n")
         print(ratio_table(reduces, "bytes", lambda m: size_name(m.nbytes), FLRUN))
     judged = verdicts(starts, reduces)
-    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    print(left_out_text([*starts, *reduces], lambda m: f"{m.task} {m.nbytes or ''}"))
-    if options.json:
-        write_json(options.json, machine, conductor, [*starts, *reduces], judged)
+    conclude(
+        options, conductor, [*starts, *reduces], judged, lambda m: f"{m.task} {m.nbytes or ''}", ""
+    )
 
 
 if __name__ == "__main__":

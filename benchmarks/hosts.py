@@ -19,19 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.conductor import Case, Conductor, Contender
-from harness.facts import machine_facts
 from harness.launchers import Library
 from harness.options import collective_peers, common_arguments, ours, plan_of
-from harness.report import (
-    facts_text,
-    left_out_text,
-    markdown,
-    ratio_table,
-    size_name,
-    time_table,
-    verdict_table,
-    write_json,
-)
+from harness.report import conclude, markdown, ratio_table, size_name, time_table
 from harness.roles.verbs import TASKS
 from harness.statistics import Measurement, median
 from harness.verdicts import Verdict, at_least, at_most
@@ -223,7 +213,7 @@ def main() -> None:
     if reason := why_not():
         print(f"SKIPPED {reason}")
         raise SystemExit(77)
-    machine, conductor = machine_facts(), Conductor(plan_of(options))
+    conductor = Conductor(plan_of(options))
     places = [
         Place(link, shape, measure(options, conductor, link, shape))
         for link in options.links
@@ -233,18 +223,12 @@ def main() -> None:
     for place in places:
         show(place)
     judged = verdicts(places, conductor.absent)
-    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    for place in places:
-        named = [dataclasses.replace(m, task=f"{place.name}, {m.task}") for m in place.measurements]
-        print(left_out_text(named, lambda m: f"{m.task} {size_name(m.nbytes)}"))
-    if options.json:
-        everything = [
-            dataclasses.replace(m, task=f"{place.name}, {m.task}")
-            for place in places
-            for m in place.measurements
-        ]
-        write_json(options.json, machine, conductor, everything, judged)
-    conductor.require(OURS)
+    everything = [
+        dataclasses.replace(m, task=f"{place.name}, {m.task}")
+        for place in places
+        for m in place.measurements
+    ]
+    conclude(options, conductor, everything, judged, lambda m: f"{m.task} {size_name(m.nbytes)}")
 
 
 if __name__ == "__main__":

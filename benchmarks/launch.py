@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.facts import machine_facts
-from harness.report import facts_text, ratio_table, time_table, verdict_table, write_json
+from harness.report import conclude, ratio_table, time_table
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_most
 
@@ -94,6 +94,7 @@ def verdicts(start: Measurement, imports: Measurement) -> list[Verdict]:
 def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.set_defaults(machine=machine_facts())
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="three rounds")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -103,7 +104,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     options = read_options()
-    machine = machine_facts()
     measurements = measure(3 if options.quick else options.rounds)
     for measurement, ours in zip(measurements, (FLRUN, IMPORT), strict=True):
         print(f"\n### {measurement.task}\n")
@@ -111,10 +111,7 @@ def main() -> None:
         print(f"\nTime divided by that of {ours}:\n")
         print(ratio_table([measurement], "", lambda m: m.task, ours))
     judged = verdicts(*measurements)
-    print(f"\n### Targets\n\n{verdict_table(judged)}\n")
-    print(facts_text(machine))
-    if options.json:
-        write_json(options.json, machine, None, measurements, judged)
+    conclude(options, None, measurements, judged)
 
 
 if __name__ == "__main__":

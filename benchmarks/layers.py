@@ -13,18 +13,9 @@ import argparse
 import numpy as np
 
 from harness.conductor import Case, Conductor, Contender
-from harness.environments import PEERS, python_of
-from harness.facts import machine_facts
 from harness.launchers import Library
-from harness.options import common_arguments, ours, plan_of
-from harness.report import (
-    duration,
-    facts_text,
-    left_out_text,
-    markdown,
-    verdict_table,
-    write_json,
-)
+from harness.options import common_arguments, installed, ours, plan_of
+from harness.report import conclude, duration, markdown
 from harness.roles.layer_works import WORKS
 from harness.statistics import Measurement, median
 from harness.verdicts import Verdict, at_least
@@ -36,11 +27,8 @@ EVERY_ROW, MEDIAN = 0.8, 1.0
 
 def peers(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender]:
     """Return torch in its layouts, if it is wanted and installed; else add it to ``absent``."""
-    if PEER not in options.peers.split(","):
-        return []
-    python = python_of(PEERS[PEER], options.environments)
-    if isinstance(python, str):
-        absent[PEER] = python
+    python = installed(PEER, options, absent)
+    if python is None:
         return []
     library = Library(PEER, "torch_layer", python)
     layouts = {PEER: "contiguous", LAST: "channels_last"}
@@ -105,7 +93,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, check, print, write."""
     options = read_options()
-    machine = machine_facts()
     found = []
     with Conductor(plan_of(options)) as conductor:
         both = [Contender(OURS, ours("flashlight_layer"), 1), *peers(options, conductor.absent)]
@@ -116,12 +103,8 @@ def main() -> None:
             measurement = Measurement(work.title, "float32", 4 * int(np.prod(work.shape)), 1)
             found.append(conductor.measure(Case(measurement, {"work": name}), entrants))
             check_that_all_compute_the_same(conductor.details)
-    judged = verdicts(found, conductor.absent)
-    print(f"\n{table(found)}\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    print(left_out_text(found, lambda m: m.task))
-    if options.json:
-        write_json(options.json, machine, conductor, found, judged)
-    conductor.require(OURS)
+    print(f"\n{table(found)}")
+    conclude(options, conductor, found, verdicts(found, conductor.absent))
 
 
 if __name__ == "__main__":

@@ -12,16 +12,8 @@ parameters is to be one value.
 import argparse
 
 from harness.conductor import Case, Conductor, Contender
-from harness.facts import machine_facts
 from harness.options import common_arguments, ours, plan_of
-from harness.report import (
-    duration,
-    facts_text,
-    left_out_text,
-    markdown,
-    verdict_table,
-    write_json,
-)
+from harness.report import conclude, duration, markdown
 from harness.statistics import Measurement, median
 from harness.step_targets import ranks_text
 from harness.verdicts import Verdict, at_most
@@ -106,7 +98,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, compare, print, write."""
     options = read_options()
-    machine = machine_facts()
     widths = [options.width] * (LAYERS + 1)
     parameters = 4 * LAYERS * options.width**2
     digests: dict[str, dict[str, str]] = {}
@@ -136,12 +127,8 @@ def main() -> None:
         if n in (1, 8)
     ]
     print(f"\n{LAYERS} x Linear({options.width}), batch {options.batch}, Adam\n")
-    print(f"{table(steps, options.ranks)}\n\n{text}\n\n{verdict_table([*judged, same])}\n")
-    print(facts_text(machine, conductor))
-    print(left_out_text(measured, lambda m: m.task))
-    if options.json:
-        write_json(options.json, machine, conductor, measured, [*judged, same])
-    conductor.require("flashlight_py")
+    print(f"{table(steps, options.ranks)}\n\n{text}")
+    conclude(options, conductor, measured, [*judged, same])
 
 
 if __name__ == "__main__":

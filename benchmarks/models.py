@@ -14,18 +14,9 @@ from typing import Any
 import numpy as np
 
 from harness.conductor import Case, Conductor, Contender
-from harness.environments import PEERS, python_of
-from harness.facts import machine_facts
 from harness.launchers import Library
-from harness.options import common_arguments, ours, plan_of
-from harness.report import (
-    duration,
-    facts_text,
-    left_out_text,
-    markdown,
-    verdict_table,
-    write_json,
-)
+from harness.options import common_arguments, installed, ours, plan_of
+from harness.report import conclude, duration, markdown
 from harness.roles.model_works import WORKS
 from harness.statistics import Measurement, median
 from harness.verdicts import Verdict, at_least
@@ -44,11 +35,8 @@ def contenders(
     # Each in processes of its own, whose memory is measured.
     kinds = EAGER, CAPTURED
     found = [Contender(k, ours("flashlight_models", k), ranks, {"kind": k}) for k in kinds]
-    if "torch" not in options.peers.split(","):
-        return found
-    python = python_of(PEERS["torch"], options.environments)
-    if isinstance(python, str):
-        absent["torch"] = python
+    python = installed("torch", options, absent)
+    if python is None:
         return found
     for title in [TORCH] if work == "tiny_gpt" else [TORCH, LAST]:
         library = Library(title, "torch_models", python)
@@ -121,7 +109,7 @@ def read_options() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, check, print, write."""
-    options, machine = read_options(), machine_facts()
+    options = read_options()
     found: dict[tuple[str, int], Measurement] = {}
     peaks: dict[str, dict[str, int]] = {}
     with Conductor(plan_of(options)) as conductor:
@@ -138,11 +126,8 @@ def main() -> None:
                 peaks[task] = {title: each[0]["peak"] for title, each in details.items()}
     missing = "torch is absent" if "torch" in conductor.absent else ""
     judged, measured = verdicts(found, peaks, missing), [*found.values()]
-    print(f"\n{table(measured, peaks)}\n\n{verdict_table(judged)}")
-    print(f"\n{facts_text(machine, conductor)}{left_out_text(measured, lambda m: m.task)}")
-    if options.json:
-        write_json(options.json, machine, conductor, measured, judged)
-    conductor.require(EAGER)
+    print(f"\n{table(measured, peaks)}")
+    conclude(options, conductor, measured, judged, ours=EAGER)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,9 @@ import argparse
 import numpy as np
 
 from harness.conductor import Case, Conductor, Contender
-from harness.environments import PEERS, python_of
-from harness.facts import machine_facts
 from harness.launchers import Library
-from harness.options import common_arguments, ours, plan_of
-from harness.report import (
-    duration,
-    facts_text,
-    left_out_text,
-    markdown,
-    verdict_table,
-    write_json,
-)
+from harness.options import common_arguments, installed, ours, plan_of
+from harness.report import conclude, duration, markdown
 from harness.roles.optimizer_works import RULES, WORKS
 from harness.statistics import Measurement, median
 from harness.verdicts import Verdict, at_least
@@ -40,11 +31,8 @@ def contenders(options: argparse.Namespace, absent: dict[str, str]) -> list[Cont
         Contender(OURS, ours("flashlight_optimizer"), 1),
         Contender(NUMPY, ours("flashlight_optimizer_in_numpy", NUMPY), 1),
     ]
-    if "torch" not in options.peers.split(","):
-        return found
-    python = python_of(PEERS["torch"], options.environments)
-    if isinstance(python, str):
-        absent["torch"] = python
+    python = installed("torch", options, absent)
+    if python is None:
         return found
     library = Library("torch", "torch_optimizer", python)
     return found + [Contender(title, library, 1, {"kind": kind}) for title, kind in TORCH.items()]
@@ -98,7 +86,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, check, print, write."""
     options = read_options()
-    machine = machine_facts()
     found = []
     with Conductor(plan_of(options)) as conductor:
         entrants = contenders(options, conductor.absent)
@@ -112,12 +99,8 @@ def main() -> None:
                 check_that_all_compute_the_same(
                     {title: conductor.details[title] for title in measurement.seconds}
                 )
-    judged = verdicts(found, conductor.absent)
-    print(f"\n{table(found)}\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    print(left_out_text(found, lambda m: m.task))
-    if options.json:
-        write_json(options.json, machine, conductor, found, judged)
-    conductor.require(OURS)
+    print(f"\n{table(found)}")
+    conclude(options, conductor, found, verdicts(found, conductor.absent))
 
 
 if __name__ == "__main__":

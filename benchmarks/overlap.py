@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.conductor import Case, Conductor, Contender, Plan
-from harness.facts import machine_facts
 from harness.gpu import require_all, require_gpu
 from harness.options import common_arguments, ours, plan_of
 from harness.report import (
@@ -152,7 +151,7 @@ def main() -> None:
     if not options.quick:
         seconds = options.batch_seconds or LONG.batch_seconds
         plan = replace(LONG, rounds=options.rounds or LONG.rounds, batch_seconds=seconds)
-    machine = machine_facts()
+    machine = options.machine
     with Conductor(plan) as conductor:
         case = case_of(width, batch, options.ranks, options.device)
         steps = case.measurement

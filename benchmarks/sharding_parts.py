@@ -17,17 +17,8 @@ import argparse
 from typing import Any
 
 from harness.conductor import Case, Conductor, Contender
-from harness.facts import machine_facts
 from harness.options import common_arguments, ours, plan_of
-from harness.report import (
-    duration,
-    facts_text,
-    left_out_text,
-    markdown,
-    size_name,
-    verdict_table,
-    write_json,
-)
+from harness.report import conclude, duration, markdown, size_name
 from harness.statistics import Measurement, median
 from harness.verdicts import Verdict, at_least, at_most
 
@@ -112,7 +103,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     options = read_options()
-    machine = machine_facts()
     with Conductor(plan_of(options)) as conductor:
         data, data_rows = data_set(options, conductor)
         deep, deep_rows = deep_network(options, conductor)
@@ -135,12 +125,7 @@ def main() -> None:
     for work in (latency, order):
         times = [[title, duration(median(found))] for title, found in work.seconds.items()]
         print(f"\n### {work.task}\n\n{markdown(['', 'until the result'], times)}")
-    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    measured = [data, deep, latency, order]
-    print(left_out_text(measured, lambda m: m.task))
-    if options.json:
-        write_json(options.json, machine, conductor, measured, judged)
-    conductor.require("flashlight_py")
+    conclude(options, conductor, [data, deep, latency, order], judged)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,8 @@ without it.
 import argparse
 
 from harness.conductor import Case, Conductor, Contender
-from harness.facts import machine_facts
 from harness.options import common_arguments, ours, plan_of
-from harness.report import (
-    facts_text,
-    left_out_text,
-    ratio_table,
-    size_name,
-    time_table,
-    verdict_table,
-    write_json,
-)
+from harness.report import conclude, ratio_table, size_name, time_table
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_most
 
@@ -70,7 +61,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     options = read_options()
-    machine = machine_facts()
     with Conductor(plan_of(options)) as conductor:
         measurements = measure(options, conductor)
     for ranks in options.ranks:
@@ -80,11 +70,7 @@ def main() -> None:
         print(f"\nTime divided by that of {ONE}:\n")
         print(ratio_table(some, "arrays", label, ONE))
     judged = verdicts(measurements)
-    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    print(left_out_text(measurements, lambda m: f"{m.ranks} ranks {label(m)}"))
-    if options.json:
-        write_json(options.json, machine, conductor, measurements, judged)
-    conductor.require("flashlight_py")
+    conclude(options, conductor, measurements, judged, lambda m: f"{m.ranks} ranks {label(m)}")
 
 
 if __name__ == "__main__":

@@ -15,17 +15,9 @@ import numpy as np
 
 from harness.conductor import Case, Conductor, Contender
 from harness.environments import PEERS, libraries_of, python_of
-from harness.facts import machine_facts
 from harness.launchers import Library
 from harness.options import common_arguments, ours, plan_of
-from harness.report import (
-    duration,
-    facts_text,
-    left_out_text,
-    markdown,
-    verdict_table,
-    write_json,
-)
+from harness.report import conclude, duration, markdown
 from harness.roles.tagi_works import WORKS
 from harness.statistics import Measurement, median
 from harness.step_targets import on_ranks
@@ -135,18 +127,12 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, check, print, write."""
     options = read_options()
-    machine = machine_facts()
     with Conductor(plan_of(options)) as conductor:
         found = measure(options, conductor)
-    judged = verdicts(found, conductor.absent)
-    print(f"\n{table(found)}\n")
+    print(f"\n{table(found)}")
     if SHARED in found:
-        print(f"{table_of_ranks(found[SHARED])}\n")
-    print(f"{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    print(left_out_text(found.values(), lambda m: m.task))
-    if options.json:
-        write_json(options.json, machine, conductor, found.values(), judged)
-    conductor.require(OURS)
+        print(f"\n{table_of_ranks(found[SHARED])}")
+    conclude(options, conductor, found.values(), verdicts(found, conductor.absent))
 
 
 if __name__ == "__main__":

@@ -22,19 +22,9 @@ from typing import Any
 
 from harness.conductor import Case, Conductor, Contender
 from harness.environments import PEERS, python_of
-from harness.facts import machine_facts
 from harness.launchers import Host, Library
 from harness.options import common_arguments, plan_of
-from harness.report import (
-    duration,
-    facts_text,
-    left_out_text,
-    ratio_table,
-    size_name,
-    time_table,
-    verdict_table,
-    write_json,
-)
+from harness.report import conclude, duration, ratio_table, size_name, time_table
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_least, at_most
 
@@ -191,7 +181,7 @@ def main() -> None:
     from tests.cluster.hosts import why_not
 
     options = read_options()
-    machine, conductor = machine_facts(), Conductor(plan_of(options))
+    conductor = Conductor(plan_of(options))
     python, measured, missing = python_of(PEERS["torch"], options.environments), {}, ""
     if isinstance(python, str):
         conductor.absent["torch"], missing = python, "torch is absent"
@@ -203,18 +193,13 @@ def main() -> None:
     for place, measurements in measured.items():
         show(place, measurements)
     judged = verdicts(measured, missing)
-    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
     everything = [
         dataclasses.replace(m, task=f"{place}, {m.task}")
         for place, measurements in measured.items()
         for m in measurements
     ]
-    print(left_out_text(everything, label))
-    if options.json:
-        write_json(options.json, machine, conductor, everything, judged)
-    for library in conductor.absent:
-        if library.startswith(OURS):
-            conductor.require(library)
+    failed = [library for library in conductor.absent if library.startswith(OURS)]
+    conclude(options, conductor, everything, judged, label, *failed[:1])
 
 
 if __name__ == "__main__":

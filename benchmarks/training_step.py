@@ -23,17 +23,9 @@ from typing import Any
 import numpy as np
 
 from harness.conductor import Conductor
-from harness.facts import machine_facts
 from harness.options import common_arguments, plan_of
 from harness.plot import plot_grid
-from harness.report import (
-    duration,
-    facts_text,
-    left_out_text,
-    markdown,
-    verdict_table,
-    write_json,
-)
+from harness.report import conclude, duration, markdown
 from harness.statistics import Measurement, median
 from harness.step_cases import (
     WORKS,
@@ -49,7 +41,6 @@ from harness.step_targets import (
     CAPTURED,
     EAGER,
     HAND_WRITTEN,
-    OURS,
     RECORDS,
     TRAINING,
     TWENTY,
@@ -193,7 +184,6 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, check, print, write."""
     options = read_options()
-    machine = machine_facts()
     works: dict[str, Measurement] = {}
     grid: dict[Cell, Measurement] = {}
     functions: list[Measurement] = []
@@ -216,15 +206,10 @@ def main() -> None:
     single = [m for m in (*works.values(), *functions, recording, training) if m is not None]
     print(f"\n{table(single)}\n")
     print(f"{grid_text(grid)}\n" if grid else "")
-    print(f"{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    measured = [*single, *grid.values()]
-    print(left_out_text(measured, lambda m: m.task))
-    if options.json:
-        write_json(options.json, machine, conductor, measured, judged)
     if options.plot and grid:
-        title = f"{machine['CPU']}, {options.layers} layers"
+        title = f"{options.machine['CPU']}, {options.layers} layers"
         plot_grid(medians(grid, HAND_WRITTEN, CAPTURED), title, options.plot)
-    conductor.require(OURS)
+    conclude(options, conductor, [*single, *grid.values()], judged)
 
 
 if __name__ == "__main__":

@@ -56,13 +56,23 @@ def __getattr__(name: str) -> Any:
     if home == "" or name == "system":  # ``from flashlight_py import system`` asks here first
         return import_module(f"{__name__}.{name}")
     if name == "__all__":
-        value: Any = [*_HOME_OF, *_verbs()]
+        value: Any = [
+            *(name for name, home in _HOME_OF.items() if _is_here(home or name)),
+            *_verbs(),
+        ]
     elif home or (not name.startswith("_") and name in _verbs()):
         value = getattr(import_module(f"{__name__}.{home or 'distributed'}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # the next use finds it at once
     return value
+
+
+def _is_here(module: str) -> bool:
+    """Return whether a module was not deleted, if it is of an optional package."""
+    from importlib.util import find_spec  # only a search for all names needs it
+
+    return module not in ("amp", "tagi", "tape") or find_spec(f"{__name__}.{module}") is not None
 
 
 def _verbs() -> list[str]:

@@ -5,8 +5,6 @@ wire: products are computed in float32 and rounded once; arrays that are kept fo
 or travel, are half as large, and the casts take time. See docs/mixed-precision.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ContextDecorator
@@ -18,7 +16,7 @@ from flashlight_py.autograd import Variable, functions
 from flashlight_py.autograd.precision import casting, here
 from flashlight_py.device import array_module, device_of, floating, is_floating, to_device
 from flashlight_py.distributed import all_reduce, get_world_size
-from flashlight_py.distributed.api.verb_call import in_step
+from flashlight_py.distributed.internal import in_step
 from flashlight_py.optim.clip import gradients_of
 from flashlight_py.structure import HoldsState
 
@@ -63,11 +61,11 @@ class autocast(ContextDecorator):
             raise ValueError(f"autocast: dtype must be float16 or bfloat16, got {self.dtype}")
         self._entered: list[AbstractContextManager[None]] = []
 
-    def _recreate_cm(self) -> autocast:
+    def _recreate_cm(self) -> "autocast":
         """Return another one for each call of a decorated function: threads may call it at once."""
         return autocast(self.dtype, self.enabled)
 
-    def __enter__(self) -> autocast:
+    def __enter__(self) -> "autocast":
         dtype = self.dtype if self.enabled else None
         self._entered.append(casting(dtype, here.casts if dtype == here.dtype else None))
         self._entered[-1].__enter__()
@@ -81,21 +79,16 @@ class DynamicScaler(HoldsState):
     """A factor of the loss, so that gradients of float16 neither vanish nor overflow.
 
     It follows torch's ``GradScaler``: a step whose gradients are not all finite is left out and the
-    scale multiplied by ``backoff_factor``; after ``growth_interval`` steps in turn without that it
-    is multiplied by ``growth_factor``. bfloat16 has the range of float32 and needs none. In a world
-    of several ranks ``unscale`` is collective: all leave the step out if one has to.
+    scale multiplied by ``backoff_factor`` (above 0, below 1); after ``growth_interval`` steps (not
+    seconds; at least 1) in turn without that it is multiplied by ``growth_factor`` (above 1).
+    bfloat16 has the range of float32 and needs none. In a world of several ranks ``unscale`` is
+    collective: all leave the step out if one has to. If ``enabled`` is False, ``scale`` returns the
+    loss, ``step`` steps, and nothing else happens.
 
     A captured step ends with ``backward()``; call ``step`` and ``update`` after it.
 
-    Args:
-        initial_scale: the first scale, above 0.
-        growth_factor: above 1.
-        backoff_factor: above 0 and below 1.
-        growth_interval: in steps, not seconds; at least 1.
-        enabled: False: ``scale`` returns the loss, ``step`` steps, and nothing else happens.
-
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range; ``initial_scale`` is above 0.
 
     Example:
         >>> model = fl.nn.Linear(3, 1)

@@ -33,10 +33,13 @@ from flashlight_py import _native, libraries
 from flashlight_py import distributed as fl
 from flashlight_py._version import __version__
 from flashlight_py.device import cuda, to_device
-from flashlight_py.distributed.backends.nccl.library import load, version_text
-from flashlight_py.distributed.memory.memory_file import DIRECTORY
-from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret
-from flashlight_py.distributed.start.settings import interface_asked
+from flashlight_py.distributed.internal import (
+    SECRET_REMEDY,
+    SHARED_FOLDER,
+    Secret,
+    interface_asked,
+    nccl_library,
+)
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import addresses_of, interfaces, own_addresses
 from flashlight_py.launch.failures import Tail
@@ -169,8 +172,7 @@ def gpus() -> Iterator[Finding]:
     except BackendUnavailableError as error:
         yield Finding("CuPy", absent, str(error))
     try:
-        library = load()
-        yield Finding("NCCL", OK, f"{version_text(library.version)}; {library.path}")
+        yield Finding("NCCL", OK, "; ".join(nccl_library()))
     except BackendUnavailableError as error:
         yield Finding("NCCL", absent, str(error))
 
@@ -191,12 +193,12 @@ def shared_memory() -> tuple[str, str, str]:
     """Return the size of ``/dev/shm``, and whether anything can be put there."""
     # Ranks that see each other's processes share memory through files without names instead.
     who = "only ranks in different containers of this host need it"
-    if not DIRECTORY.is_dir():
-        detail = f"there is no {DIRECTORY}: {who}, and use Gloo then, many times slower"
-        return WARNING, detail, f"mount a tmpfs at {DIRECTORY}"
-    usage = shutil.disk_usage(DIRECTORY)
-    size = f"{DIRECTORY}: {usage.total / 2**20:,.0f} MiB, {usage.free / 2**20:,.0f} MiB free"
-    if not os.access(DIRECTORY, os.W_OK | os.X_OK):
+    if not SHARED_FOLDER.is_dir():
+        detail = f"there is no {SHARED_FOLDER}: {who}, and use Gloo then, many times slower"
+        return WARNING, detail, f"mount a tmpfs at {SHARED_FOLDER}"
+    usage = shutil.disk_usage(SHARED_FOLDER)
+    size = f"{SHARED_FOLDER}: {usage.total / 2**20:,.0f} MiB, {usage.free / 2**20:,.0f} MiB free"
+    if not os.access(SHARED_FOLDER, os.W_OK | os.X_OK):
         return WARNING, f"{size}; not writable, but {who}", "chmod 1777 it"
     if usage.free < ENOUGH_BYTES:
         remedy = "docker run --shm-size=8g, or mount a larger tmpfs there"
@@ -238,9 +240,9 @@ def job_secret() -> tuple[str, str, str]:
         return FAILED, str(error), ""
     if not secret.given:
         detail = f"this user's on this host, in {secret.source}. Jobs over several hosts have none"
-        return OK, detail, f"for those without flrun or a shared FILE_PATH, {REMEDY}"
+        return OK, detail, f"for those without flrun or a shared FILE_PATH, {SECRET_REMEDY}"
     if len(secret.given) < _SHORTEST:
-        return WARNING, f"from {secret.source}, and so short that it can be guessed", REMEDY
+        return WARNING, f"from {secret.source}, and so short that it can be guessed", SECRET_REMEDY
     return OK, f"from {secret.source}; every rank needs the same", ""
 
 

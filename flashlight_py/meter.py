@@ -221,7 +221,7 @@ class CountMeter(_Sums):
 class MSEMeter(_Sums):
     """The squared error of a call of ``add``, summed over its elements, averaged over the calls.
 
-    That is flashlight's definition; add one sample per call for the mean over samples.
+    One sample per call gives the mean over samples.
     """
 
     def __init__(self) -> None:
@@ -229,8 +229,6 @@ class MSEMeter(_Sums):
 
     def add(self, output: Array, target: Array) -> None:
         """Add the sum of squared differences of two arrays of the same shape, in float64.
-
-        CuPy arrays are added without waiting for the device.
 
         Raises:
             ValueError: the shapes differ.
@@ -321,8 +319,8 @@ class TopKMeter(_Sums):
     def add(self, output: Array, target: Array) -> None:
         """Add a batch: scores of shape (batch, classes), integer targets of shape (batch,).
 
-        CuPy arrays are added without waiting for the device. If a target of a CuPy array is not in
-        [0, classes), the value is NaN until the next ``reset``, and no error is raised.
+        CuPy arrays are added without waiting for the device: a target of theirs that is not in [0,
+        classes) makes the value NaN until the next ``reset``, and no error is raised.
 
         Raises:
             ValueError: the shapes do not fit, there are fewer than ``k`` classes, or a target is

@@ -1,8 +1,8 @@
 """Trees of arrays as files of safetensors: a length, a JSON header, then the bytes of the arrays.
 
 Written here and not by the library of that name, so that one pass writes, digests and flushes
-without a second copy of the arrays, bfloat16 can be read, and nothing need be installed. The tests
-read our files with that library, and its files with ours. https://huggingface.co/docs/safetensors
+without a second copy of the arrays, bfloat16 can be read, and nothing need be installed.
+https://huggingface.co/docs/safetensors
 
 A tree is JSON with the arrays beside it. A value that JSON lacks is an object with one key that
 begins with ``$``: ``{"$array": name}`` stands for an array, ``$scalar`` for a NumPy scalar,
@@ -28,8 +28,7 @@ _PLAIN = (type(None), bool, int, float, str)
 def pack(tree: object) -> tuple[Any, Arrays]:
     """Return the structure of ``tree``, for JSON, and its arrays by name, which are not copied.
 
-    Raises:
-        TypeError: something in it is neither a container, an array nor a number; says where.
+    A TypeError says where something in it is neither a container, an array nor a number.
     """
     arrays: Arrays = {}
     return _packed(tree, "", arrays), arrays
@@ -110,11 +109,8 @@ _ALIGNMENT = 8
 def pieces(tree: object) -> Iterator[Array]:
     """Yield the file that holds ``tree``: pieces of bytes (uint8, one dimension), any lengths.
 
-    Arrays that are contiguous on the host are not copied; others are, each when it is asked for.
-
-    Raises:
-        TypeError: something in the tree, or its dtype, cannot be stored; raised before the first
-            piece.
+    Arrays that are contiguous on the host are not copied; others are, each when it is asked for. A
+    TypeError, before the first piece, says what cannot be stored.
     """
     structure, arrays = pack(tree)
     # Wide elements first, so that all are aligned: the header's length is a multiple of 8.
@@ -179,13 +175,8 @@ def _element(name: str, array: Array) -> np.dtype[Any]:
 
 def _view(data: Array, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
     begin, end = data_offsets
-    kind = _dtype(_DTYPES[dtype])
+    name = _DTYPES[dtype]
+    kind = bfloat16() if name == "bfloat16" else np.dtype(name).newbyteorder("<")
     if not 0 <= begin <= end <= data.size or end - begin != math.prod(shape) * kind.itemsize:
         raise ValueError(f"bytes {begin} to {end} cannot be {shape} of {kind}")
     return data[begin:end].view(kind).reshape(shape)
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    if name != "bfloat16":
-        return np.dtype(name).newbyteorder("<")
-    return bfloat16()

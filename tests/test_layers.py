@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import flashlight_py as fl
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashlight_py"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "_native" not in path.parts)
@@ -69,20 +71,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("distributed", "launch"),
     ),
     # Ranks of engines, too, import the package inside the function that starts them.
-    "engines": ("launch", "", "interfaces", "distributed.rendezvous"),
+    "engines": ("launch", "", "interfaces", "distributed"),
     # The program of a rank imports the package (""), as the script of a user does.
     "launch.rank_main": ("launch", ""),
-    "launch.records": ("launch", "distributed.failures", "system"),
+    "launch.records": ("launch", "distributed", "system"),
     "launch": (
         *("_version", "errors", "tracebacks", "cores", "interfaces", "system"),
-        *("distributed.rendezvous", "engines"),  # fl.launch.ray, dask and spark
+        "engines",  # fl.launch.ray, dask and spark
     ),
 }
 # The parts of these packages from the ground up: each may import itself and the parts before it.
 LAYERS: dict[str, tuple[str, ...]] = {
     "distributed": (
         *("constants", "verbs", "work", "calls", "rendezvous", "backend", "memory", "failures"),
-        *("backends", "groups", "api", "start", "reducers"),
+        *("backends", "groups", "api", "start", "reducers", "internal"),
     ),
     "parallel": (
         *("agreement", "data", "leaf_tree", "failing", "gradient_pass"),
@@ -95,7 +97,6 @@ OPTIONAL = {
     *("mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"),
     *("distributed", "pyspark", "ray"),
 }
-
 
 # May be deleted with their tests and their page: the core finds them by their names alone.
 WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")
@@ -179,6 +180,20 @@ def test_layers_inside_a_package_go_one_way(package: str) -> None:
             if any(within(target, f"flashlight_py.{package}.{part}") for part in above):
                 wrong.append(f"{module.relative_to(ROOT)}:{line}: {target} is above {inside[1]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_code_outside_distributed_uses_its_public_names_and_one_module() -> None:
+    names = ["", ".*", *(f".{name}" for name in fl.distributed.__all__)]
+    allowed = {f"flashlight_py.distributed{name}" for name in names}
+    inside = [
+        f"{module.relative_to(ROOT)}:{line}: take {target} from distributed.internal"
+        for module in MODULES
+        if not within(name_of(module), "distributed")
+        for line, target in imported(ast.parse(module.read_text()))
+        if within(target, "flashlight_py.distributed") and target not in allowed
+        if not within(target, "flashlight_py.distributed.internal")
+    ]
+    assert not inside, "\n".join(inside)
 
 
 def test_the_core_names_no_wing() -> None:

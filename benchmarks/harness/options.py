@@ -6,9 +6,10 @@ from pathlib import Path
 
 from harness.conductor import Contender, Plan
 from harness.environments import PEERS, python_of
+from harness.facts import machine_facts
 from harness.launchers import Library
 
-__all__ = ["collective_peers", "common_arguments", "ours", "plan_of"]
+__all__ = ["collective_peers", "common_arguments", "installed", "ours", "plan_of"]
 
 THOROUGH = Plan(rounds=9, batch_seconds=0.03, case_seconds=9.0)
 QUICK = Plan(rounds=3, batch_seconds=0.004, case_seconds=1.0)
@@ -17,6 +18,7 @@ QUICK = Plan(rounds=3, batch_seconds=0.004, case_seconds=1.0)
 def common_arguments(description: str, ranks: list[int], peers: str) -> argparse.ArgumentParser:
     """Return a parser of what every benchmark understands."""
     parser = argparse.ArgumentParser(description=description)
+    parser.set_defaults(machine=machine_facts())
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=ranks, help="numbers of processes")
     add("--peers", default=peers, help=f"comma-separated: {', '.join(PEERS)}")
@@ -43,6 +45,22 @@ def ours(role: str, title: str = "flashlight_py", **params: str) -> Library:
     return Library(title, role, Path(sys.executable), options=params)
 
 
+def installed(
+    name: str, options: argparse.Namespace, absent: dict[str, str], title: str = ""
+) -> Path | None:
+    """Return the interpreter of a peer that is wanted and installed.
+
+    If it is not installed, the reason is added to ``absent`` under ``title`` or its name.
+    """
+    if name not in options.peers.split(","):
+        return None
+    python = python_of(PEERS[name], options.environments)
+    if isinstance(python, str):
+        absent[title or name] = python
+        return None
+    return python
+
+
 def collective_peers(
     options: argparse.Namespace, ranks: int, absent: dict[str, str]
 ) -> list[Contender]:
@@ -56,11 +74,8 @@ def collective_peers(
         if name not in PEERS:
             raise SystemExit(f"--peers: unknown {name!r}; known: {', '.join(PEERS)}")
         peer = PEERS[name]
-        python = python_of(peer, options.environments)
-        if isinstance(python, str):
-            absent[peer.title] = python
-            continue
-        role = "torch_collectives" if name == "torch" else "mpi_collectives"
-        library = Library(peer.title, role, python, peer.launcher)
-        found.append(Contender(peer.title, library, ranks))
+        if python := installed(name, options, absent, peer.title):
+            role = "torch_collectives" if name == "torch" else "mpi_collectives"
+            library = Library(peer.title, role, python, peer.launcher)
+            found.append(Contender(peer.title, library, ranks))
     return found

@@ -1,5 +1,6 @@
 """Measurements as Markdown, and as JSON."""
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -11,6 +12,8 @@ from harness.statistics import Measurement, median
 from harness.verdicts import Verdict
 
 __all__ = [
+    "by_task",
+    "conclude",
     "duration",
     "facts_text",
     "left_out_text",
@@ -134,6 +137,36 @@ def _some(labels: list[str]) -> str:
 
 def _pairs(facts: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def by_task(measurement: Measurement) -> str:
+    """Return the task, which names a row."""
+    return measurement.task
+
+
+def conclude(
+    options: argparse.Namespace,
+    conductor: Conductor | None,
+    measurements: Iterable[Measurement],
+    verdicts: Iterable[Verdict],
+    label: Label = by_task,
+    ours: str = "flashlight_py",
+) -> None:
+    """Print the verdicts, the facts, and who was left out; write all of it to ``options.json``.
+
+    ``options.machine`` has the facts of the machine when the program began.
+
+    Raises:
+        SystemExit: ``ours`` could not be measured; says why.
+    """
+    measured, judged, facts = [*measurements], [*verdicts], facts_text(options.machine, conductor)
+    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts}")
+    if text := left_out_text(measured, label):
+        print(text)
+    if options.json:
+        write_json(options.json, options.machine, conductor, measured, judged)
+    if conductor is not None:
+        conductor.require(ours)
 
 
 def write_json(

@@ -5,11 +5,9 @@ back. A directory that is being written or removed has a name that begins with a
 kill the next ``save`` removes it.
 
 A file's length and SHA-256 identify its content. A thread computes the digest during the write,
-because it takes as long as a fast disk: hashlib releases the GIL. Functions raise the OSErrors of
-the system; a ValueError says what differs from the written bytes.
+because it takes as long as a fast disk. Functions raise the OSErrors of the system; a ValueError
+says what differs from the written bytes.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -139,7 +137,7 @@ class Manifest:
         return _text({"manifest": content, "sha256": _digest(content)})
 
     @classmethod
-    def decode(cls, file: bytes) -> Manifest:
+    def decode(cls, file: bytes) -> "Manifest":
         """Return what ``encode`` was given; a ValueError also refuses a version to come."""
         try:
             found = json.loads(file)

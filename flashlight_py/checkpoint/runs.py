@@ -1,9 +1,4 @@
-"""Save and load: every rank sends what is its own and rank 0 writes; it reads, and all get that.
-
-Rank 0 looks for the newest checkpoint that is whole, and every rank goes on from that one.
-"""
-
-from __future__ import annotations
+"""Save and load: each rank sends its own state and rank 0 writes; it reads, and all get that."""
 
 import json
 import logging
@@ -19,11 +14,14 @@ from flashlight_py import random
 from flashlight_py.checkpoint.directory import Manifest, candidates, publish, read
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
-from flashlight_py.distributed.calls.call import COMPOSED
-from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import (
+    COMPOSED,
+    Steps,
+    exchange_bytes,
+    group_or_world,
+    in_step,
+    whole_number,
+)
 from flashlight_py.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -75,29 +73,21 @@ Part: TypeAlias = Stateful | Mapping[str, Stateful] | Sequence[Stateful]
 
 @in_step()
 def save(
-    path: str | os.PathLike[str],
-    module: Part | None = None,
-    *,
-    optimizer: Part | None = None,
-    sampler: Part | None = None,
-    schedule: Part | None = None,
-    rng: Any = None,
-    step: int = 0,
-    extra: Any = None,
-    keep: int = 3,
-    group: ProcessGroup | None = None,
-) -> Path:
+    path: str | os.PathLike[str], module: Part | None = None, *, optimizer: Part | None = None,
+    sampler: Part | None = None, schedule: Part | None = None, rng: Any = None, step: int = 0,
+    extra: Any = None, keep: int = 3, group: ProcessGroup | None = None,
+) -> Path:  # fmt: skip
     """Write a checkpoint into the directory ``path``; keep the newest ``keep`` of them.
 
     Collective, blocking. Rank 0 alone writes, and its module, optimizer, sampler, schedule and
-    extra are what is saved: on the other ranks they are the same in data-parallel training. Random
-    numbers are saved of every rank. When this returns, on any rank, the checkpoint is on the disk
-    of rank 0; if the machine stops before, the ones of before are still there, and whole.
+    extra are saved: on the other ranks they are the same in data-parallel training. Random numbers
+    are saved of every rank. When this returns, on any rank, the checkpoint is on the disk of rank
+    0; if the machine stops before, the earlier ones are still there, and whole.
 
     A checkpoint is a directory ``<number>-step-<step>`` with ``state.safetensors``, which other
     tools can read, and ``manifest.json``, with lengths and digests. It gets its name by a rename
-    once all of it is on the disk. No pickle is in it. CuPy arrays are brought to the host. Only
-    one job at a time may save into a directory.
+    once all of it is on the disk. No pickle is in it. CuPy arrays are brought to the host. Only one
+    job at a time may save into a directory.
 
     Args:
         path: the directory, made if there is none; that of rank 0 counts.
@@ -124,7 +114,7 @@ def save(
         ValueError: ``step`` or ``keep`` is too small.
         MismatchError: the ranks pass different steps, other arguments, or samplers that are not
             equally far; on every rank, and nothing is written.
-        CheckpointError: rank 0 cannot write, such as where the disk is full; on every rank.
+        CheckpointError: rank 0 cannot write, such as to a full disk; on every rank.
         DistributedError: as :func:`flashlight_py.all_reduce`.
 
     Example:
@@ -188,22 +178,17 @@ class _Found(NamedTuple):
 
 @in_step()
 def load(
-    path: str | os.PathLike[str],
-    module: Part | None = None,
-    *,
-    optimizer: Part | None = None,
-    sampler: Part | None = None,
-    schedule: Part | None = None,
-    rng: Any = None,
+    path: str | os.PathLike[str], module: Part | None = None, *, optimizer: Part | None = None,
+    sampler: Part | None = None, schedule: Part | None = None, rng: Any = None,
     group: ProcessGroup | None = None,
-) -> Checkpoint | None:
+) -> Checkpoint | None:  # fmt: skip
     """Go on from the newest whole checkpoint in the directory ``path``; None: there is none.
 
-    Collective, blocking. Rank 0 alone reads, and broadcasts what it has read: all ranks go on from
-    the same checkpoint, and ``path`` need not be seen by the others. A checkpoint that is truncated
-    or damaged is skipped, with a warning of the logger ``flashlight_py`` that says why, and the one
-    before is used. If a job replaces it meanwhile, the newer one is used. The path of a single
-    checkpoint is taken as well; then it must be whole.
+    Collective, blocking. Rank 0 alone reads, and broadcasts what it has read; ``path`` need not be
+    seen by the others. A checkpoint that is truncated or damaged is skipped, with a warning of the
+    logger ``flashlight_py`` that says why, and the one before is used. If a job replaces it
+    meanwhile, the newer one is used. The path of a single checkpoint is taken as well; then it must
+    be whole.
 
     Arrays are copied into those of the module and the optimizer, in place, across devices if need
     be. Another number of ranks may load than has saved; then a rank beyond those keeps the random
@@ -212,9 +197,7 @@ def load(
     Args:
         path: the directory that was given to :func:`flashlight_py.save`; that of rank 0 counts.
         module: made like the one that was saved, as the next three; None: not loaded.
-        optimizer: made like the one that was saved.
-        sampler: made like the one that was saved.
-        schedule: made like the one that was saved, for this optimizer.
+        optimizer, sampler, schedule: the same, the schedule for this optimizer.
         rng: as it was given to ``save``: its generators are set in place, and the package's own.
             Of a ``module`` that was distributed with ``leaves`` every rank gets those of rank 0.
         group: the ranks that load together, default the world.
@@ -323,12 +306,7 @@ def _restore(
 
 
 def checked_parts(what: str, rng: object, **parts: Part | None) -> dict[str, Stateful]:
-    """Return the parts that are not None.
-
-    Raises:
-        TypeError: one lacks ``state_dict`` or ``load_state_dict``; or ``rng`` is not None, True, a
-            generator, or a list, tuple or dict of generators.
-    """
+    """Return the parts that are not None; a TypeError if one, or ``rng``, is something else."""
     given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
     inside: dict[str, Any] = {}
     for name, part in list(given.items()):
@@ -358,7 +336,7 @@ class Attempt:
         self._what, self._group = what, group
         self._error: Exception | None = None
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> "Attempt":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
@@ -371,13 +349,10 @@ class Attempt:
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
 
     def share(self, mine: object = None) -> list[Any]:
-        """Return what every rank passes, and JSON can hold, if none has failed.
+        """Return what every rank passes, and JSON can hold, if none failed. Collective, blocking.
 
-        Collective, blocking.
-
-        Raises:
-            DistributedError: as ``Work.wait``; where a rank did not arrive, it says that all must.
-            TypeError, ValueError, CheckpointError: as :meth:`end`.
+        Raises the errors of ``Work.wait`` and :meth:`end`; if a rank did not arrive, it says that
+        all must.
         """
         sent = json.dumps([self.failure, mine]).encode()
         call = next(call for call in COMPOSED if call.startswith(f"{self._what}("))
@@ -401,9 +376,9 @@ class Attempt:
     def end(self, failures: Sequence[Any]) -> None:
         """Raise if one of ``failures``, those of the ranks in order, is not None.
 
-        Raises:
-            TypeError, ValueError, CheckpointError: this rank's own; or of the same kind, what the
-                first rank that failed has reported. A failure of another kind is a CheckpointError.
+        This rank's own error; or one of the same kind, TypeError, ValueError or CheckpointError,
+        with the report of the first rank that failed. A failure of another kind is a
+        CheckpointError.
         """
         if isinstance(self._error, TypeError | ValueError | CheckpointError):
             raise self._error

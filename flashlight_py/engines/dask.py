@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from flashlight_py.distributed.rendezvous.store import this_process
+from flashlight_py.distributed.internal import this_process
 from flashlight_py.engines import run as engine
 from flashlight_py.engines.rank import ENDING_SECONDS, Start, end_rank, listen
 from flashlight_py.launch.calls import SpawnCall

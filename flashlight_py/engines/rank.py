@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.tcp_store import is_local
+from flashlight_py.distributed.internal import is_local
 from flashlight_py.interfaces import family_of, listen_everywhere, own_addresses
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps

@@ -83,7 +83,7 @@ def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:
     ``found`` has, by rank, the folder on the rank's host and the record. Returns what to tell the
     user; "" where there are no records.
     """
-    from flashlight_py.distributed.failures import flight_record
+    from flashlight_py.distributed.internal import flight_record
 
     if not found:
         return ""

@@ -8,8 +8,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.normalization import few_values
 from flashlight_py.device import array_module
-from flashlight_py.distributed.api.verb_call import refusing
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import group_or_world, refusing
 from flashlight_py.nn.normalization import LocalBatchNorm
 from flashlight_py.parallel.functional import all_reduce
 from flashlight_py.structure import require

@@ -16,9 +16,7 @@ from flashlight_py.dataset.shares import (
     weight_of_part,
 )
 from flashlight_py.distributed import ProcessGroup, get_world_rank, get_world_size
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import group_or_world, in_step, whole_number
 from flashlight_py.errors import NotInitializedError
 from flashlight_py.parallel.agreement import check_settings_agree
 

@@ -16,14 +16,19 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import (
     DistributedConstants,
     ProcessGroup,
+    Reducer,
     all_gather_object,
     broadcast_object,
 )
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.reducers.hook import CommunicationHook, check_hook
-from flashlight_py.distributed.reducers.reducer import EagerReducer, Reducer, plan_buckets
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import (
+    CommunicationHook,
+    EagerReducer,
+    check_hook,
+    group_or_world,
+    in_step,
+    plan_buckets,
+    whole_number,
+)
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
     check_arithmetic,

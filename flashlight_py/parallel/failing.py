@@ -11,11 +11,15 @@ from collections.abc import Iterable
 
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import reason_of, refusing
-from flashlight_py.distributed.calls.call import PASS_FAILED, Call
-from flashlight_py.distributed.failures import abort
-from flashlight_py.distributed.reducers.host_memory import meet
-from flashlight_py.distributed.verbs import Verb
+from flashlight_py.distributed.internal import (
+    PASS_FAILED,
+    Call,
+    Verb,
+    abort,
+    meet,
+    reason_of,
+    refusing,
+)
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
 
 _FAILED = "flashlight_py_failed"

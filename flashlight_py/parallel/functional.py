@@ -32,14 +32,20 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, is_cupy, is_floating
-from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import refusing
-from flashlight_py.distributed.calls.arrays import parse_op, scale_in_place
-from flashlight_py.distributed.calls.call import P2POp
-from flashlight_py.distributed.calls.checks import check_rank, whole
-from flashlight_py.distributed.constants import LinearOp, ReduceOp
-from flashlight_py.distributed.start.world import group_or_world
-from flashlight_py.distributed.verbs import RECV, SEND, Verb
+from flashlight_py.distributed import P2POp, ProcessGroup
+from flashlight_py.distributed.internal import (
+    RECV,
+    SEND,
+    LinearOp,
+    ReduceOp,
+    Verb,
+    check_rank,
+    group_or_world,
+    parse_op,
+    refusing,
+    scale_in_place,
+    whole,
+)
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel.failing import fail, refuse_message
 from flashlight_py.structure import as_one

@@ -28,7 +28,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, in_backward
 from flashlight_py.device import Array, array_module, device_of, is_cupy, is_floating, to_device
 from flashlight_py.distributed import ProcessGroup, Work
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim.optimizer import Placement
 from flashlight_py.parallel.gradient_pass import Unit, release, used_on_any_rank

@@ -8,8 +8,7 @@ from flashlight_py.autograd import Variable, functions, param
 from flashlight_py.autograd.gradcheck import central_difference, difference
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import group_or_world, in_step
 from flashlight_py.parallel.agreement import of_all_ranks
 
 
@@ -24,10 +23,8 @@ def gradcheck_over_ranks(
 ) -> None:
     """Compare the gradients of J, the sum of all ranks' losses, with central differences, or raise.
 
-    For functions made of ``fl.functional``. A rank's loss is its result, weighted with fixed
-    numbers of its own and summed. Every element of every array of every rank is moved by ``step``
-    to both sides, while all ranks compute: meant for small arrays, which are copied, not changed.
-    Collective, blocking.
+    For functions made of ``fl.functional``, and small arrays, which are copied. A rank's loss is
+    the sum of its result, weighted with fixed numbers of its own. Collective, blocking.
 
     Args:
         function: takes one variable per array, and may differ between ranks, as long as their

@@ -25,10 +25,8 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses, at_end, watching
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed import ProcessGroup, all_reduce, shared_empty
-from flashlight_py.distributed.calls.arrays import scale_in_place
-from flashlight_py.distributed.reducers.reducer import Reducer, reduce_all
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed import ProcessGroup, Reducer, all_reduce, shared_empty
+from flashlight_py.distributed.internal import group_or_world, reduce_all, scale_in_place
 from flashlight_py.errors import DistributedError, OutOfMemoryError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.failing import end_together, fail

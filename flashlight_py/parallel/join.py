@@ -13,7 +13,7 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce
-from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.distributed.internal import whole_number
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer

@@ -20,10 +20,8 @@ from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, array_module, is_floating
-from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.reducers.reducer import InlineReducer
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed import InlineReducer, ProcessGroup
+from flashlight_py.distributed.internal import group_or_world, in_step
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import all_have, differences, of_all_ranks

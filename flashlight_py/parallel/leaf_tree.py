@@ -17,9 +17,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.memory.memory_file import made_together
-from flashlight_py.distributed.memory.memory_room import shared_arrays
-from flashlight_py.distributed.reducers.host_memory import hosts_of, store_of
+from flashlight_py.distributed.internal import hosts_of, made_together, shared_arrays, store_of
 from flashlight_py.structure import HoldsState
 
 Steps: TypeAlias = "list[tuple[int, int]]"

@@ -5,11 +5,14 @@ from typing import Any
 
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.calls.arrays import as_array, check_reduction
-from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.reducers.reducer import reduce_all
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import (
+    ReduceOp,
+    as_array,
+    check_reduction,
+    group_or_world,
+    in_step,
+    reduce_all,
+)
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.agreement import (
     check_arrays_agree,
@@ -24,10 +27,9 @@ from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
 class DistributedOptimizer:
     """Reduces the gradients of its parameters over the ranks, then lets ``optimizer`` step.
 
-    The other way to train data-parallel, without hooks: ``backward()`` leaves this rank's own
-    gradients, and ``step()`` does the rest. Gradients travel together in buckets of 20 MiB, but
-    only after the backward pass; :func:`flashlight_py.distribute_module_grads` overlaps the two.
-    Everything else is the inner optimizer's. Not collective to make.
+    Gradients travel in buckets of 20 MiB, after the backward pass;
+    :func:`flashlight_py.distribute_module_grads` overlaps the two. Everything else is the inner
+    optimizer's. Not collective to make.
 
     Args:
         optimizer: any of ``fl.optim``, or a subclass of ``fl.optim.FirstOrderOptimizer`` with
@@ -137,8 +139,7 @@ class DistributedOptimizer:
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 
-        For rules that change parameters by something else than gradients, such as the changes of
-        means and variances of Bayesian networks. Collective, blocking; coalesced.
+        For rules that change parameters by other arrays than gradients. Collective, blocking.
 
         Args:
             updates: arrays of any shapes and floating or complex dtypes (integers too, unless

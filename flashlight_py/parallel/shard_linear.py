@@ -12,9 +12,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.device import Array, array_module, device_of, to_device
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step, refusing
-from flashlight_py.distributed.calls.checks import whole
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import group_or_world, in_step, refusing, whole
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
 from flashlight_py.optim.optimizer import Placement, Shards
@@ -43,12 +41,11 @@ def shard_linear(
     gradients of the layer as it was: of its part of a weight, and the whole one of the input. The
     ranks' losses must be the same, so parameters that are not cut stay the same on all ranks.
 
-    The state dict, of the layer and of an optimizer made afterwards, has whole arrays:
-    ``state_dict`` is collective, and ``load_state_dict`` takes whole arrays, on any number of
-    ranks. ``fl.save`` and ``fl.load`` work on that. Optimizers and gradient hooks belong to the
-    arrays of before: make them afterwards. Ranks that hold the same part may train on different
-    data with ``distribute_module_grads(module, group=...)`` of them. ``clip_grad_norm`` counts the
-    parts of all ranks, and is collective then. Copies of the layer belong to the same group.
+    The state dict, of the layer and of an optimizer made afterwards, has whole arrays, on any
+    number of ranks: ``state_dict`` is collective, as ``fl.save`` is. Make optimizers and gradient
+    hooks afterwards. Ranks that hold the same part may train on different data with
+    ``distribute_module_grads(module, group=...)`` of them. ``clip_grad_norm`` counts the parts of
+    all ranks, and is collective then. Copies of the layer belong to the same group.
 
     Collective, blocking, as is calling the layer: forward a row layer, backward a column layer.
 

@@ -22,9 +22,14 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import refusing
-from flashlight_py.distributed.calls.arrays import scale_in_place
-from flashlight_py.distributed.reducers.host_memory import add_up, hosts_of, map_zeros, meet
+from flashlight_py.distributed.internal import (
+    add_up,
+    hosts_of,
+    map_zeros,
+    meet,
+    refusing,
+    scale_in_place,
+)
 from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEverywhereError
 from flashlight_py.parallel.agreement import of_all_ranks
 from flashlight_py.parallel.gradient_pass import Unit

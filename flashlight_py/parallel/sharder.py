@@ -21,10 +21,8 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, is_last_contribution
 from flashlight_py.device import Array, array_module, to_device
-from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import refusing
-from flashlight_py.distributed.reducers.host_memory import meet
-from flashlight_py.distributed.reducers.reducer import InlineReducer
+from flashlight_py.distributed import InlineReducer, ProcessGroup
+from flashlight_py.distributed.internal import meet, refusing
 from flashlight_py.errors import DistributedError
 from flashlight_py.optim.cpu import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, Shards

@@ -5,10 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
-from flashlight_py.distributed.api.verb_call import in_step, refusing
-from flashlight_py.distributed.calls.checks import check_rank, whole_number
-from flashlight_py.distributed.reducers.reducer import reduce_all
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import (
+    check_rank,
+    group_or_world,
+    in_step,
+    reduce_all,
+    refusing,
+    whole_number,
+)
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
 from flashlight_py.nn import Module
@@ -116,8 +120,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
     """Average every parameter over the ranks, in place, as flashlight does.
 
     Collective, blocking. Buffers stay as they are. If each rank has drawn its own parameters, call
-    :func:`flashlight_py.broadcast_parameters` instead: the mean of n independent draws is smaller
-    than each draw by the square root of n, and no longer what the initialisation meant.
+    :func:`flashlight_py.broadcast_parameters` instead: the mean of n draws is too small.
 
     Args:
         module: the same on every rank but for its values.

@@ -31,8 +31,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.calls.arrays import as_array
-from flashlight_py.distributed.calls.kinds import is_of
+from flashlight_py.distributed.internal import as_array, is_of
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
 from flashlight_py.parallel.agreement import refuse_sharded

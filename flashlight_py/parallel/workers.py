@@ -29,9 +29,7 @@ from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.cores import check_processes, thread_variables, usable_cores
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import get_local_size
-from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.memory.memory_room import reserve
-from flashlight_py.distributed.start import blas
+from flashlight_py.distributed.internal import blas, reserve_memory, whole_number
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps, main_can_be_imported
@@ -103,7 +101,7 @@ class WorkerMemory:
             places.append((size, array.shape, array.dtype))
             size += (array.nbytes // _ALIGNMENT + 1) * _ALIGNMENT
         if size > os.fstat(self.fd).st_size:
-            reserve(self.fd, size, f"arrays for the workers of {WHAT}")
+            reserve_memory(self.fd, size, f"arrays for the workers of {WHAT}")
         for view, array in zip(self.views(places), arrays, strict=True):
             view[...] = array
         return places

@@ -19,9 +19,7 @@ from flashlight_py.distributed import (
     distributed_init,
     is_distributed_init,
 )
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets
-from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.distributed.internal import EagerReducer, group_or_world, in_step, plan_buckets
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, shared_zeros, weigh_in_place
 from flashlight_py.parallel.synchronize import synchronize

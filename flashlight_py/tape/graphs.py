@@ -27,12 +27,15 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
-from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
-from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.failures.journal import leave_to_python
-from flashlight_py.distributed.groups.membership import Membership
-from flashlight_py.distributed.verbs import ALL_REDUCE, SCATTER
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed import Work
+from flashlight_py.distributed.internal import (
+    ALL_REDUCE,
+    SCATTER,
+    Call,
+    Membership,
+    graph_launcher,
+    leave_to_python,
+)
 from flashlight_py.errors import DistributedError, GroupClosedError
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
@@ -197,7 +200,7 @@ class Graph:
         flags = [given.flags.c_contiguous or given.flags.f_contiguous for given, _ in pairs]
         self._plain = [number for number, is_plain in enumerate(flags) if is_plain]
         self._strided = [number for number, is_plain in enumerate(flags) if not is_plain]
-        self._graph = GraphLauncher(graph, [inputs[number] for number in self._plain])
+        self._graph = graph_launcher(graph, [inputs[number] for number in self._plain])
         self._names = state.names
         self._kept = {id(value) for _, value in state.held}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]

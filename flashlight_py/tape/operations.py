@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashlight_py import random
-from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.groups.membership import Membership, of, world_fast
-from flashlight_py.distributed.work import Done, Work
+from flashlight_py.distributed import Work
+from flashlight_py.distributed.internal import (
+    Call,
+    Done,
+    Matched,
+    Membership,
+    members_of,
+    world_fast,
+)
 from flashlight_py.structure import here
 from flashlight_py.tape.arrays import KINDS, Array, plain
 
@@ -68,7 +74,7 @@ class RepeatedCalls:
     """Repeats ``calls`` with the ``array`` and ``out`` of each, in a group or the present world."""
 
     def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
-        self._group, self.__name__ = None if group is of(None) else group, name
+        self._group, self.__name__ = None if group is members_of(None) else group, name
         self._calls = [replace(call, array=None, out=None) for call in calls]
         call = calls[0]  # native code compares names of operations by identity
         op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
@@ -88,7 +94,7 @@ class RepeatedCalls:
         """Start the calls through Python."""
         given = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
         calls = [replace(call, array=array, out=out) for call, array, out in given]
-        several, group = len(calls) > 1, of(self._group)
+        several, group = len(calls) > 1, members_of(self._group)
         return group.run_many(calls, self.__name__) if several else group.run(calls[0])
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
-from flashlight_py.distributed.failures.journal import leave_to_python
+from flashlight_py.distributed.internal import leave_to_python
 from flashlight_py.structure import here, require
 from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
 from flashlight_py.tape.operations import Draws, Later, are_numbers, record_verb

@@ -33,7 +33,7 @@ import numpy as np
 from flashlight_py import _native, random
 from flashlight_py.autograd import Variable, precision
 from flashlight_py.device import is_cupy
-from flashlight_py.distributed.groups import membership
+from flashlight_py.distributed.internal import membership
 from flashlight_py.nn import Module
 from flashlight_py.structure import HoldsState, Structured
 from flashlight_py.tape.arrays import KINDS, Number

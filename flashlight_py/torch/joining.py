@@ -12,12 +12,14 @@ import torch.distributed as dist
 import typing_extensions
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.api.objects import broadcast_object
-from flashlight_py.distributed.calls.call_site import hide
-from flashlight_py.distributed.start import initialize
-from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings
-from flashlight_py.distributed.start.world import current_world, is_distributed_init
+from flashlight_py.distributed import ProcessGroup, broadcast_object, is_distributed_init
+from flashlight_py.distributed.internal import (
+    MOST_SECONDS,
+    Settings,
+    current_world,
+    hide,
+    initialize,
+)
 from flashlight_py.interfaces import own_addresses
 from flashlight_py.torch.process_group import FlashlightGroup
 from flashlight_py.torch.store import TorchStore

@@ -21,12 +21,17 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from flashlight_py import distributed as fl
-from flashlight_py.distributed import verbs as v
-from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.api.verb_call import COLLECTIVE, refusing
-from flashlight_py.distributed.calls.arrays import require_length
-from flashlight_py.distributed.calls.call import Call, P2POp
-from flashlight_py.distributed.work import AllOf, Done, Then, Work
+from flashlight_py.distributed import P2POp, ProcessGroup, Work
+from flashlight_py.distributed.internal import (
+    COLLECTIVE,
+    AllOf,
+    Call,
+    Done,
+    Then,
+    refusing,
+    require_length,
+)
+from flashlight_py.distributed.internal import verbs as v
 from flashlight_py.errors import DistributedError
 from flashlight_py.torch.tensors import CODES, ElsewhereError, address, copied, joined, one_piece
 from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs

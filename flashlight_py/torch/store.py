@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from flashlight_py.distributed.rendezvous.store import NEXT_SECONDS, Store, Waiting, not_arrived
+from flashlight_py.distributed.internal import NEXT_SECONDS, Store, Waiting, not_arrived
 from flashlight_py.errors import RendezvousError
 
 # A store has no wait for one of two things; of a wait that ends without a key it prints a warning.

@@ -12,7 +12,7 @@ from ctypes import memmove
 
 import torch
 
-from flashlight_py.distributed.calls.arrays import DTYPES
+from flashlight_py.distributed.internal import DTYPES
 
 Address = tuple[int, int, Sequence[int], torch.Tensor]
 

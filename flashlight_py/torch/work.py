@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashlight_py.distributed.start.initialize import leave_first_at_exit
-from flashlight_py.distributed.work import Then, Work
+from flashlight_py.distributed import Work
+from flashlight_py.distributed.internal import Then, leave_first_at_exit
 from flashlight_py.errors import DistributedError
 
 # How long who completes futures waits for the first of several before it looks at the others.

@@ -4,7 +4,7 @@
 ``python -m flashlight_py.trace view trace.json`` makes a page of a profile.
 """
 
-from flashlight_py.distributed.failures.watchdog import dump
+from flashlight_py.distributed.internal import dump
 from flashlight_py.trace.profiling import Profile, profile
 
 __all__ = ["Profile", "dump", "profile"]

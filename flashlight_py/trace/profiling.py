@@ -5,8 +5,6 @@ microseconds. A process is a rank; its first thread is the program, with calls a
 it; other threads hold what runs beside it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -21,16 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import in_step
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.exchange import exchange_bytes
-from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.failures.journal import Record, leave_to_python
-from flashlight_py.distributed.rendezvous.store import host_identity
-from flashlight_py.distributed.start.world import get_world_rank, group_or_world
-from flashlight_py.distributed.verbs import RECV, SEND
+from flashlight_py.distributed import ProcessGroup, get_world_rank
+from flashlight_py.distributed.internal import (
+    RECV,
+    SEND,
+    Backend,
+    Call,
+    Record,
+    exchange_bytes,
+    group_or_world,
+    host_identity,
+    in_step,
+    journal,
+    leave_to_python,
+)
 from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline, call_text
 
@@ -112,7 +114,7 @@ class Profile:
         self._write(path, [timeline])
         _log.warning("rank %d alone: its profile is in %s (%s)", timeline.rank, path, reason)
 
-    def __enter__(self) -> Profile:
+    def __enter__(self) -> "Profile":
         self.start()
         return self
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.distributed.failures.flight_record import read_fields
+from flashlight_py.distributed.internal import read_fields
 
 
 @dataclass

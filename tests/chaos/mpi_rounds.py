@@ -55,7 +55,7 @@ class _Job:
         self.events: list[dict[str, Any]] = []
         self.output = ""
         self.process = subprocess.Popen(
-            [*mpirun_command(self.size), sys.executable, "-m", "tests.chaos.mpi_rank"],
+            [*mpirun_command(self.size), sys.executable, "-m", "tests.chaos.rank"],
             cwd=ROOT,
             env={**os.environ, "CHAOS_PLAN": json.dumps(plan), "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
@@ -63,7 +63,6 @@ class _Job:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
         self._pipe, self._unread = self.process.stdout.fileno(), b""
 
     def await_event(self, event: str, ends: float, count: int = 1) -> list[dict[str, Any]]:
@@ -103,7 +102,6 @@ class _Job:
     def end(self) -> None:
         processes.kill(processes.members({self.process.pid} | self._groups()), 5.0)
         self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
     def _groups(self) -> set[int]:

@@ -202,3 +202,16 @@ def holdings() -> dict[str, int]:
 PARTS: dict[str, Callable[[Plan], None]] = {
     **{"endure": endure, "compute": compute, "cycle": cycle, "give": give},
 }
+
+
+def main() -> None:
+    """Endure as a rank under ``mpirun``; the plan is in the environment."""
+    plan = json.loads(os.environ["CHAOS_PLAN"])
+    names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+    plan["rank"] = int(next(os.environ[name] for name in names if name in os.environ))
+    report(plan, "placed", group=os.getpgrp())
+    endure(plan)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,6 @@ TIMEOUT = 1.0
 # Over TIMEOUT a rank may take so long to report to the others why it fails, in seconds.
 FAREWELL = 7.0
 
-
 ENV: dict[str, str] = {}
 
 

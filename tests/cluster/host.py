@@ -196,7 +196,6 @@ class Host:
         config.write_text("".join(f"{name} {value}\n" for name, value in options.items()))
         server = self.popen([program, "-D", "-e", "-f", config], stderr=subprocess.PIPE, text=True)
         self._stack.callback(server.wait)  # it ends with the host, which ends before
-        assert server.stderr
         self._stack.callback(server.stderr.close)
         # A word about each connection, which nobody reads.
         fcntl.fcntl(server.stderr, fcntl.F_SETPIPE_SZ, 1 << 20)

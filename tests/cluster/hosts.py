@@ -164,8 +164,6 @@ class Cluster:
             os.close(tap)
 
     def _ask(self, command: str) -> str:
-        assert self._switch.stdin
-        assert self._switch.stdout
         self._switch.stdin.write(command + "\n")
         self._switch.stdin.flush()
         if not (answer := self._switch.stdout.readline()):

@@ -69,7 +69,6 @@ class Members:
         """Tell ``ranks`` to go on."""
         for rank in ranks:
             stdin = self.processes[rank].stdin
-            assert stdin
             stdin.write("\n")
             stdin.flush()
 
@@ -86,7 +85,6 @@ class Members:
     def _await_ready(self) -> None:
         try:
             for process in self.processes:
-                assert process.stdout
                 line = process.stdout.readline()
                 assert "ready" in line, line
         except BaseException:
@@ -94,7 +92,6 @@ class Members:
             raise
 
     def _end(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        assert process.stdout
         line = process.stdout.readline()
         assert line, process.wait(DEADLINE)
         report: dict[str, Any] = json.loads(line)

@@ -73,7 +73,6 @@ def wait_until_none(host: Host, seconds: float) -> None:
 
 def begin(process: subprocess.Popen[str], ranks: int) -> None:
     """Wait until ranks run; each writes a line to say so."""
-    assert process.stdout
     for _ in range(ranks):
         assert "begun" in process.stdout.readline()
 

@@ -39,7 +39,6 @@ def send(source: Host, target: Host, address: str | None, count: int) -> float:
     """Send ``count`` bytes; return how many seconds it took."""
     receive = [sys.executable, "-c", RECEIVE]
     with target.popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
-        assert receiver.stdout
         assert receiver.stdout.readline() == "listening\n"
         began = time.monotonic()
         done = source.run([sys.executable, "-c", SEND, address, count])

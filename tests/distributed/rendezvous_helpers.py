@@ -141,14 +141,12 @@ class _Server:
     def start(self, rank: Rank) -> None:
         rank.plan["id"] = len(self._ranks)
         self._ranks.append(rank)
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(rank.plan).encode() + b"\n")
         self._process.stdin.flush()
 
     def read_reports(self, end: float, awaited: str) -> None:
         """Hand the next reports to their ranks; fail at ``end`` with what was ``awaited``."""
         pipe = self._process.stdout
-        assert pipe is not None
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
             assert selector.select(max(0.0, end - time.monotonic())), f"waited for {awaited}"

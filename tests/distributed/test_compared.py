@@ -124,11 +124,12 @@ def test_both_ends_of_a_message_know_its_number(ranks: Any) -> None:
         assert len(set(sent)) == 10
 
 
-def lose_a_rank(rank: int, size: int) -> list[str]:
+@on_ranks()
+def test_a_lost_rank_is_known_without_a_call(rank: int, size: int) -> None:
     """Rank 1 leaves two groups: one in order, one as its program raises."""
     groups = [fl.new_group(range(size)) for _ in range(2)]
     left, broken = [group.backend() for group in groups]
-    texts = [str(left.lost("wait")), str(broken.lost("wait"))]
+    assert left.lost("wait") is broken.lost("wait") is None
     fl.barrier()
     if rank == 1:
         groups[0].close()
@@ -137,45 +138,30 @@ def lose_a_rank(rank: int, size: int) -> list[str]:
     end = time.monotonic() + 10.0
     while rank != 1 and broken.lost("wait") is None and time.monotonic() < end:
         time.sleep(0.01)
-    texts += [str(left.lost("wait")), str(broken.lost("all_reduce"))]
+    lost, why = str(left.lost("wait")), str(broken.lost("all_reduce"))
     fl.barrier()
-    return texts
+    place = f"rank {rank} of {size}"
+    if rank == 1:
+        assert lost == f"[wait] {place}: the group is closed"
+        assert why.startswith(f"[all_reduce] {place}: the group cannot be used any more")
+    else:
+        assert lost == "None"
+        assert why.startswith(f"[all_reduce] {place}: lost rank 1")
+        assert "it raised ValueError: of rank 1" in why
 
 
-def test_a_lost_rank_is_known_without_a_call(ranks: Any) -> None:
-    for rank, (before, too, left, broken) in enumerate(ranks.run(lose_a_rank)):
-        assert before == too == "None"
-        place = f"rank {rank} of {ranks.size}"
-        if rank == 1:
-            assert left == f"[wait] {place}: the group is closed"
-            assert broken.startswith(f"[all_reduce] {place}: the group cannot be used any more")
-        else:
-            assert left == "None"
-            assert broken.startswith(f"[all_reduce] {place}: lost rank 1")
-            assert "it raised ValueError: of rank 1" in broken
-
-
+@on_ranks()
 @stand_in()
-def differ(rank: int, size: int) -> list[str]:
-    x, messages = of_gpu(4, 3), []
-    for theirs in (
-        Call(ALL_REDUCE, of_gpu(4, 2)),
-        Call(ALL_REDUCE, np.zeros((4, 3), np.float32)),
-        Call(ALL_REDUCE, x, ReduceOp.MAX),
-        Call(BROADCAST, x),
+def test_every_rank_raises_what_was_called(rank: int, size: int) -> None:
+    x = of_gpu(4, 3)
+    for theirs, words in (
+        (Call(ALL_REDUCE, of_gpu(4, 2)), "all_reduce(cupy float32 (4, 2)"),
+        (Call(ALL_REDUCE, np.zeros((4, 3), np.float32)), "called all_reduce(float32 (4, 3)"),
+        (Call(ALL_REDUCE, x, ReduceOp.MAX), "op=max"),
+        (Call(BROADCAST, x), "broadcast(cupy float32 (4, 3), root=0)"),
     ):
         with pytest.raises(MismatchError) as caught:
             compare(Call(ALL_REDUCE, x) if rank == 0 else theirs, blocking=True)
-        messages.append(str(caught.value))
+        assert "rank 0 called all_reduce(cupy float32 (4, 3)" in str(caught.value)
+        assert words in str(caught.value)
         compare(Call(ALL_REDUCE, x), blocking=True)  # the group lives on
-    return messages
-
-
-def test_every_rank_raises_what_was_called(ranks: Any) -> None:
-    for messages in ranks.run(differ):
-        for message in messages:
-            assert "rank 0 called all_reduce(cupy float32 (4, 3)" in message
-        assert "all_reduce(cupy float32 (4, 2)" in messages[0]
-        assert "called all_reduce(float32 (4, 3)" in messages[1]
-        assert "op=max" in messages[2]
-        assert "broadcast(cupy float32 (4, 3), root=0)" in messages[3]

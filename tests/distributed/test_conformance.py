@@ -12,12 +12,10 @@ from tests.distributed.conformance import BY_NAME, DTYPES, LAYOUTS, WORLDS, rank
 LARGER = [("gloo", 3), ("hierarchical", 4), ("mpi", 3)]
 ranks = ranks_in(*(world for world in WORLDS if world not in LARGER), slow=LARGER)
 
-
 # The verbs that reduce in place, and those of which every rank gets a result: all_reduce is first.
 REDUCTIONS = [verb.name for verb in VERBS if verb.reduces and verb.in_place]
 FOR_ALL = [name for name in REDUCTIONS if not BY_NAME[name].rooted]
 WIDTHS = ("int8", "float16", "complex128")
-
 
 NO_ORDER = ("bfloat16", "bool", "int8", "uint8")  # their bytes have none that is swapped
 CASES = [

@@ -10,11 +10,9 @@ import flashlight_py as fl
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.distributed.harness import run_ranks
 
 SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
 LONG = (1e10, 1e300, float("inf"))  # more than clocks and locks have room for
-
 
 ranks = ranks_in(("gloo", 3), ("shm", 3), slow=[("hierarchical", 3), ("mpi", 3)])
 
@@ -55,7 +53,8 @@ def test_a_timeout_can_be_changed(rank: int, size: int) -> None:
     group.close()
 
 
-def shortens_the_world(rank: int, size: int) -> None:
+@on_ranks(("gloo", 2), ("shm", 2), fresh=True)
+def test_that_of_the_world_can_be_changed(rank: int, size: int) -> None:
     world = current_world().group
     world.limit(SHORT)
     if rank == 0:
@@ -65,11 +64,6 @@ def shortens_the_world(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.DistributedError):
         fl.all_reduce(np.ones(2))
     initialize.leave()
-
-
-@pytest.mark.parametrize("name", ["gloo", "shm"])
-def test_that_of_the_world_can_be_changed(name: str) -> None:
-    run_ranks(shortens_the_world, 2, params={"BACKEND": name})
 
 
 @on_ranks()

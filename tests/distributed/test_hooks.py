@@ -24,7 +24,6 @@ WORLDS = [
     *(("single", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3), ("hierarchical", 3)),
 ]
 
-
 ranks = ranks_in(*WORLDS)
 DTYPES = ("float32", "float64")
 

@@ -26,7 +26,6 @@ PROMPT = 5.0  # much less, and much more than it takes
 Group = fl.ProcessGroup
 Verb = Callable[[Group], Any]
 
-
 # More than a send returns with before its receiver has called.
 MANY = 20_000
 

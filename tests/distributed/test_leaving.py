@@ -58,7 +58,6 @@ BEHIND: dict[str, Verb] = {
     "irecv of any rank": lambda group: [group.irecv(ones(), None) for _ in range(3)][-1].wait(),
 }
 
-
 everywhere = on_ranks(
     ("shm", 4),
     slow=[("hierarchical", 4), ("gloo", 3), ("mpi", 3)],

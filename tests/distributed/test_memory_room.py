@@ -4,6 +4,9 @@ import contextlib
 import errno
 import os
 import re
+import resource
+import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +17,112 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.exchange import BackendStore
-from flashlight_py.distributed.memory import memory_room
+from flashlight_py.distributed.memory import memory_file, memory_room
+from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names, open_memory
 from flashlight_py.distributed.reducers.host_memory import hosts_of, map_zeros
 from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.errors import DistributedError
 from tests.distributed.conformance import on_ranks
+from tests.distributed.harness import run_ranks
+
+MOST_GROUPS = 400
+
+
+def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
+    """Make groups until ``more`` bytes of addresses are used; return how many, and the error."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    groups: list[fl.ProcessGroup | None] = []
+    try:
+        while len(groups) < MOST_GROUPS:
+            groups.append(fl.split(0))
+    except (MemoryError, OSError, DistributedError) as error:
+        with contextlib.suppress(DistributedError):  # another rank may be in its next split
+            fl.distributed_shutdown()
+        return len(groups), f"{type(error).__name__}: {error}"
+    return len(groups), ""
+
+
+@pytest.mark.parametrize("more", [60, 120, 180], ids="{} MiB".format)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_groups_beyond_the_memory_are_an_exception(backend: str, more: int) -> None:
+    params = {"BACKEND": backend, "TIMEOUT": "5"}
+    results = run_ranks(make_groups, 2, more << 20, deadline=30.0, params=params)
+    first = min(results)
+    assert first[0] < MOST_GROUPS
+    assert "memory" in first[1].lower(), results  # NumPy has it in the name of its class
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory_file, "DIRECTORY", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_file_is_for_this_user_alone_and_goes(folder: Path, named: bool) -> None:
+    file = MemoryFile(named)
+    os.pwrite(file.fd, b"secret", 0)
+    status = os.fstat(file.fd)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert len(list(folder.iterdir())) == named
+    with open_memory(file.path) as fd:
+        assert os.pread(fd, 6, 0) == b"secret"
+    file.close()
+    assert list(folder.iterdir()) == []
+    with pytest.raises(OSError, match="No such file"), open_memory(file.path):
+        pass
+
+
+def test_names_are_needed_where_processes_do_not_see_each_other() -> None:
+    assert not needs_names(["a pid:[1]", "a pid:[1]", "b pid:[1]"])
+    assert needs_names(["a pid:[1]", "a pid:[2]"])
+    assert needs_names(["a pid:[1]", ""])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_what_belongs_to_somebody_else_is_refused(folder: Path) -> None:
+    path = folder / "flashlight-other"
+    path.write_bytes(b"")
+    os.chown(path, 12345, 12345)
+    with pytest.raises(PermissionError, match="somebody else"), open_memory(str(path)):
+        pass
+
+
+def test_links_are_not_followed(folder: Path) -> None:
+    (folder / "target").write_bytes(b"")
+    link = folder / "flashlight-link"
+    link.symlink_to(folder / "target")
+    with pytest.raises(OSError, match="symbolic links"), open_memory(str(link)):
+        pass
+
+
+def age(path: Path) -> None:
+    """Make ``path`` older than a file that somebody is about to lock."""
+    os.utime(path, (0, 0))
+
+
+def test_what_an_owner_that_died_has_left_is_removed(folder: Path) -> None:
+    living = MemoryFile(named=True)
+    age(Path(living.path))
+    program = (
+        "import os, sys; from pathlib import Path; from flashlight_py.distributed.memory "
+        "import memory_file; memory_file.DIRECTORY = Path(sys.argv[1]); "
+        "print(memory_file.MemoryFile(True).path); sys.stdout.flush(); os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    died = subprocess.run(command, capture_output=True, text=True, check=False)
+    left = Path(died.stdout.strip())
+    assert left.exists()
+    MemoryFile(named=True).close()
+    assert left.exists(), "it is too young to be sure"
+    age(left)
+    MemoryFile(named=True).close()
+    assert not left.exists()
+    assert Path(living.path).exists()
+    living.close()
+
 
 MB = 1 << 20
 MEMINFO = "MemTotal: 131072 kB\nMemAvailable:   65536 kB\nSwapFree:  {swap} kB\nHugePages_Free: 7\n"

@@ -1,11 +1,304 @@
-"""Random programs of messages receive the same in this package and in MPI."""
+"""Random programs of messages receive the same in this package and in MPI.
 
+MPI's rules make them deterministic. A program is a list of steps, each of one message or of several
+that are a batch. Every rank does its part of the steps in their order and draws for itself how:
+blocking or not, in which order the messages of a batch, and when it waits for which. No wait can be
+for ever: the rank at the first step has had all partners' part of the steps before. Only what is
+sent under a tag whose receives are for any rank may be overtaken, so it is waited for in the end.
+"""
+
+import dataclasses
+import itertools
+import random
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.distributed.conformance import BACKENDS
-from tests.distributed.message_programs import run_on_both
+import flashlight_py as fl
+from tests.distributed.conformance import BACKENDS, Array
+
+DTYPES = ("int8", "uint16", "float32", "float64", "complex128")
+MOST_BYTES = 256 << 10
+NBYTES = (0, 1, 4, 60, 1000, 4 << 10, 9000, 70_000, MOST_BYTES)
+RECEIVES = ("named", "named", "any", "both")
+TAGS = 24
+MPI_TAG = 2**15 - 1  # every MPI has so many
+BATCH = 8
+NUMBER = 8  # bytes in which a message that has so many names itself
+NOISE = np.random.default_rng(0).integers(0, 256, 2 * MOST_BYTES, np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tag:
+    """What goes under one tag. ``receives`` are of a named rank, of any, or of one by both ways."""
+
+    number: int
+    receives: str
+    dtype: np.dtype[Any]
+    rows: int
+    partial: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    number: int
+    source: int
+    destination: int
+    tag: Tag
+    rows: int
+
+    def array(self) -> Array:
+        """Return what is sent."""
+        nbytes = self.rows * self.tag.dtype.itemsize
+        start = self.number * 97 % MOST_BYTES
+        array = NOISE[start : start + nbytes].copy()
+        if nbytes >= NUMBER:
+            array[:NUMBER].view(np.int64)[0] = self.number
+        return array.view(self.tag.dtype)
+
+
+Digest = tuple[int | None, int, int]
+# "send" or "recv", and of or to whom; None: of any rank.
+Op = tuple[str, Message, int | None]
+NOBODY = -2
+# Of one rank: "do" an op, "begin" some (their number), "wait" for those or "poll" until they end.
+Action = tuple[str, list[Op], int]
+
+
+class Program:
+    """``count`` messages between ``size`` ranks, of which each has ``most`` steps open or fewer."""
+
+    def __init__(self, size: int, count: int, most: int, seed: int) -> None:
+        self.size, self.most, self.seed = size, most, seed
+        draw = random.Random(seed)
+        self.tags = [self._tag(number, draw) for number in range(TAGS)]
+        messages = (self._message(number, draw) for number in range(count))
+        self.steps: list[list[Message]] = []
+        while step := list(itertools.islice(messages, draw.choice((1, 1, BATCH)))):
+            self.steps.append(step)
+
+    def _tag(self, number: int, draw: random.Random) -> Tag:
+        receives = draw.choice(RECEIVES)
+        dtype = np.dtype(draw.choice(DTYPES))
+        nbytes = draw.choice(NBYTES[3:] if receives == "any" else NBYTES)
+        partial = receives != "any" and draw.random() < 0.3
+        return Tag(MPI_TAG - number, receives, dtype, nbytes // dtype.itemsize, partial)
+
+    def _message(self, number: int, draw: random.Random) -> Message:
+        tag, destination = draw.choice(self.tags), draw.randrange(self.size)
+        away = {
+            "named": draw.randrange(self.size),
+            "any": draw.randrange(1, self.size),
+            "both": 1 + tag.number % (self.size - 1),  # one source for each destination
+        }
+        rows = draw.randint(0, tag.rows) if tag.partial else tag.rows
+        source = (destination + away[tag.receives]) % self.size
+        return Message(number, source, destination, tag, rows)
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Yield what ``rank`` does; what it begins is numbered from 0."""
+        own = random.Random(f"{self.seed} {rank}")
+        begun, waiting, late = 0, list[int](), list[int]()
+        for step in self.steps:
+            ops = [op for message in step for op in _ops(message, rank, own)]
+            if len(step) > 1 and own.random() < 0.5:
+                ops += [(own.choice(("send", "recv")), own.choice(step), NOBODY) for _ in range(2)]
+            own.shuffle(ops)
+            overtaken = any(kind == "send" and m.tag.receives == "any" for kind, m, _ in ops)
+            if len(ops) == 1 and not overtaken and own.random() < 0.4:
+                yield "do", ops, -1
+            elif ops:
+                yield "begin", ops, begun
+                (late if overtaken else waiting).append(begun)
+                begun += 1
+            while waiting and (len(waiting) > self.most or own.random() < 0.4):
+                how = own.choice(("wait", "wait", "poll"))
+                yield how, [], waiting.pop(own.randrange(len(waiting)))
+        own.shuffle(waiting)
+        yield from (("wait", [], number) for number in waiting + late)
+
+    def expected(self, rank: int) -> dict[int, list[Digest]]:
+        """Return, by tag, what ``rank`` receives: of each source in the order of its sends."""
+        found: dict[int, list[Digest]] = {}
+        for source in range(self.size):
+            for _, ops, _ in self.actions(source):
+                for kind, message, peer in ops:
+                    if kind == "send" and peer == rank:
+                        found.setdefault(message.tag.number, []).append(digest(message.array()))
+        return found
+
+    def by_tag(self, received: Sequence[tuple[Message, Array]]) -> dict[int, list[Digest]]:
+        """Return the same of what was received, given in the order of the receives."""
+        messages = {m.number: m for step in self.steps for m in step}
+        found: dict[int, list[tuple[int, Digest]]] = {}
+        for asked, array in received:
+            got = digest(array)
+            message = messages[got[0]] if asked.tag.receives == "any" else asked
+            found.setdefault(asked.tag.number, []).append((message.source, got))
+        return {
+            tag: [got for _, got in sorted(pairs, key=lambda pair: pair[0])]
+            for tag, pairs in found.items()
+        }
+
+
+def _ops(message: Message, rank: int, own: random.Random) -> Iterator[Op]:
+    if message.source == rank:
+        yield "send", message, message.destination
+    if message.destination == rank:
+        way = message.tag.receives
+        is_any = way == "any" or (way == "both" and own.random() < 0.5)
+        yield "recv", message, None if is_any else message.source
+
+
+def digest(array: Array) -> Digest:
+    """Return a message's number, where it has room for that, its length and a sum of its bytes."""
+    data = array.view(np.uint8)
+    number = int(data[:NUMBER].view(np.int64)[0]) if data.size >= NUMBER else None
+    return number, data.size, zlib.crc32(data)
+
+
+class Ours:
+    """This package's world."""
+
+    def do(self, op: Op, array: Array) -> Array:
+        """Send, or return what was received."""
+        kind, message, peer = op
+        if kind == "recv":
+            return fl.recv(array, peer, message.tag.number, partial=message.tag.partial)
+        fl.send(array, peer, message.tag.number)
+        return array
+
+    def begin(self, ops: list[tuple[Op, Array]]) -> Any:
+        """Begin several messages, as a batch where they are more than one and none of any rank."""
+        given = [
+            (kind, array, None if peer == NOBODY else peer, message.tag.number, message.tag.partial)
+            for (kind, message, peer), array in ops
+        ]
+        if len(ops) > 1 and all(op[2] is not None for op, _ in ops):
+            return fl.batch_isend_irecv(
+                [fl.P2POp(*one, partial and one[0] == "recv") for *one, partial in given]
+            )
+        return [
+            fl.isend(*rest) if kind == "send" else fl.irecv(*rest, partial=partial)
+            for (kind, *rest, partial), (op, _) in zip(given, ops, strict=True)
+            if op[2] != NOBODY
+        ]
+
+    def is_done(self, works: Any) -> bool:
+        if isinstance(works, list):
+            return all(work.is_completed() for work in works)
+        return bool(works.is_completed())
+
+    def wait(self, works: Any, ops: list[tuple[Op, Array]]) -> list[Array]:
+        """Return the arrays, of what was received in part the part."""
+        if not isinstance(works, list):
+            return works.wait()
+        parts = (work.wait() for work in works)
+        return [array if op[2] == NOBODY else next(parts) for op, array in ops]
+
+
+class Mpi:
+    """The same ranks in MPI."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._comm = MPI, MPI.COMM_WORLD.Dup()
+
+    def _arguments(self, op: Op, array: Array) -> tuple[Any, int, int]:
+        others = {None: self._mpi.ANY_SOURCE, NOBODY: self._mpi.PROC_NULL}
+        peer = others.get(op[2], op[2])
+        return [array.view(np.uint8), self._mpi.BYTE], peer, op[1].tag.number
+
+    def _part(self, op: Op, array: Array, status: Any) -> Array:
+        if op[0] == "send" or op[2] == NOBODY:
+            return array
+        return array[: status.Get_count(self._mpi.BYTE) // array.itemsize]
+
+    def do(self, op: Op, array: Array) -> Array:
+        status, arguments = self._mpi.Status(), self._arguments(op, array)
+        if op[0] == "send":
+            self._comm.Send(*arguments)
+        else:
+            self._comm.Recv(*arguments, status)
+        return self._part(op, array, status)
+
+    def begin(self, ops: list[tuple[Op, Array]]) -> Any:
+        begin = {"send": self._comm.Isend, "recv": self._comm.Irecv}
+        return [begin[op[0]](*self._arguments(op, array)) for op, array in ops]
+
+    def is_done(self, works: Any) -> bool:
+        return all(work.Get_status() for work in works)  # which leaves them to be waited for
+
+    def wait(self, works: Any, ops: list[tuple[Op, Array]]) -> list[Array]:
+        statuses = [self._mpi.Status() for _ in ops]
+        self._mpi.Request.Waitall(works, statuses)
+        return [self._part(*one, status) for one, status in zip(ops, statuses, strict=True)]
+
+    def close(self) -> None:
+        self._comm.Free()
+
+
+def _run(library: Ours | Mpi, program: Program, rank: int) -> list[tuple[Message, Array]]:
+    """Run ``rank``'s part; return what was received, in the order in which it was asked for."""
+    asked: list[tuple[Message, Array]] = []
+    begun: list[tuple[Any, list[tuple[Op, Array]], list[int]]] = []
+    for what, ops, number in program.actions(rank):
+        if what in ("wait", "poll"):
+            works, given, places = begun[number]
+            while what == "poll" and not library.is_done(works):
+                pass
+            for (op, array), place, part in zip(
+                given, places, library.wait(works, given), strict=True
+            ):
+                if op[2] == NOBODY:
+                    assert part is array
+                    assert op[0] == "send" or not array.view(np.uint8).any()
+                elif op[0] == "recv":
+                    asked[place] = op[1], part
+            begun[number] = None, [], []
+            continue
+        given, places = [], []
+        for op in ops:
+            kind, message, peer = op
+            array = (
+                message.array() if kind == "send" else np.zeros(message.tag.rows, message.tag.dtype)
+            )
+            given.append((op, array))
+            places.append(len(asked))
+            if kind == "recv" and peer != NOBODY:
+                asked.append((message, array))
+        if what == "do":
+            part = library.do(*given[0])
+            if given[0][0][0] == "recv":
+                asked[-1] = given[0][0][1], part
+        else:
+            begun.append((library.begin(given), given, places))
+    return asked
+
+
+def run_on_both(rank: int, size: int, count: int, most: int, seed: int) -> None:
+    """Run a program on this package and on MPI; both must receive what MPI's rules say."""
+    program, theirs = Program(size, count, most, seed), Mpi()
+    expected = program.expected(rank)
+    fl.barrier()
+    for library in (theirs, Ours()):
+        received = program.by_tag(_run(library, program, rank))
+        assert sorted(received) == sorted(expected), (library, received.keys(), expected.keys())
+        for tag in program.tags:
+            got, right = received.get(tag.number, []), expected.get(tag.number, [])
+            wrong = [
+                (i, *pair)
+                for i, pair in enumerate(zip(got, right, strict=True))
+                if len(set(pair)) > 1
+            ]
+            assert not wrong, f"{type(library).__name__}, rank {rank}, {tag}: {wrong[:5]}"
+    theirs.close()
+    fl.barrier()
+
 
 pytest.importorskip("mpi4py")
 

@@ -196,7 +196,6 @@ def test_the_job_is_ended_when_what_was_printed_has_been_read() -> None:
         text = b""
         while not text.endswith(b"ValueError: no such file\n"):
             text += os.read(reading, 1 << 16)
-        assert process.stdout is not None
         assert process.stdout.read() == b"0\n"
     assert process.returncode == 1
     os.close(reading)

@@ -6,10 +6,84 @@ shown: anything of CUDA, or of an MPI library that reaches a GPU's memory.
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.distributed import mpi_gpu_ranks
+import flashlight_py as fl
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.start.world import current_world
+from flashlight_py.distributed.verbs import ALL_TO_ALL, GATHER, RECV, SCATTER
+from tests.cupy_stand_in import LOG, StandInArray
+from tests.distributed.conformance import on_ranks, values
 from tests.gpu import verbs
+from tests.gpu.verbs import on_gpu
+
+
+def every_move(rank: int, size: int, name: str, rows: int) -> None:
+    """The verbs that move arrays and are not in ``tests.gpu.verbs``."""
+    mine = on_gpu(np.zeros(1))
+    backend = current_world().group.backend(mine)
+    everyone = [values(r, (size * rows, 3), name) for r in range(size)]
+    part = slice(rank * rows, (rank + 1) * rows)
+    for root in range(size):
+        whole = backend.start(Call(GATHER, on_gpu(everyone[rank]), root=root)).wait()
+        assert (whole is None) == (rank != root)
+        if whole is not None:
+            np.testing.assert_array_equal(whole.get(), np.concatenate(everyone))
+        given = on_gpu(everyone[root].reshape(size, rows, 3)) if rank == root else None
+        into = on_gpu(np.zeros((rows, 3), everyone[0].dtype))
+        assert backend.start(Call(SCATTER, given, root=root, out=into)).wait() is into
+        np.testing.assert_array_equal(into.get(), everyone[root][part])
+    got = backend.start(Call(ALL_TO_ALL, on_gpu(everyone[rank]))).wait()
+    expected = np.concatenate([x[part] for x in everyone])
+    np.testing.assert_array_equal(got.get(), expected)
+    got = backend.start(Call(ALL_TO_ALL, on_gpu(everyone[rank]), rows=[rows] * size)).wait()
+    np.testing.assert_array_equal(got.get(), expected)
+    assert isinstance(got, StandInArray)
+
+
+def how_it_goes(rank: int, size: int) -> tuple[str, str, list[tuple[str, ...]]]:
+    """One all_reduce: its backend, what describe says, and what was done to the GPU for it."""
+    x = on_gpu(np.full(1000, 1.0))
+    LOG.clear()
+    fl.all_reduce(x)
+    assert np.all(x.get() == size)
+    log = [entry for entry in LOG if entry[0] != "record"]
+    return fl.distributed_backend(x).name, fl.distributed.describe(), log
+
+
+def brought_home_unasked(rank: int, size: int) -> None:
+    x = on_gpu(np.full(1000, float(rank)))
+    fl.all_reduce(x, async_op=True)
+    fl.sync_distributed()
+    assert np.all(x.get() == sum(range(size)))
+
+
+@on_ranks()
+def test_sync_distributed_raises_each_failure_of_cupy_arrays_once(rank: int, size: int) -> None:
+    for _ in range(3):
+        fl.all_reduce(on_gpu(np.ones(3 + rank)), async_op=True)
+    for _ in range(3):
+        with pytest.raises(fl.errors.MismatchError):
+            fl.sync_distributed()
+    fl.sync_distributed()
+
+
+def receive_openly(rank: int, size: int) -> None:
+    """From any rank, and fewer rows than there is room for."""
+    if rank:
+        fl.send(on_gpu(np.full((rank, 2), float(rank))), 0, tag=4)
+        return
+    seen = set()
+    for _ in range(size - 1):
+        x = on_gpu(np.zeros((size, 2)))
+        backend = current_world().group.backend(x)
+        found = backend.start(Call(RECV, x, tag=4, partial=True)).wait()
+        assert x.get()[: found.rows].tolist() == [[found.source] * 2] * found.source
+        assert not x.get()[found.rows :].any()
+        seen.add(found.source)
+    assert seen == set(range(1, size))
+
 
 pytest.importorskip("mpi4py")
 
@@ -32,10 +106,10 @@ def test_the_other_verbs(ranks: Any) -> None:
         ranks.run(verbs.all_gather_unequal, "float32", count)
         ranks.run(verbs.reduce_scatter_parts, "float32", count)
         ranks.run(verbs.ring_of_messages, count)
-        ranks.run(mpi_gpu_ranks.every_move, "float32", count)
+        ranks.run(every_move, "float32", count)
     for layout in verbs.LAYOUTS:
         ranks.run(verbs.by_meaning, "float32", layout)
-    ranks.run(mpi_gpu_ranks.receive_openly)
+    ranks.run(receive_openly)
 
 
 def test_arrays_of_both_kinds_side_by_side(ranks: Any) -> None:
@@ -43,12 +117,8 @@ def test_arrays_of_both_kinds_side_by_side(ranks: Any) -> None:
         ranks.run(verbs.all_reduce_multiple_mixed, contiguous, True)
     ranks.run(verbs.halves_at_the_ends, "float32")
     assert ranks.run(verbs.side_by_side) == [["MPI", "MPI"]] * 3
-    ranks.run(mpi_gpu_ranks.brought_home_unasked)
+    ranks.run(brought_home_unasked)
     ranks.run(verbs.dropped_work_is_safe)
-
-
-def test_sync_distributed_raises_each_failure_of_cupy_arrays_once(ranks: Any) -> None:
-    ranks.run(mpi_gpu_ranks.fail_unnoticed)
 
 
 def test_a_message_of_another_shape_is_refused_on_both_sides(ranks: Any) -> None:
@@ -59,7 +129,7 @@ def test_a_message_of_another_shape_is_refused_on_both_sides(ranks: Any) -> None
 
 def test_arrays_are_staged_through_pinned_memory(pool: Any) -> None:
     world = pool(3, init="mpi", params={"BACKEND": "mpi"}, env={"STAND_IN": "1"})
-    for kind, text, log in world.run(mpi_gpu_ranks.how_it_goes):
+    for kind, text, log in world.run(how_it_goes):
         assert kind == "MPI"
         assert "CuPy arrays: MPI (" in text
         assert "staged through pinned memory" in text
@@ -69,7 +139,7 @@ def test_arrays_are_staged_through_pinned_memory(pool: Any) -> None:
 def test_an_aware_library_is_given_the_arrays_themselves(pool: Any) -> None:
     params = {"BACKEND": "mpi", "MPI_CUDA_AWARE": 1}
     world = pool(3, init="mpi", params=params, env={"STAND_IN": "1"})
-    for kind, text, log in world.run(mpi_gpu_ranks.how_it_goes):
+    for kind, text, log in world.run(how_it_goes):
         assert kind == "MPI"
         assert "memory of the GPU" in text
         assert {step for step, _ in log} == {"synchronize"}

@@ -14,22 +14,19 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.gpu import test_contact, test_hooks, test_training, verbs
+from tests.gpu import test_hooks, test_training, verbs
+from tests.gpu.test_contact import (  # noqa: F401 - run here, with the fixture below
+    test_each_group_has_a_communicator_of_its_own,
+)
+from tests.gpu.test_verbs import (  # noqa: F401 - run here, with the fixture below
+    test_all_reduce_multiple_of_mixed_arrays,
+    test_all_reduce_of_every_dtype_layout_and_op,
+    test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group,
+    test_works_and_arrays_may_be_dropped,
+)
 
 GPU = {"env": {"STAND_IN": "1"}}
 ranks = ranks_in(("shm", 2, GPU), slow=[("shm", 3, GPU)])
-
-
-@pytest.mark.parametrize("dtype", verbs.DTYPES)
-def test_all_reduce_of_every_dtype_layout_and_op(ranks: Any, dtype: str) -> None:
-    for layout in verbs.LAYOUTS:
-        ranks.run(verbs.all_reduce_every_op, dtype, layout)
-
-
-@pytest.mark.parametrize("contiguous", [False, True])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_all_reduce_multiple_of_mixed_arrays(ranks: Any, contiguous: bool, async_op: bool) -> None:
-    ranks.run(verbs.all_reduce_multiple_mixed, contiguous, async_op)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int16", "bool", "complex128"])
@@ -110,10 +107,6 @@ def test_an_out_of_another_length_is_an_error_on_its_rank(rank: int, size: int) 
             assert out.get()[:, 0].tolist() == list(range(rows))
 
 
-def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:
-    assert ranks.run(verbs.side_by_side) == [["SHM", "NCCL"]] * ranks.size
-
-
 @pytest.mark.parametrize("kind", ["sgd", "nesterov", "adam"])
 def test_training_equals_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
     """Buckets, hooks and fused steps on arrays of a GPU; the kernels are compiled for the CPU."""
@@ -131,10 +124,6 @@ def same_as_on_the_cpu(ranks: Any, kind: str, *how: bool) -> None:
     for got in ranks.run(test_training.train, "cuda", kind, *how):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
-
-
-def test_each_group_has_a_communicator_of_its_own(ranks: Any) -> None:
-    ranks.run(test_contact.in_every_group)
 
 
 @on_ranks()
@@ -159,10 +148,6 @@ def test_waiting_without_end_is_refused_on_every_rank(rank: int, size: int) -> N
     why = "rank 1: NCCL_COMM_BLOCKING=1 makes NCCL wait for ever"
     with pytest.raises(fl.errors.BackendUnavailableError, match=why):
         fl.all_reduce(verbs.on_gpu(np.ones(3)))
-
-
-def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:
-    ranks.run(verbs.dropped_work_is_safe)
 
 
 @pytest.mark.parametrize("name", test_hooks.TOLERANCE)

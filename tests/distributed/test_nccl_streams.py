@@ -1,13 +1,213 @@
 """What is on its way, asked about by several threads at once."""
 
+import shutil
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
+from flashlight_py import _native
+from flashlight_py.distributed.backends.nccl.backend import NcclBackend
+from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.launching import Launcher
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.backends.nccl.streams import DeviceFlight, Flights
-from tests.cupy_stand_in import Event
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER
+from tests.cupy_stand_in import Event, StandInCupy, Stream
+from tests.distributed.test_nccl_failures import IN_PROGRESS, Cpu, Nccl, communicator
+
+BEGINNING = {"ncclAllReduce", "ncclReduce", "ncclReduceScatter", "ncclBroadcast", "ncclGroupEnd"}
+ALWAYS = {"ncclCommGetAsyncError", "ncclGetErrorString", "ncclGetLastError", "ncclCommAbort"}
+
+
+class Strict(Nccl):
+    """In progress, for two questions, after each call that begins something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions = self.depth = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        function = super().__getattribute__(name)
+        if not name.startswith("nccl") or not callable(function) or name in ALWAYS:
+            return function
+
+        def call(*arguments: Any) -> int:
+            assert not self.questions, f"{name} before what was called has begun"
+            self.depth += {"ncclGroupStart": 1, "ncclGroupEnd": -1}.get(name, 0)
+            status: int = function(*arguments)
+            if name in BEGINNING and not self.depth:
+                self.questions, status = 2, IN_PROGRESS
+            return status
+
+        return call
+
+    def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
+        state[0] = IN_PROGRESS if self.questions else 0
+        self.questions = max(0, self.questions - 1)
+        return 0
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "a sum": lambda b, x: b.start(Call(ALL_REDUCE, x(), ReduceOp.SUM, 1.0, blocking=False)),
+    "a scaled sum": lambda b, x: b.start(Call(ALL_REDUCE, x(), ReduceOp.SUM, 0.5, blocking=False)),
+    "a product that is scaled afterwards": lambda b, x: b.start(
+        Call(ALL_REDUCE, x(), ReduceOp.PROD, 0.5, blocking=False)
+    ),
+    "one that is widened": lambda b, x: b.start(Call(ALL_REDUCE, x("int16"))),
+    "several": lambda b, x: b.start_many(
+        [Call(ALL_REDUCE, a, scale=0.25, blocking=False) for a in (x(), x("int16"), x())]
+    ),
+    "onto a root": lambda b, x: b.start(Call(REDUCE, x(), ReduceOp.MAX, blocking=False)),
+    "parts": lambda b, x: b.start(Call(REDUCE_SCATTER, x(), blocking=False)),
+    "a broadcast": lambda b, x: b.start(Call(BROADCAST, x())),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_called_or_launched_before_what_was_called_has_begun(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy, nccl = StandInCupy(1), Strict()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for kind, method in ((Event, "record"), (Stream, "wait_event"), (Stream, "__enter__")):
+        monkeypatch.setattr(kind, method, after_it_has_begun(nccl, getattr(kind, method)))
+    backend = NcclBackend(Cpu(), communicator(nccl, 30.0), cupy, 0)
+    for _ in range(2):  # the scaled sum is known the second time
+        CALLS[name](backend, lambda dtype="float32": cupy.asarray(np.ones(4, dtype))).wait()
+    backend.close()
+    assert BEGINNING & set(nccl.calls)
+
+
+def after_it_has_begun(nccl: Strict, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        assert not nccl.questions, "given to the stream before NCCL has given its own part"
+        return method(*arguments)
+
+    return call
+
+
+LIBRARY = r"""
+#include <stddef.h>
+#include <string.h>
+typedef struct { char internal[128]; } ncclUniqueId;
+typedef struct {
+  size_t size;
+  unsigned magic, version;
+  int blocking, cga, least, most;
+  const char *name;
+  int share;
+} ncclConfig_t;
+static int communicator, child, asked, events;
+
+static int is_right(const ncclConfig_t *config, int blocking) {
+  return config->magic == 0xcafebeef && config->blocking == blocking && config->share == 1 &&
+         config->cga == -2147483647 - 1 && !config->name && config->size == sizeof *config;
+}
+int ncclCommInitRankConfig(void **comm, int ranks, ncclUniqueId id, int rank,
+                           ncclConfig_t *config) {
+  int right = ranks == 5 && rank == 3 && is_right(config, 0);
+  for (int i = 0; i < 128; i++) right = right && id.internal[i] == (char)i;
+  *comm = &communicator;
+  return right ? 7 : 4;
+}
+int ncclCommSplit(void *comm, int color, int key, void **made, ncclConfig_t *config) {
+  *made = &child;
+  return comm == &communicator && !color && key == 3 && is_right(config, 1) ? 0 : 4;
+}
+int ncclCommGetAsyncError(void *comm, int *state) {
+  *state = comm == &communicator ? (asked++ < 3 ? 7 : 0) : 4;
+  return 0;
+}
+int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, void *comm) {
+  float quarter = 0.25f;
+  *op = 0x7abc1234; /* such numbers have the operations that users create */
+  return !memcmp(scalar, &quarter, 4) && type == 7 && residence == 1 && comm == &child ? 0 : 4;
+}
+#define FROM (from == (void *)0x7f0000001000)
+#define TO (to == (void *)0x7f0000002000)
+#define REST (count == 1ull << 40 && type == 7 && comm == &child && stream == (void *)0x55)
+#define OP (op == 0x7abc1234)
+#define PEER (peer == 2)
+#define NCCL(name, arguments, right) \
+  int nccl##name arguments { return (right) && events == 2 ? 0 : 4; }
+NCCL(AllReduce, (void *from, void *to, size_t count, int type, int op, void *comm, void *stream),
+     FROM && TO && REST && OP)
+NCCL(ReduceScatter,
+     (void *from, void *to, size_t count, int type, int op, void *comm, void *stream),
+     FROM && TO && REST && OP)
+NCCL(Reduce,
+     (void *from, void *to, size_t count, int type, int op, int peer, void *comm, void *stream),
+     FROM && TO && REST && OP && PEER)
+NCCL(Broadcast, (void *from, void *to, size_t count, int type, int peer, void *comm, void *stream),
+     FROM && TO && REST && PEER)
+NCCL(AllGather, (void *from, void *to, size_t count, int type, void *comm, void *stream),
+     FROM && TO && REST)
+NCCL(Send, (void *from, size_t count, int type, int peer, void *comm, void *stream),
+     FROM && REST && PEER)
+NCCL(Recv, (void *to, size_t count, int type, int peer, void *comm, void *stream),
+     TO && REST && PEER)
+int ncclGroupStart(void) { return events == 2 ? 0 : 4; }
+int ncclGroupEnd(void) { return events == 2 ? 0 : 4; }
+/* The caller's stream 0x66 is recorded and waited for; then the communication stream, in turn. */
+int cuEventRecord(void *event, void *stream) {
+  const int first = events == 0 && event == (void *)0x77 && stream == (void *)0x66;
+  const int last = events == 2 && event == (void *)0x88 && stream == (void *)0x55;
+  return ++events, first || last ? 0 : 1;
+}
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
+  const int first = events == 1 && event == (void *)0x77 && stream == (void *)0x55;
+  const int last = events == 3 && event == (void *)0x88 && stream == (void *)0x66;
+  events = last ? 0 : events + 1;
+  return first || last ? 0 : 1;
+}
+int ncclCommFinalize(void *comm) { return comm == &communicator || comm == &child ? 0 : 4; }
+int ncclCommDestroy(void *comm) { return 0; }
+int ncclCommAbort(void *comm) { return 0; }
+const char *ncclGetErrorString(int status) { return "wrong arguments"; }
+const char *ncclGetLastError(void *comm) { return ""; }
+"""
+
+
+class OwnDriver(NcclLibrary):
+    """A library that has the driver's functions too."""
+
+    def address(self, name: str) -> int:
+        return int(self.ffi.cast("uintptr_t", getattr(self.lib, name)))
+
+
+def test_arguments_arrive_as_c_declares_them(tmp_path: Path) -> None:
+    """Of each function that is launched, between the events that order two streams."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so"
+    source.write_text(LIBRARY)
+    declared = Path(__file__).parents[2] / "csrc" / "nccl" / "cuda.cdef.h"
+    assert "cuEventRecord(void *event, void *stream)" in declared.read_text()
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", built, source], check=True)
+    ffi = _native.load("nccl").ffi
+    lib = ffi.dlopen(str(built))
+    nccl = OwnDriver(ffi, lib, str(built), 23203)
+    made = Communicator(nccl, bytes(range(128)), 3, 5, 30.0, splits=True)
+    op = made.scaled_sum("all_reduce", 0.25, "float32", lib.ncclFloat32)
+    assert op == 0x7ABC1234
+    launcher = Launcher(nccl, 0x55, 0x77)
+    for kind in range(7):
+        steps = launcher.steps([(kind, 0x7F0000001000, 0x7F0000002000, 1 << 40, 7, op, 2)])
+        for is_group in (False, True):
+            how = is_group, steps, 0x66, 0x88, True
+            made.call("all_reduce", lambda comm, how=how: launcher.launch(comm, *how))
+    made.close()
+    assert made.broken is None
 
 
 class Landed(Event):
@@ -60,12 +260,9 @@ def test_the_time_of_a_collective_begins_when_the_one_before_it_has_ended() -> N
     flights = Flights(Event() for _ in range(2))
     for _ in range(2):
         event = flights.free_event()
-        assert event is not None
         event.done = False
         flights.add(DeviceFlight("all_reduce", event, ()))
     first, second = flights.oldest(), flights.newest()
-    assert first is not None
-    assert second is not None
     assert first.begun(flights.last_end) == first.started
     first.event.done = True
     assert flights.oldest() is second

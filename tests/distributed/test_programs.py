@@ -24,7 +24,6 @@ repeatable = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
-
 ranks = ranks_in(*WORLDS, slow=SLOW)
 
 

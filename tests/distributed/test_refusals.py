@@ -22,7 +22,6 @@ SIZE, ODD = 3, 1
 AT_ONCE = 20.0  # seconds, on a machine that does much else
 WRONG = TypeError, ValueError, RuntimeError
 
-
 ranks = ranks_in(*((name, SIZE) for name in ("gloo", "shm", "hierarchical", "mpi")))
 
 

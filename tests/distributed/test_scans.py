@@ -9,30 +9,13 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed import conformance
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 5), ("hierarchical", 4), ("mpi", 3))
 
 
-def prefixes(rank: int, size: int) -> None:
-    x = np.full((2, 3), rank + 1.0)
-    assert fl.scan(x) is x
-    assert np.all(x == (rank + 1) * (rank + 2) / 2)
-    for op, own, wanted, first in (
-        ("sum", [5, 0], [10 * rank, 0], [0, 0]),
-        ("max", [5, -1], [10, -2], [-(2**63)] * 2),
-        ("lor", [5, 0], [1, 0], [0, 0]),
-    ):
-        y = np.array(own).repeat(2)[::2]  # not contiguous
-        assert fl.exscan(y, op=op, scale=1 if op == "lor" else 2) is y  # type: ignore[call-overload]
-        assert y.tolist() == (wanted if rank else first), op
-    averages = np.array([[rank, 2 * rank]], np.float16)
-    assert fl.scan(averages, op="avg").tolist() == [[rank / 2, rank]]
-    mean = fl.exscan(np.array(float(rank)), op="avg")
-    assert mean == ((rank - 1) / 2 if rank else 0)
-
-
-def numbers(rank: int, size: int) -> None:
+@on_ranks()
+def test_of_numbers(rank: int, size: int) -> None:
     assert fl.scan(1) == rank + 1
     assert fl.exscan(2.5) == 2.5 * rank
     product = fl.exscan(rank + 2, op="prod")
@@ -45,7 +28,8 @@ def numbers(rank: int, size: int) -> None:
         fl.scan(np.ones(2, bool), op="sum")
 
 
-def in_flight(rank: int, size: int) -> None:
+@on_ranks()
+def test_several_in_flight(rank: int, size: int) -> None:
     counts = [3, 50_000, 0, 200_000]
     arrays = [np.full(count, rank + 1.0) for count in counts]
     verbs = [fl.scan, fl.exscan, fl.scan, fl.exscan]
@@ -57,12 +41,6 @@ def in_flight(rank: int, size: int) -> None:
     sums = [(rank + 1) * (rank + 2) / 2, rank * (rank + 1) / 2]
     for i, x in enumerate(arrays):
         assert np.all(x == sums[i % 2]), i
-
-
-def test_what_each_rank_gets(ranks: Any) -> None:
-    ranks.run(prefixes)
-    ranks.run(numbers)
-    ranks.run(in_flight)
 
 
 def test_large_ones_of_every_kind(ranks: Any) -> None:

@@ -166,7 +166,6 @@ class Stranger:
         mine = nonce()
         self.send(HELLO, mine)
         answer = self.receive()
-        assert answer is not None
         assert answer[0] == CHALLENGE
         self.send(PROOF, Handshake(self._key, mine, answer[1]).of_client(greeting))
         return self.receive()
@@ -324,7 +323,6 @@ def test_a_greeting_of_nonsense_is_dropped_also_with_the_right_proof(
 def test_what_a_greeting_says_can_be_printed() -> None:
     text = b"1\n2\n\x1b[2Jhost\n3\n\xed\xa0\x80\nc\n\n-1"
     greeting = Greeting.parse(text)
-    assert greeting is not None
     assert str(greeting.peer).isprintable()
     str(greeting.peer).encode()
 

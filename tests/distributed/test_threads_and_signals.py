@@ -14,7 +14,7 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed import conformance
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import run_outcomes
 
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -25,10 +25,8 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 # Much more than what is tried takes; the group's own timeout is 300 s.
 SOON = 20.0
 
-
-@pytest.fixture(params=["shm", pytest.param("gloo", marks=pytest.mark.slow), "hierarchical"])
-def world(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
-    return WORLDS[request.param]
+ranks = ranks_in(("shm", 2), ("hierarchical", 3), slow=[("gloo", 2)])
+everywhere = on_ranks()
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -105,7 +103,8 @@ def test_two_threads_wait_for_a_late_peer(pool: Any, backend: str, work: Any) ->
     assert got == ([[3.0, 3.0]] * 2 if work is two_threads_reduce else [3.0] * 2)
 
 
-def another_thread_closes(rank: int, size: int) -> list[str]:
+@everywhere
+def test_another_thread_closes_the_group(rank: int, size: int) -> None:
     """Rank 0 closes a group in which threads wait: for a collective, its turn, and a message."""
     group = fl.new_group(range(size))
     if rank == 0:
@@ -119,20 +118,11 @@ def another_thread_closes(rank: int, size: int) -> list[str]:
         group.close()
         for thread, _ in waiting:
             thread.join(SOON)
-        raised = [type(outcome[0]).__name__ for _, outcome in waiting]
+        assert [type(end[0]) for _, end in waiting] == [fl.errors.GroupClosedError] * 3
     else:
-        with pytest.raises(fl.errors.PeerLostError) as caught:
+        with pytest.raises(fl.errors.PeerLostError):
             group.send(np.ones(20_000), 0, tag=1)
-        raised = [type(caught.value).__name__]
     fl.barrier()
-    return raised
-
-
-def test_another_thread_closes_the_group(world: Any, pool: Any) -> None:
-    size, how = world
-    closed, *lost = pool(size, **how).run(another_thread_closes)
-    assert closed == ["GroupClosedError"] * 3
-    assert lost == [["PeerLostError"]] * (size - 1)
 
 
 @contextlib.contextmanager
@@ -150,17 +140,12 @@ def save_and_leave(folder: str) -> None:
     fl.distributed_shutdown()
 
 
-def preempted_between_verbs(rank: int, size: int, folder: str) -> bool:
-    with handling(lambda: save_and_leave(folder)):
+@on_ranks(("shm", 2), ("hierarchical", 3), slow=[("gloo", 2)], fresh=True)
+def test_a_handler_between_verbs_saves_and_leaves(rank: int, size: int, tmp_path: Path) -> None:
+    with handling(lambda: save_and_leave(str(tmp_path))):
         fl.all_reduce(np.ones(3))
         os.kill(os.getpid(), signal.SIGTERM)
-    return fl.is_distributed_init()
-
-
-def test_a_handler_between_verbs_saves_and_leaves(world: Any, tmp_path: Path) -> None:
-    size, how = world
-    outcomes = run_outcomes(preempted_between_verbs, size, str(tmp_path), deadline=SOON, **how)
-    assert [outcome.value for outcome in outcomes] == [False] * size, outcomes
+    assert not fl.is_distributed_init()
     assert fl.load(tmp_path).extra["reached"].tolist() == [0, 1, 2]
 
 
@@ -220,17 +205,13 @@ def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
     assert len(set(fl.all_gather_object(journal.count[0] - before))) == 1
 
 
-def preempted_and_carries_on(rank: int, size: int, folder: str) -> None:
+@everywhere
+def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     # On several hosts an exchange waits for messages that were started, where a verb may begin.
     for verb in [verb for verb in BLOCKING if size == 2 or verb != "exchange"]:
-        preempt(rank, size, verb, "carries on", folder)
-
-
-def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
-    pool: Any, world: Any, tmp_path: Path
-) -> None:
-    size, how = world
-    pool(size, **how).run(preempted_and_carries_on, str(tmp_path))
+        preempt(rank, size, verb, "carries on", str(tmp_path))
 
 
 def showered_with_signals(rank: int, size: int) -> int:
@@ -267,12 +248,12 @@ def showered_with_signals(rank: int, size: int) -> int:
     return refused
 
 
-def test_signals_at_any_moment_change_nothing(pool: Any, world: Any) -> None:
-    size, how = world
-    assert sum(pool(size, **how).run(showered_with_signals)) > 0
+def test_signals_at_any_moment_change_nothing(ranks: Any) -> None:
+    assert sum(ranks.run(showered_with_signals)) > 0
 
 
-def preempted_while_it_waits_for_a_work(rank: int, size: int) -> float:
+@everywhere
+def test_a_handler_inside_a_wait_calls_what_is_next(rank: int, size: int) -> None:
     """What a wait has interrupted runs by itself: a verb of the handler comes after it."""
     pid = fl.broadcast_object(os.getpid())
     x = np.full(300_000, rank + 1.0)
@@ -284,13 +265,7 @@ def preempted_while_it_waits_for_a_work(rank: int, size: int) -> float:
         fl.all_reduce(x, async_op=True).wait()
         if rank != 0:
             fl.barrier()
-    return float(fl.all_reduce(x, op="max")[-1])
-
-
-def test_a_handler_inside_a_wait_calls_what_is_next(pool: Any, world: Any) -> None:
-    size, how = world
-    total = size * (size + 1) / 2
-    assert pool(size, **how).run(preempted_while_it_waits_for_a_work) == [total] * size
+    assert fl.all_reduce(x, op="max")[-1] == size * (size + 1) / 2
 
 
 def preempted_inside(rank: int, size: int, verb: str, handler: str, folder: str) -> str:

@@ -14,7 +14,6 @@ from tests.distributed.conformance import on_ranks, ranks_in
 SIDE = 300
 ROUNDS = 10
 
-
 ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3))
 
 

@@ -103,7 +103,7 @@ def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_
     state, _, remedy = doctor.shared_memory()
     assert state is WARNING
     assert "--shm-size" in remedy
-    monkeypatch.setattr(doctor, "DIRECTORY", tmp_path / "none")
+    monkeypatch.setattr(doctor, "SHARED_FOLDER", tmp_path / "none")
     state, detail, _ = doctor.shared_memory()
     assert state is WARNING
     assert "there is no" in detail

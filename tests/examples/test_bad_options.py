@@ -2,13 +2,11 @@
 
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-FLRUN = ("-m", "flashlight_py.launch", "-n", "2")
+from tests.examples.programs import ALONE, EXAMPLES, FLRUN, output
+
 NO_FOLDER = "the folder of /no/folder/p.png does not exist"
 TAGI = "--num-epochs and --batch-size are from 1 on, --seed from 0"
 # Of each example, options and the complaint about them.
@@ -88,7 +86,6 @@ REFUSED = {
     },
 }
 
-
 # Calls a program with each of several options, in one process: imports take most of the time.
 CALLS = r"""
 import runpy, sys
@@ -104,7 +101,7 @@ for call in calls:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_example_refuses_options_in_one_line(name: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", CALLS, str(EXAMPLES / f"{name}.py")]
+    command = [*ALONE, "-c", CALLS, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(
         [*command, *REFUSED[name]], capture_output=True, text=True, timeout=60, check=False
     )
@@ -118,7 +115,7 @@ def test_an_example_refuses_options_in_one_line(name: str) -> None:
 @pytest.mark.parametrize("name", ["cifar_resnet", "digits_cnn", "tiny_gpt", "heat"])
 def test_an_example_refuses_less_than_one_for_each_rank(name: str) -> None:
     option = "--cells" if name == "heat" else "--batch-size"
-    command = [sys.executable, *FLRUN, str(EXAMPLES / f"{name}.py"), option, "1"]
+    command = [*FLRUN, "2", str(EXAMPLES / f"{name}.py"), option, "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert re.search(rf"{option}: expected (at least )?2.*, got 1", done.stderr)
@@ -126,5 +123,4 @@ def test_an_example_refuses_less_than_one_for_each_rank(name: str) -> None:
 
 
 def test_plot_losses_explains_its_arguments() -> None:
-    command = [sys.executable, str(EXAMPLES / "plot_losses.py"), "--help"]
-    assert "FILE.png" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "FILE.png" in output(ALONE, "plot_losses.py", "--help")

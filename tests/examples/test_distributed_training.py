@@ -7,7 +7,6 @@ import re
 import select
 import struct
 import subprocess
-import sys
 import termios
 from pathlib import Path
 
@@ -15,10 +14,9 @@ import numpy as np
 import pytest
 
 from tests.distributed.harness import mpirun_command
+from tests.examples.programs import ALONE, DEADLINE, EXAMPLES
 
-PROGRAM = Path(__file__).parents[2] / "examples" / "DistributedTraining.py"
-PYTHON = [sys.executable, "-W", "error", str(PROGRAM)]
-DEADLINE = 100.0
+PYTHON = [*ALONE, str(EXAMPLES / "DistributedTraining.py")]
 
 
 def start(command: list[str], *options: object, **more: object) -> subprocess.Popen[str]:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, output
 from tests.launch.launcher import LAUNCH
 
-PROGRAM = Path(__file__).parents[2] / "examples" / "ResumableTraining.py"
+PROGRAM = EXAMPLES / "ResumableTraining.py"
 EPOCHS, SAVES = 3, 37  # 150 steps, of which every 4th is saved
 JOB = ("--leaves", "8", "--epochs", str(EPOCHS), "--save-every", "4")
 ROUNDS = 20
-DEADLINE = 60.0
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: Any) -> str:
     """The SHA-256 of an undisturbed run of one process."""
     folder = str(tmp_path_factory.mktemp("alone"))
-    command = [sys.executable, "-W", "error", str(PROGRAM), "--folder", folder, *JOB]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
-    return digest(printed.stdout)
+    return digest(output(ALONE, PROGRAM, "--folder", folder, *JOB))
 
 
-def digest(output: str) -> str:
-    return output.partition("SHA-256 of the parameters: ")[2].strip()
+def digest(text: str) -> str:
+    return text.partition("SHA-256 of the parameters: ")[2].strip()
 
 
 def ranks_of(folder: Path) -> list[int]:
@@ -57,7 +54,6 @@ def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) 
     lines: list[str] = []
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, **pipes) as launcher:
         try:
-            assert launcher.stdout
             for _ in range(kills):
                 moment = random.integers(2, 2 + SAVES // (2 * kills + 1))
                 lines += [launcher.stdout.readline() for _ in range(moment)]
@@ -77,10 +73,10 @@ def test_the_launcher_goes_on_with_fewer_ranks_and_the_same_bits(
     tmp_path: Path, expected: str
 ) -> None:
     random = np.random.default_rng(0)
-    output, killed = disturbed(tmp_path / "run", random, 3, 1, "--min-n", "2")
+    text, killed = disturbed(tmp_path / "run", random, 3, 1, "--min-n", "2")
     assert killed == 1
-    assert "Going on from step" in output
-    assert digest(output) == expected
+    assert "Going on from step" in text
+    assert digest(text) == expected
 
 
 @pytest.mark.slow
@@ -95,7 +91,6 @@ def test_random_kills_and_numbers_of_ranks_change_no_bit(
         with subprocess.Popen(
             [*command, "--folder", str(folder), *JOB], stdout=subprocess.PIPE, text=True
         ) as launcher:
-            assert launcher.stdout
             for _ in range(random.integers(1, 10)):
                 launcher.stdout.readline()
             launcher.kill()
@@ -103,5 +98,5 @@ def test_random_kills_and_numbers_of_ranks_change_no_bit(
     how = ("--max-restarts", str(kills))
     if random.random() < 0.5:
         how, kills = ("--min-n", "1"), min(kills, ranks - 1)
-    output, _ = disturbed(folder, random, ranks, kills, *how)
-    assert digest(output) == expected
+    text, _ = disturbed(folder, random, ranks, kills, *how)
+    assert digest(text) == expected

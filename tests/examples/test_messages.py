@@ -4,32 +4,21 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-ALONE = (sys.executable, "-W", "error")
-FLRUN = (sys.executable, "-m", "flashlight_py.launch", "-n")
-DEADLINE = 60.0
-
-
-def output(*command: object) -> str:
-    """What a program prints, without flrun's numbers of the ranks; it must end well."""
-    parts = [str(part) for part in command]
-    done = subprocess.run(parts, capture_output=True, text=True, timeout=DEADLINE, check=False)
-    assert done.returncode == 0, done.stderr
-    return re.sub(r"^\[\d+\] ", "", done.stdout, flags=re.MULTILINE)
+from tests.distributed.jobs import free_port
+from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
 
 
 def test_heat_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
-    job = (EXAMPLES / "heat.py", "--cells", 23, "--steps", 100)
+    job = ("heat.py", "--cells", 23, "--steps", 100)
     picture = tmp_path / "heat.png"
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     plot = ("--plot", picture) if has_matplotlib else ()
-    found = [output(*FLRUN, ranks, *job, *plot) for ranks in (2, 3, 4)]
-    found.append(output(*ALONE, *job))
+    found = [output((*FLRUN, ranks), *job, *plot) for ranks in (2, 3, 4)]
+    found.append(output(ALONE, *job))
     cuts = ["2 x 1", "3 x 1", "2 x 2", "1 x 1"]
     assert [text.partition(" pieces")[0] for text in found] == cuts
     digests = {re.findall(r"SHA-256 of the temperatures: (\w{64})", text)[0] for text in found}
@@ -38,12 +27,12 @@ def test_heat_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_a_queue_has_the_same_results_in_order_on_any_number_of_ranks(tmp_path: Path) -> None:
-    job, kept = (EXAMPLES / "task_queue.py", "--tasks", 5), tmp_path / "done.jsonl"
-    alone = output(*ALONE, *job, "--done", kept)
+    job, kept = ("task_queue.py", "--tasks", 5), tmp_path / "done.jsonl"
+    alone = output(ALONE, *job, "--done", kept)
     assert re.findall(r"^(0\.\d{3}) [01]\.\d{3} #*$", alone, re.MULTILINE) == [
         *("0.500", "0.550", "0.600", "0.650", "0.700")
     ]
-    assert [output(*FLRUN, ranks, *job) for ranks in (1, 2, 3)] == [alone] * 3
+    assert [output((*FLRUN, ranks), *job) for ranks in (1, 2, 3)] == [alone] * 3
     assert [json.loads(line)[0] for line in kept.read_text().splitlines()] == [0, 1, 2, 3, 4]
 
 
@@ -67,7 +56,7 @@ task_queue.main([(task, task / 12) for task in range(12)], folder / "done.jsonl"
 def test_a_rank_that_dies_is_replaced_and_what_was_done_is_kept(tmp_path: Path) -> None:
     program = tmp_path / "dying.py"
     program.write_text(DYING)
-    lines = output(*FLRUN, 3, "--max-restarts", 1, program, tmp_path).splitlines()
+    lines = output((*FLRUN, 3, "--max-restarts", 1), program, tmp_path).splitlines()
     assert [line.split()[0] for line in lines] == [f"{task / 12:.3f}" for task in range(12)]
     done = [json.loads(line)[0] for line in (tmp_path / "done.jsonl").read_text().splitlines()]
     assert sorted(done) == [*range(12)], "each once"
@@ -78,9 +67,7 @@ def test_a_rank_that_dies_is_named_with_its_task(tmp_path: Path) -> None:
     """Started one by one, as nobody ends the others then."""
     program = tmp_path / "dying.py"
     program.write_text(DYING)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(program), str(tmp_path)],
@@ -106,6 +93,6 @@ def test_a_rank_that_dies_is_named_with_its_task(tmp_path: Path) -> None:
 def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     kept = tmp_path / "done.jsonl"
     kept.write_text("[0, 0.25]\n[2, 0.5]\n")
-    lines = output(*FLRUN, 2, EXAMPLES / "task_queue.py", "--tasks", 3, "--done", kept)
+    lines = output((*FLRUN, 2), "task_queue.py", "--tasks", 3, "--done", kept)
     assert re.findall(r" (0\.250|0\.500) #", lines) == ["0.250", "0.500"]
     assert len(kept.read_text().splitlines()) == 3

@@ -2,12 +2,13 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.examples import programs
+from tests.examples.programs import ALONE, EXAMPLES, FLRUN
+
 # Options that make few and small steps of each.
 SMALL = {
     "digits_cnn": ("--steps", 4, "--every", 2, "--batch-size", 24),
@@ -16,18 +17,10 @@ SMALL = {
 }
 # What is divided among leaves has no state of its own there, as statistics of batches are.
 PLAIN = {"digits_cnn", "tiny_gpt"}
-ALONE = (sys.executable, "-W", "error")
-FLRUN = (sys.executable, "-m", "flashlight_py.launch", "-n")
 
 
 def output(start: tuple[object, ...], name: str, *options: object) -> str:
-    """What an example prints; it must end well."""
-    command = [*start, ROOT / "examples" / f"{name}.py", *SMALL[name], *options]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return programs.output(start, f"{name}.py", *SMALL[name], *options)
 
 
 def digest(text: str) -> str:
@@ -52,17 +45,16 @@ def test_leaves_on_three_and_four_ranks(name: str) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("name", ["tiny_gpt"])
-def test_a_run_that_was_ended_goes_on(name: str, tmp_path: Path) -> None:
+def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
     """With what dropout and batches draw, and the rate of the schedule's step."""
-    whole = output(ALONE, name)
+    whole = output(ALONE, "tiny_gpt")
     folder = tmp_path / "run"
-    output((*FLRUN, 2), name, "--folder", folder)
+    output((*FLRUN, 2), "tiny_gpt", "--folder", folder)
     (newest, _) = sorted(folder.iterdir(), reverse=True)
     for file in newest.iterdir():
         file.unlink()
     newest.rmdir()
-    rest = output((*FLRUN, 2), name, "--folder", folder)
+    rest = output((*FLRUN, 2), "tiny_gpt", "--folder", folder)
     assert "step     2" in whole
     assert "step     2" not in rest
     assert "step     4" in rest
@@ -83,6 +75,6 @@ def test_digits_are_learned(tmp_path: Path) -> None:
     text = output(ALONE, "digits_cnn", *options, "--folder", tmp_path / "run")
     assert float(re.findall(r"accuracy ([\d.]+)%", text)[-1]) >= 98.5
     picture = tmp_path / "losses.png"
-    program = ROOT / "examples" / "plot_losses.py"
-    subprocess.run([*ALONE, program, picture, tmp_path / "run"], check=True, timeout=60)
+    plot = [*ALONE, EXAMPLES / "plot_losses.py", picture, tmp_path / "run"]
+    subprocess.run(plot, check=True, timeout=60)
     assert picture.stat().st_size > 10_000

@@ -1,28 +1,22 @@
 """The examples of fl.tagi, as a user starts them: alone, and by MPI."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.distributed.harness import mpirun_command
+from tests.examples.programs import ALONE, output
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-DEADLINE = 100.0
+SERIES = "tagi_time_series.py"
+SHORT = ("--num-epochs", 5, "--samples", 400)
 
 
 def printed(program: str, *options: object, ranks: int = 1) -> str:
     """Return what the example wrote to stdout; it must succeed without a warning."""
-    command = [sys.executable, "-W", "error", str(EXAMPLES / program), *map(str, options)]
     start = [] if ranks == 1 else mpirun_command(ranks)
-    done = subprocess.run(
-        [*start, *command], capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output((*start, *ALONE), program, *options)
 
 
 def numbers(text: str) -> list[float]:
@@ -52,8 +46,8 @@ def test_the_size_of_the_errors_is_learnt_as_well(tmp_path: Path) -> None:
 def accuracies(*options: object, ranks: int = 1) -> list[float]:
     """Return the percentage of right answers after each epoch of the digits' example."""
     pytest.importorskip("sklearn")
-    output = printed("tagi_digits.py", *options, ranks=ranks)
-    return [float(number) for number in re.findall(r"accuracy ([\d.]+)%", output)]
+    text = printed("tagi_digits.py", *options, ranks=ranks)
+    return [float(number) for number in re.findall(r"accuracy ([\d.]+)%", text)]
 
 
 @pytest.mark.slow
@@ -85,8 +79,7 @@ def test_averaging_learns_less_than_adding_up() -> None:
 def errors_of_resnet(*options: object, ranks: int = 2) -> tuple[str, list[float]]:
     """Return the first line of the ResNet's example, and the test error after each epoch."""
     pytest.importorskip("sklearn")
-    output = printed("ddp_cifar_resnet.py", *options, ranks=ranks)
-    first, *epochs = output.splitlines()
+    first, *epochs = printed("ddp_cifar_resnet.py", *options, ranks=ranks).splitlines()
     return first, [float(re.findall(r"test error: ([\d.]+)%", line)[0]) for line in epochs]
 
 
@@ -119,3 +112,27 @@ def test_resnet18_reads_the_binary_files_of_cifar(tmp_path: Path) -> None:
     first, errors = errors_of_resnet(*job)
     assert first == f"Data: CIFAR-10 from {tmp_path}; 20 images to learn, 4 to test"
     assert len(errors) == 1
+
+
+@pytest.mark.slow
+def test_the_series_is_forecast_by_its_windows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "forecast.png"
+    error, repeated, _, ahead = numbers(printed(SERIES, *SHORT, "--plot", file))
+    assert error < 0.08 < repeated
+    assert ahead < repeated
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_does_not_change_the_forecast() -> None:
+    alone, together = (numbers(printed(SERIES, *SHORT, ranks=ranks)) for ranks in (1, 2))
+    assert alone == pytest.approx(together, abs=0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_its_own_length_is_enough_with_any_seed(ranks: int) -> None:
+    for seed in range(3):
+        error, *_ = numbers(printed(SERIES, "--seed", seed, ranks=ranks))
+        assert error < 0.08

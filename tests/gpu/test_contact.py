@@ -9,6 +9,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl.library import load, version_text
+from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 from tests.gpu import verbs
 from tests.gpu.conftest import world
@@ -75,7 +76,8 @@ def test_worlds_begin_and_end_in_one_process(
     assert [outcome.value for outcome in outcomes] == [[size * (size + 1) / 2] * 3] * size
 
 
-def in_every_group(rank: int, size: int) -> None:
+@on_ranks()
+def test_each_group_has_a_communicator_of_its_own(rank: int, size: int) -> None:
     """Collectives of three groups in turn, none waited for before all have begun."""
     everyone, halves = fl.new_group(list(range(size))), fl.split(rank % 2)
     assert halves is not None
@@ -99,10 +101,6 @@ def in_every_group(rank: int, size: int) -> None:
     x = verbs.on_gpu(np.ones(3))
     fl.all_reduce(x)
     assert float(x[0]) == size
-
-
-def test_each_group_has_a_communicator_of_its_own(ranks: Any) -> None:
-    ranks.run(in_every_group)
 
 
 def groups_come_and_go(rank: int, size: int) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from tests.distributed.conformance import on_ranks
 from tests.gpu import verbs
 from tests.gpu.conftest import world
 
@@ -20,7 +21,7 @@ ELEMENTS = 4 << 20
 
 
 @pytest.fixture
-def two(pool: Any) -> Any:
+def ranks(pool: Any) -> Any:
     return pool(2, **world(2))
 
 
@@ -48,7 +49,8 @@ def element_of_a_product() -> float:
     return float(product[0, 0].get())
 
 
-def compute_while_a_collective_waits(rank: int, size: int) -> None:
+@on_ranks()
+def test_computation_overlaps_and_the_host_does_not_wait(rank: int, size: int) -> None:
     cupy = verbs.cupy()
     x = warmed_up(rank)
     # CUDA loads a kernel when it is first used, and may wait for all that runs to do so: for the
@@ -72,11 +74,8 @@ def compute_while_a_collective_waits(rank: int, size: int) -> None:
         assert float(x[0].get()) == 3.0
 
 
-def test_computation_overlaps_and_the_host_does_not_wait(two: Any) -> None:
-    two.run(compute_while_a_collective_waits)
-
-
-def collective_on_a_stream_of_the_user(rank: int, size: int) -> None:
+@on_ranks()
+def test_the_current_stream_is_honoured(rank: int, size: int) -> None:
     """The array is still being written on the user's stream when the collective is called."""
     cupy = verbs.cupy()
     warmed_up(rank)
@@ -91,11 +90,8 @@ def collective_on_a_stream_of_the_user(rank: int, size: int) -> None:
             assert float(x.sum().get()) == 2.0 * 50 * 3.0 * ELEMENTS
 
 
-def test_the_current_stream_is_honoured(two: Any) -> None:
-    two.run(collective_on_a_stream_of_the_user)
-
-
-def gradients_leave_before_the_pass_ends(rank: int, size: int) -> None:
+@on_ranks()
+def test_backward_does_not_make_the_host_wait_for_the_others(rank: int, size: int) -> None:
     """With rank 1 held back before its pass, rank 0's host comes through the whole of its own."""
     verbs.cupy()
     device = fl.distributed.use_local_device()
@@ -117,7 +113,3 @@ def gradients_leave_before_the_pass_ends(rank: int, size: int) -> None:
     theirs = first.copy()
     fl.broadcast(theirs, root=0)
     np.testing.assert_array_equal(first.get(), theirs.get())
-
-
-def test_backward_does_not_make_the_host_wait_for_the_others(two: Any) -> None:
-    two.run(gradients_leave_before_the_pass_ends)

@@ -228,21 +228,6 @@ def test_no_sync_leaves_gradients_local(pool: Any) -> None:
     pool(2).run(local_only)
 
 
-def gradients_by_hand(rank: int, size: int) -> list[Any]:
-    model = build()
-    if rank == 0:  # the others computed nothing at all
-        model(fl.input(np.ones((1, 6)))).backward(np.ones((1, 3)))
-    fl.all_reduce_gradients(model, scale=2.0)
-    return [p.grad.copy() for p in model.params()]
-
-
-def test_all_reduce_gradients_sums_and_scales(pool: Any) -> None:
-    expected = gradients_by_hand(0, 1)
-    for grads in pool(2).run(gradients_by_hand):
-        for got, want in zip(grads, expected, strict=True):
-            np.testing.assert_array_equal(got, want)
-
-
 def differing_modules(rank: int, size: int, what: str) -> str:
     width = 8 + (rank if what == "shape" else 0)
     layers = [fl.nn.Linear(6, 8), fl.nn.Linear(8, width)]
@@ -265,34 +250,6 @@ def test_modules_that_differ_are_refused_on_every_rank(pool: Any, what: str) -> 
         assert f"differ in parameter {number}" in message
         assert "rank(s) 0" in message
         assert "rank(s) 1" in message
-
-
-def failing_backward(rank: int, size: int) -> None:
-    """A pass that raises on every rank leaves nothing that disturbs the next one."""
-    model, criterion = build(), fl.nn.MeanSquaredError()
-    fl.distribute_module_grads(model)
-    last = model.params()[0]
-    hook = last.hook
-
-    def explode(variable: Any) -> None:
-        raise ArithmeticError("on purpose")
-
-    last.register_grad_hook(explode)
-    x, y = batches()[0]
-    with pytest.raises(ArithmeticError):
-        criterion(model(fl.input(x)), fl.no_grad(y)).backward()
-    last.register_grad_hook(hook)
-    for p in model.params():
-        p.zero_grad()
-    criterion(model(fl.input(x)), fl.no_grad(y)).backward()
-    reference = build()
-    criterion(reference(fl.input(x)), fl.no_grad(y)).backward()
-    for p, q in zip(model.params(), reference.params(), strict=True):
-        np.testing.assert_allclose(p.grad, q.grad, rtol=1e-14)
-
-
-def test_a_failed_backward_leaves_nothing_behind(pool: Any) -> None:
-    pool(2).run(failing_backward)
 
 
 def test_arguments() -> None:

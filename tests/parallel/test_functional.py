@@ -186,43 +186,6 @@ def test_a_graph_can_be_used_twice(pool: Any) -> None:
         assert grad.tolist() == [4, 4]
 
 
-class HalfLinear(fl.nn.Module):
-    """A linear layer whose inputs are shared out; the ranks' partial results are added up."""
-
-    def __init__(self, rank: int, size: int, whole: Any) -> None:
-        super().__init__()
-        self.columns = np.array_split(np.arange(whole.weight.shape[1]), size)[rank]
-        self.weight = fl.param(whole.weight.array[:, self.columns].copy())
-
-    def forward(self, x: Any) -> Any:
-        return D.all_reduce(F.linear(x[:, self.columns], self.weight))
-
-
-def tensor_parallel(rank: int, size: int) -> Any:
-    fl.set_seed(0)
-    first = fl.nn.Linear(4, 7).astype(np.float64)
-    second = HalfLinear(rank, size, fl.nn.Linear(7, 2).astype(np.float64))
-    model = fl.nn.Sequential(first, fl.nn.Tanh(), second)
-    optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.9)
-    for step in range(5):
-        optimizer.zero_grad()
-        # Every rank computes the same loss, so each has its share of it.
-        prediction = model(fl.input(numbers(step, 3, 4)))
-        loss = fl.nn.MeanSquaredError()(prediction, fl.no_grad(numbers(step, 3, 2)))
-        (loss * (1 / size)).backward()
-        fl.all_reduce_gradients(first)  # what each rank's part of the second layer asks for
-        optimizer.step()
-    return first.params()[0].array, D.all_gather(F.transpose(second.weight)).array
-
-
-@over_worlds
-def test_a_layer_shared_out_trains_as_a_whole_one(pool: Any, size: int, backend: str) -> None:
-    expected = tensor_parallel(0, 1)
-    for result in world(pool, size, backend).run(tensor_parallel):
-        for got, want in zip(result, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
-
-
 # Messages ---------------------------------------------------------------------------------------
 
 

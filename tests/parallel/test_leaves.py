@@ -10,6 +10,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import random as numbers
+from flashlight_py.parallel import fully_sharded
 from tests.distributed.conformance import BACKENDS, ranks_in
 
 F = fl.autograd.functions
@@ -77,6 +78,7 @@ def train(
     model = Net()
     fl.broadcast_parameters(model)
     if sharded:
+        fully_sharded.SMALL_BYTES = 0
         fl.fully_shard(model)
     fl.distribute_module_grads(model, leaves=leaves)
     optimizer = optimizer_of(model, kind)
@@ -99,10 +101,14 @@ def train(
     return digest(model), int(numbers.generator().integers(1 << 30))
 
 
-@pytest.mark.parametrize(("kind", "leaves"), [("adam", 8), ("sgd", 5)])
-def test_any_number_of_ranks_computes_the_same_bits(ranks: Any, kind: str, leaves: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "leaves", "sharded"), [("adam", 8, False), ("sgd", 5, False), ("adam", 8, True)]
+)
+def test_any_number_of_ranks_computes_the_same_bits(
+    ranks: Any, kind: str, leaves: int, sharded: bool
+) -> None:
     expected = train(0, 1, kind, leaves=leaves)
-    assert set(ranks.run(train, kind, STEPS, leaves)) == {expected}
+    assert set(ranks.run(train, kind, STEPS, leaves, "", sharded)) == {expected}
 
 
 @functools.cache
@@ -158,3 +164,20 @@ def test_going_on_with_other_numbers_of_ranks_ends_with_the_same_bits(
     pool(3, params={"BACKEND": "gloo"}).run(train, "adam", 2, 8, run)
     pair = pool(2, params={"BACKEND": "shm"})  # then on two, that have one model in common
     assert set(pair.run(train, "adam", 3, 8, run, True)) == {expected}
+
+
+def outside(rank: int, size: int) -> None:
+    fully_sharded.SMALL_BYTES = 0
+    model = fl.nn.Linear(3, 2)
+    fl.fully_shard(model)
+    fl.distribute_module_grads(model, leaves=4)
+    with pytest.raises(RuntimeError, match="outside of a loop over"):
+        model(fl.input(np.ones((2, 3), np.float32))).mean().backward()
+    fl.fully_shard(model)  # back to sums over whole passes
+    model(fl.input(np.ones((2, 3), np.float32))).mean().backward()
+    assert model.params()[0].grad is not None
+
+
+def test_leaves_of_a_sharded_module_take_the_place_of_its_own_sums(ranks: Any) -> None:
+    """Passes outside of a loop over leaves are refused, as without sharding."""
+    ranks.run(outside)

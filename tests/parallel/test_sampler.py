@@ -129,23 +129,6 @@ def test_iterating_and_given_ranks_communicate_nothing(pool: Any) -> None:
     pool(2).run(communicate_nothing)
 
 
-def evaluate(rank: int, size: int, n: int) -> tuple[float, float, float]:
-    values = np.arange(n) ** 2.0
-    meter = fl.meter.AverageValueMeter()
-    for index in fl.DistributedSampler(n, shuffle=False):
-        meter.add(values[index])
-    result: tuple[float, float, float] = fl.sync_meter(meter)
-    return result
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("n", [1, 7, 10])
-def test_evaluation_counts_every_sample_once(pool: Any, size: int, n: int) -> None:
-    for mean, _, weight in pool(size).run(evaluate, n):
-        assert weight == n
-        assert mean == pytest.approx((np.arange(n) ** 2.0).mean(), rel=1e-14)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

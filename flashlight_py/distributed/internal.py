@@ -1,0 +1,83 @@
+"""Internal names for code outside ``distributed/``, which imports only these and public ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flashlight_py.distributed import verbs
+from flashlight_py.distributed.api.verb_call import COLLECTIVE, in_step, reason_of, refusing
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.calls.arrays import (
+    DTYPES,
+    as_array,
+    check_reduction,
+    parse_op,
+    require_length,
+    scale_in_place,
+)
+from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
+from flashlight_py.distributed.calls.call_site import caller, hide
+from flashlight_py.distributed.calls.checks import check_rank, whole, whole_number
+from flashlight_py.distributed.calls.kinds import is_of
+from flashlight_py.distributed.constants import LinearOp, ReduceOp
+from flashlight_py.distributed.failures import abort, flight_record, journal
+from flashlight_py.distributed.failures.flight_record import read_fields
+from flashlight_py.distributed.failures.journal import Record, leave_to_python
+from flashlight_py.distributed.failures.watchdog import dump
+from flashlight_py.distributed.groups import membership
+from flashlight_py.distributed.groups.membership import Membership, world_fast
+from flashlight_py.distributed.groups.membership import of as members_of
+from flashlight_py.distributed.memory.memory_file import DIRECTORY as SHARED_FOLDER
+from flashlight_py.distributed.memory.memory_file import made_together
+from flashlight_py.distributed.memory.memory_room import reserve as reserve_memory
+from flashlight_py.distributed.memory.memory_room import shared_arrays
+from flashlight_py.distributed.reducers.hook import CommunicationHook, check_hook
+from flashlight_py.distributed.reducers.host_memory import (
+    add_up,
+    hosts_of,
+    map_zeros,
+    meet,
+    store_of,
+)
+from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets, reduce_all
+from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY
+from flashlight_py.distributed.rendezvous.secret import Secret
+from flashlight_py.distributed.rendezvous.store import (
+    NEXT_SECONDS,
+    Store,
+    Waiting,
+    host_identity,
+    not_arrived,
+    this_process,
+)
+from flashlight_py.distributed.rendezvous.tcp_store import is_local
+from flashlight_py.distributed.start import blas, initialize
+from flashlight_py.distributed.start.initialize import leave_first_at_exit
+from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings, interface_asked
+from flashlight_py.distributed.start.world import current_world, group_or_world
+from flashlight_py.distributed.verbs import ALL_REDUCE, RECV, SCATTER, SEND, Verb
+from flashlight_py.distributed.work import AllOf, Done, Then
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
+
+
+def graph_launcher(graph: Any, targets: Sequence[Any]) -> GraphLauncher:
+    """Return a ``GraphLauncher``; only programs with GPUs import it."""
+    from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
+
+    return GraphLauncher(graph, targets)
+
+
+def nccl_library() -> tuple[str, str]:
+    """Return the version and the path of NCCL's library, which is loaded.
+
+    Raises:
+        BackendUnavailableError: there is none.
+    """
+    from flashlight_py.distributed.backends.nccl.library import load, version_text
+
+    library = load()
+    return version_text(library.version), library.path

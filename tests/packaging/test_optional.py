@@ -1,0 +1,38 @@
+"""Each optional package can be deleted with its tests: the rest works without it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.building import ROOT, environment
+from tests.test_layers import WINGS
+
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "wheelhouse")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("package", WINGS)
+def test_the_core_works_if_an_optional_package_is_deleted(package: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(ROOT, tmp_path / "copy", ignore=NOT_COPIED))
+    path = copy / "flashlight_py" / package.replace(".", "/")
+    for deleted in (path, path.with_suffix(".py"), copy / "tests" / package):
+        if deleted.is_dir():
+            shutil.rmtree(deleted)
+        else:
+            deleted.unlink(missing_ok=True)
+    assert not path.exists()
+    tests = "-m", "pytest", "-q", "tests/test_tiny.py", "tests/test_layers.py"
+    for command in (["scripts/stubs"], tests):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=copy,
+            env=environment(PYTHONPATH=str(copy)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
