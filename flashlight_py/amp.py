@@ -5,8 +5,6 @@ wire: products are computed in float32 and rounded once; arrays that are kept fo
 or travel, are half as large, and the casts take time. See docs/mixed-precision.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ContextDecorator
@@ -63,11 +61,11 @@ class autocast(ContextDecorator):
             raise ValueError(f"autocast: dtype must be float16 or bfloat16, got {self.dtype}")
         self._entered: list[AbstractContextManager[None]] = []
 
-    def _recreate_cm(self) -> autocast:
+    def _recreate_cm(self) -> "autocast":
         """Return another one for each call of a decorated function: threads may call it at once."""
         return autocast(self.dtype, self.enabled)
 
-    def __enter__(self) -> autocast:
+    def __enter__(self) -> "autocast":
         dtype = self.dtype if self.enabled else None
         self._entered.append(casting(dtype, here.casts if dtype == here.dtype else None))
         self._entered[-1].__enter__()
@@ -81,11 +79,11 @@ class DynamicScaler(HoldsState):
     """A factor of the loss, so that gradients of float16 neither vanish nor overflow.
 
     It follows torch's ``GradScaler``: a step whose gradients are not all finite is left out and the
-    scale multiplied by ``backoff_factor`` (above 0, below 1); after ``growth_interval`` steps (at
-    least 1) in turn without that it is multiplied by ``growth_factor`` (above 1). bfloat16 has the
-    range of float32 and needs none. In a world of several ranks ``unscale`` is collective: all
-    leave the step out if one has to. If ``enabled`` is False, ``scale`` returns the loss, ``step``
-    steps, and nothing else happens.
+    scale multiplied by ``backoff_factor`` (above 0, below 1); after ``growth_interval`` steps (not
+    seconds; at least 1) in turn without that it is multiplied by ``growth_factor`` (above 1).
+    bfloat16 has the range of float32 and needs none. In a world of several ranks ``unscale`` is
+    collective: all leave the step out if one has to. If ``enabled`` is False, ``scale`` returns the
+    loss, ``step`` steps, and nothing else happens.
 
     A captured step ends with ``backward()``; call ``step`` and ``update`` after it.
 

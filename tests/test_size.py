@@ -18,9 +18,9 @@ SOURCES = {".py", ".c", ".cc", ".h", ".inc", ".pml", ".supp", ".txt"}
 LIMITS = {
     "flashlight_py": 52_290,
     "flashlight_py/distributed": 18_650,
-    "flashlight_py/parallel": 6_269,
+    "flashlight_py/parallel": 6_267,
     "flashlight_py/launch flashlight_py/engines": 4_000,
-    "flashlight_py/autograd flashlight_py/nn flashlight_py/optim": 8_130,
+    "flashlight_py/autograd flashlight_py/nn flashlight_py/optim": 7_750,
     "flashlight_py/tagi": 5_200,
     "flashlight_py/tape": 3_980,
     "flashlight_py/torch": 1_210,

@@ -15,8 +15,6 @@ order, and every hook called when it would be.
 All bookkeeping lives in local dictionaries: a pass that raises leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading
@@ -45,7 +43,7 @@ class GradSink:
         """Take a contribution of the leaf's shape and dtype; only a new array may be kept."""
         raise NotImplementedError
 
-    def product(self, leaf: Any, a: Array, b: Array) -> Array | GradSink:
+    def product(self, leaf: Any, a: Array, b: Array) -> "Array | GradSink":
         """Take ``a @ b``, and return this sink; or return the product, to be added."""
         raise NotImplementedError
 

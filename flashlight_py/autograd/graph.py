@@ -5,8 +5,6 @@ arrays. A computation that is to be done again leaves a ``Part`` for each result
 its outlines lead to; the graph of the second time then takes its place.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +30,7 @@ class Leaf:
 
     data: Array  # Variable.array is this with checks
     grad: Array | None
-    node: Node | None
+    node: "Node | None"
     hook: Callable[[Any], None] | None
     buffer: Any  # None, an array, or a GradSink
     placement: Any  # of a sharded module's parameter (optim.optimizer)

@@ -164,6 +164,9 @@ _OPERATORS: dict[str, Any] = {
     "__le__": lambda self, other: self.data <= _arrays_of(other),
     "__gt__": lambda self, other: self.data > _arrays_of(other),
     "__ge__": lambda self, other: self.data >= _arrays_of(other),
+    **{
+        f"__{kind.__name__}__": lambda x, kind=kind: kind(x.scalar()) for kind in (bool, int, float)
+    },
     "__array_ufunc__": _call_ufunc,
     "__array_function__": _call_function,
     "__getattr__": _missing,

@@ -301,15 +301,6 @@ class Variable(Leaf):
         """Go through the first dimension."""
         return map(self.__getitem__, range(len(self)))
 
-    def __bool__(self) -> bool:
-        return bool(self.scalar())
-
-    def __int__(self) -> int:
-        return int(self.scalar())
-
-    def __float__(self) -> float:
-        return float(self.scalar())
-
     def _require_leaf(self, what: str) -> None:
         if self.node is not None:
             raise ValueError(f"{what} belongs to a leaf; this variable is an operation's result")
@@ -323,6 +314,8 @@ class Variable(Leaf):
         __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
         __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __add__
 
+        def __int__(self) -> int: ...
+        def __float__(self) -> float: ...
         def __lt__(self, other: Operand) -> Array: ...
 
         __le__ = __gt__ = __ge__ = __lt__

@@ -9,8 +9,6 @@ because it takes as long as a fast disk. Functions raise the OSErrors of the sys
 says what differs from the written bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -139,7 +137,7 @@ class Manifest:
         return _text({"manifest": content, "sha256": _digest(content)})
 
     @classmethod
-    def decode(cls, file: bytes) -> Manifest:
+    def decode(cls, file: bytes) -> "Manifest":
         """Return what ``encode`` was given; a ValueError also refuses a version to come."""
         try:
             found = json.loads(file)

@@ -1,7 +1,5 @@
 """Save and load: each rank sends its own state and rank 0 writes; it reads, and all get that."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -75,18 +73,10 @@ Part: TypeAlias = Stateful | Mapping[str, Stateful] | Sequence[Stateful]
 
 @in_step()
 def save(
-    path: str | os.PathLike[str],
-    module: Part | None = None,
-    *,
-    optimizer: Part | None = None,
-    sampler: Part | None = None,
-    schedule: Part | None = None,
-    rng: Any = None,
-    step: int = 0,
-    extra: Any = None,
-    keep: int = 3,
-    group: ProcessGroup | None = None,
-) -> Path:
+    path: str | os.PathLike[str], module: Part | None = None, *, optimizer: Part | None = None,
+    sampler: Part | None = None, schedule: Part | None = None, rng: Any = None, step: int = 0,
+    extra: Any = None, keep: int = 3, group: ProcessGroup | None = None,
+) -> Path:  # fmt: skip
     """Write a checkpoint into the directory ``path``; keep the newest ``keep`` of them.
 
     Collective, blocking. Rank 0 alone writes, and its module, optimizer, sampler, schedule and
@@ -188,15 +178,10 @@ class _Found(NamedTuple):
 
 @in_step()
 def load(
-    path: str | os.PathLike[str],
-    module: Part | None = None,
-    *,
-    optimizer: Part | None = None,
-    sampler: Part | None = None,
-    schedule: Part | None = None,
-    rng: Any = None,
+    path: str | os.PathLike[str], module: Part | None = None, *, optimizer: Part | None = None,
+    sampler: Part | None = None, schedule: Part | None = None, rng: Any = None,
     group: ProcessGroup | None = None,
-) -> Checkpoint | None:
+) -> Checkpoint | None:  # fmt: skip
     """Go on from the newest whole checkpoint in the directory ``path``; None: there is none.
 
     Collective, blocking. Rank 0 alone reads, and broadcasts what it has read; ``path`` need not be
@@ -351,7 +336,7 @@ class Attempt:
         self._what, self._group = what, group
         self._error: Exception | None = None
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> "Attempt":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:

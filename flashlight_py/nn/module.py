@@ -1,7 +1,5 @@
 """The base of all modules: finds parameters, saves and loads them, switches modes."""
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod
@@ -24,7 +22,7 @@ _CONTAINERS = list, tuple, dict
 class _Forward(Protocol[Result_co]):
     """A module as type checkers see it: to call it returns what its ``forward`` does."""
 
-    before_forward: Callable[[Module], None] | None
+    before_forward: "Callable[[Module], None] | None"
     _instead: Callable[..., Any] | None
 
     def forward(self, *inputs: Any, **options: Any) -> Result_co: ...
@@ -45,7 +43,7 @@ class Module(Structured, ABC):
 
     training = True
     _buffer_names: tuple[str, ...] = ()
-    before_forward: Callable[[Module], None] | None = None
+    before_forward: "Callable[[Module], None] | None" = None
     _instead: Callable[..., Any] | None = None  # called in place of forward, with the module first
     _paused: tuple[Variable, ...] = ()  # own parameters whose calc_grad eval() switched off
     _unsearched = ""  # an attribute with a list of modules that have other names
@@ -75,7 +73,7 @@ class Module(Structured, ABC):
         """Return what copies and pickles hold: everything but the slot of ``before_forward``."""
         return {name: value for name, value in vars(self).items() if name != "before_forward"}
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def children(self) -> "Iterator[tuple[str, Module]]":
         """Yield the direct submodules with their names: in attributes, then in lists and dicts."""
         containers = []
         for name, value in vars(self).items():

@@ -1,7 +1,5 @@
 """Optimizers in common: where parameters lie, state, and the steps by a rule."""
 
-from __future__ import annotations
-
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +37,7 @@ class Shards:
 
     group: Summing
 
-    def attach(self, optimizer: FirstOrderOptimizer) -> None:
+    def attach(self, optimizer: "FirstOrderOptimizer") -> None:
         """Take note of an optimizer that was made for parameters of the module."""
 
     def making(self, name: str) -> AbstractContextManager[None]:

@@ -34,18 +34,16 @@ def fully_shard(
     keep the shapes of the whole module. Make the optimizer after this call. A second call
     distributes the module again.
 
-    Making an optimizer, ``step()``, ``clip_grad_norm`` and saving or loading the
-    optimizer's state are collective then, as is every synchronised backward pass. Between steps a
-    parameter must not be written: all ranks would see it, some of them in the middle of a pass.
-    Copies and pickles of the module and its optimizer are ordinary ones, of this process alone.
-    With FLASHLIGHT_DEBUG_SHARED=1 in the environment NumPy refuses it.
+    Making an optimizer, ``step()``, ``clip_grad_norm`` and saving or loading the optimizer's state
+    are collective then, as is every synchronised backward pass. Do not write to parameters between
+    steps: all ranks would see it, some of them in the middle of a pass. With
+    FLASHLIGHT_DEBUG_SHARED=1 in the environment NumPy rejects such a write. Copies and pickles of
+    the module and its optimizer are ordinary ones, of this process alone.
 
     A module with less than 12 MiB of parameters stays each rank's own, as by
-    :func:`flashlight_py.distribute_module_grads`: waiting for each other would take longer than to
-    step alone. This does not apply with ``across_hosts``.
-
-    Ranks that share no memory, as through Gloo alone, count as a host each: then it is
-    data-parallel training, and only ``across_hosts`` saves memory.
+    :func:`flashlight_py.distribute_module_grads`, unless ``across_hosts``: waiting for each other
+    would take longer than to step alone. Ranks that share no memory, as through Gloo alone, count
+    as a host each: then only ``across_hosts`` saves memory.
 
     Args:
         module: the same on every rank but for its values. Parameters that are CuPy arrays are

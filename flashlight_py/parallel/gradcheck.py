@@ -23,10 +23,8 @@ def gradcheck_over_ranks(
 ) -> None:
     """Compare the gradients of J, the sum of all ranks' losses, with central differences, or raise.
 
-    For functions made of ``fl.functional``. A rank's loss is its result, weighted with fixed
-    numbers of its own and summed. Every element of every array of every rank is moved by ``step``
-    to both sides, while all ranks compute: meant for small arrays, which are copied, not changed.
-    Collective, blocking.
+    For functions made of ``fl.functional``, and small arrays, which are copied. A rank's loss is
+    the sum of its result, weighted with fixed numbers of its own. Collective, blocking.
 
     Args:
         function: takes one variable per array, and may differ between ranks, as long as their

@@ -27,10 +27,9 @@ from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
 class DistributedOptimizer:
     """Reduces the gradients of its parameters over the ranks, then lets ``optimizer`` step.
 
-    The other way to train data-parallel, without hooks: ``backward()`` leaves this rank's own
-    gradients, and ``step()`` does the rest. Gradients travel together in buckets of 20 MiB, but
-    only after the backward pass; :func:`flashlight_py.distribute_module_grads` overlaps the two.
-    Everything else is the inner optimizer's. Not collective to make.
+    Gradients travel in buckets of 20 MiB, after the backward pass;
+    :func:`flashlight_py.distribute_module_grads` overlaps the two. Everything else is the inner
+    optimizer's. Not collective to make.
 
     Args:
         optimizer: any of ``fl.optim``, or a subclass of ``fl.optim.FirstOrderOptimizer`` with
@@ -140,8 +139,7 @@ class DistributedOptimizer:
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 
-        For rules that change parameters by something else than gradients, such as the changes of
-        means and variances of Bayesian networks. Collective, blocking; coalesced.
+        For rules that change parameters by other arrays than gradients. Collective, blocking.
 
         Args:
             updates: arrays of any shapes and floating or complex dtypes (integers too, unless

@@ -41,12 +41,11 @@ def shard_linear(
     gradients of the layer as it was: of its part of a weight, and the whole one of the input. The
     ranks' losses must be the same, so parameters that are not cut stay the same on all ranks.
 
-    The state dict, of the layer and of an optimizer made afterwards, has whole arrays:
-    ``state_dict`` is collective, and ``load_state_dict`` takes whole arrays, on any number of
-    ranks. ``fl.save`` and ``fl.load`` work on that. Optimizers and gradient hooks belong to the
-    arrays of before: make them afterwards. Ranks that hold the same part may train on different
-    data with ``distribute_module_grads(module, group=...)`` of them. ``clip_grad_norm`` counts the
-    parts of all ranks, and is collective then. Copies of the layer belong to the same group.
+    The state dict, of the layer and of an optimizer made afterwards, has whole arrays, on any
+    number of ranks: ``state_dict`` is collective, as ``fl.save`` is. Make optimizers and gradient
+    hooks afterwards. Ranks that hold the same part may train on different data with
+    ``distribute_module_grads(module, group=...)`` of them. ``clip_grad_norm`` counts the parts of
+    all ranks, and is collective then. Copies of the layer belong to the same group.
 
     Collective, blocking, as is calling the layer: forward a row layer, backward a column layer.
 

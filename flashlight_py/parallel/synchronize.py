@@ -120,8 +120,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
     """Average every parameter over the ranks, in place, as flashlight does.
 
     Collective, blocking. Buffers stay as they are. If each rank has drawn its own parameters, call
-    :func:`flashlight_py.broadcast_parameters` instead: the mean of n independent draws is smaller
-    than each draw by the square root of n, and no longer what the initialisation meant.
+    :func:`flashlight_py.broadcast_parameters` instead: the mean of n draws is too small.
 
     Args:
         module: the same on every rank but for its values.

@@ -5,8 +5,6 @@ microseconds. A process is a rank; its first thread is the program, with calls a
 it; other threads hold what runs beside it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -116,7 +114,7 @@ class Profile:
         self._write(path, [timeline])
         _log.warning("rank %d alone: its profile is in %s (%s)", timeline.rank, path, reason)
 
-    def __enter__(self) -> Profile:
+    def __enter__(self) -> "Profile":
         self.start()
         return self
 

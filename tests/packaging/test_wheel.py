@@ -174,7 +174,8 @@ def test_an_extension_that_is_broken_fails_the_build(
     sources = copy_of_sources(tmp_path)
     module = sources / "csrc" / "fast" / "fast.c"
     module.write_text(f"{broken}\nvoid (*place)(void) = nowhere;\n{module.read_text()}")
-    left_out = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "GLOO", "OPTIM")}
+    others = "SHM", "GLOO", "OPTIM", "NN", "TAPE", "TAGI"
+    left_out = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in others}
     with pytest.raises(AssertionError) as failed:  # it comes with the output
         build(sources, tmp_path / "dist", **left_out)
     assert re.search(rf"error: flashlight_py._native._fast.*{said}", str(failed.value))

@@ -180,6 +180,32 @@ def test_buffers_are_those_of_rank_0_before_each_forward_pass_in_training(pool: 
     assert second == ([[2, 2.0], [3, 3.0], [3, 3.0], [5, 5.0]], 7)
 
 
+def buffers_of_steps(rank: int, size: int) -> list[list[float]]:
+    """The plan of the buffers is kept, but not if a rank has replaced or reshaped one."""
+    model, found = fl.nn.BatchNorm(2), []
+    fl.distribute_module_grads(model)
+    x = fl.input(np.array([[0.0, 1.0], [2.0, 3.0]], np.float32) * (1 + rank))
+    for step in range(4):
+        if step == 2 and rank == 1:
+            model.running_mean = np.full(2, 9.0, np.float32)
+        model(x)
+        found.append(model.running_mean.tolist())
+    if rank == 1:
+        model.running_mean = np.zeros(3, np.float32)
+    with pytest.raises(fl.errors.MismatchError, match=r'tree\["running_mean"\] \(rank\(s\) 0: '):
+        model(x)
+    return found
+
+
+def test_buffers_are_given_also_if_a_rank_replaces_one(pool: Any) -> None:
+    first, second = pool(2).run(buffers_of_steps)
+    mean = np.zeros(2)
+    for own, other in zip(first, second, strict=True):
+        np.testing.assert_allclose(own, mean * 0.9 + np.array([0.1, 0.2]), rtol=1e-6)
+        np.testing.assert_allclose(other, mean * 0.9 + np.array([0.2, 0.4]), rtol=1e-6)
+        mean = np.array(own)
+
+
 def ignoring(rank: int, size: int) -> Any:
     model = build(0)
     model.own = fl.param(np.full(1 + rank, 2.0, np.float32))

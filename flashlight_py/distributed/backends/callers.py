@@ -22,11 +22,9 @@ SITE_BYTES = codes.SITE_BYTES - 1  # without the zero behind the text
 class Callers:
     """The threads that are in a blocking call of a backend, or about to begin one.
 
-    A signal handler runs in the midst of what its thread does. The interrupted call goes on only
-    when it returns, so that a call of the same backend would wait for itself; nor could the ranks
-    agree on the order of the two. Leaving the group is not refused. Of a thread that ``check`` has
-    let through, this is how it calls, and how a handler that raises anywhere in between leaves
-    nothing behind::
+    A signal handler that calls the same backend would wait for the call that it interrupted, and
+    the ranks could not agree on the order of the two. Leaving the group is allowed. A handler may
+    raise anywhere, so a caller writes::
 
         thread = callers.check(verb)
         try:

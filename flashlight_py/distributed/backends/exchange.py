@@ -23,10 +23,7 @@ CONTENT, PROBLEM, LATER = range(3)
 
 
 class Steps(Backend):
-    """``backend`` for calls that are steps of ``part_of``, or may take ``seconds`` each.
-
-    A call's own words count; those that it lacks are written into it.
-    """
+    """``backend`` with defaults for ``part_of`` and ``seconds`` of calls."""
 
     def __init__(self, backend: Backend, part_of: str = "", seconds: float | None = None) -> None:
         self.kind, self.path = backend.kind, backend.path
@@ -54,11 +51,10 @@ class Steps(Backend):
 
 
 class Frame(NamedTuple):
-    """Bytes that travel with their lengths, so that nobody need know those; see ``kind``.
+    """Bytes that travel with their lengths.
 
-    ``CONTENT``; ``PROBLEM``: words that say why there is none; ``LATER``: the length, in eight
-    bytes, of the frame that follows in another call. ``buffers`` of a pickle have been made by
-    native code.
+    ``kind`` is ``CONTENT``, ``PROBLEM`` (why there is none, in words) or ``LATER`` (the length, in
+    eight bytes, of the frame in the next call). Native code makes ``buffers`` of a pickle.
     """
 
     content: bytes | memoryview

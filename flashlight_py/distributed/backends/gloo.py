@@ -75,12 +75,10 @@ class GlooBackend(NativeBackend):
     ``joining`` connecting. Both ends of each connection prove that they know ``key``, which is that
     of the job.
 
-    ``hosts`` says which ranks share a host (equal words). Where there are several, it is noticed
-    when one cannot be reached any more (csrc/gloo/heartbeat.h): one that is silent for
-    ``host_timeout`` seconds is lost. The longest that any rank was given counts for all, and 0, for
-    ever, of any. Where the group ``is_watched``, another one, of more ranks of these hosts, does
-    it, and takes this one along. With ``at_once`` no call of this rank ends before all others have
-    made it, in this group and those made of it.
+    Ranks with equal ``hosts`` share a host. A host that is silent for ``host_timeout`` seconds is
+    lost (csrc/gloo/heartbeat.h); the longest timeout of all ranks counts, 0 is no limit. If the
+    group ``is_watched``, a larger group of these hosts does that and ends this one. With
+    ``at_once`` no call ends before all ranks have made it, also in subgroups.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing, or this rank

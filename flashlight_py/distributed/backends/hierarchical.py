@@ -1,11 +1,9 @@
 """Several hosts: shared memory inside each, another backend between them, by composition.
 
 Small arrays travel with the comparison of the calls, large ones after it: see
-``hierarchical_calls.py``. Reductions add the ranks of a host in order, then the hosts in
-order: the same bits on every rank and in every run with the same placement.
-
-A message travels through memory inside a host, else between hosts; a receive from any rank is open
-in both, until one has a message.
+``hierarchical_calls.py``. Reductions add the ranks of a host in order, then the hosts in order: the
+same bits on every rank and in every run with the same placement. A receive from any rank is open in
+both backends until one has a message.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# How long a wait for several ways looks at each, and then sleeps until one has a message or, at the
-# latest, it looks for what has failed. Signal handlers run in between.
+# Seconds that an open receive polls each backend, and then sleeps before it looks for failures.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
 _NEVER = 1e9  # of a limit in seconds
@@ -302,11 +299,9 @@ class HierarchicalBackend(Backend):
     # Also ends the parts inside the host natively: a rank that waits in shared memory for one
     # that computes, or holds the GIL, is told at once.
     def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
-        """Return that hosts are lost, if that is why the parts have ended; else ``error``.
+        """Return that hosts are lost, if the parts have ended because of that; else ``error``.
 
-        Waits inside of this host end with the part that watches over the hosts. And a part may have
-        ended by another operation, for whose failure nobody has waited yet. Once this rank has
-        closed the group, others leave because of that.
+        Waits inside this host end with the part that watches the other hosts.
         """
         if self._is_closed:
             return error
@@ -338,10 +333,7 @@ class HierarchicalBackend(Backend):
             backend.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return why the group cannot be used any more; see ``Backend``.
-
-        Not all ranks are connected: a rank that learns it notifies those that it is connected with.
-        """
+        """See ``Backend``; notifies the other parts, as not all ranks are connected."""
         found = {part: part.lost(doing) for part in self._parts if part not in self._notified}
         why = next(filter(None, found.values()), None)
         if isinstance(why, PeerLostError):
@@ -355,10 +347,9 @@ class HierarchicalBackend(Backend):
         return not is_idle or any(part.is_busy() for part in self._parts)
 
     def close(self) -> None:
-        """Close the backends, which ends what runs, then the threads.
+        """Close the backends, which ends pending operations, then the thread.
 
-        In a signal handler that may have interrupted the use of the thread's queue, which is locked
-        then, the thread ends by itself a little later.
+        In a signal handler the queue of the thread may be locked, so the thread ends by itself.
         """
         self._is_closed = True
         self._close_backends()
@@ -425,9 +416,9 @@ class _GuardedWork(Work):
 
 
 class OpenReceive(Work):
-    """``call``, a receive of what any rank sends by one of several ways.
+    """``call``, a receive from any rank: ``works`` of several backends, which share ``claim``.
 
-    Each of ``works`` is one of them, and whom it knows as which rank; they share ``claim``.
+    Each has the ranks of its backend as this group numbers them.
     """
 
     def __init__(

@@ -45,9 +45,8 @@ _GATHERS = (ALL_GATHER, GATHER)
 _MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 
 
-# Data that travels with the digest of its call, and is folded by each host's first rank, takes
-# one exchange instead of two or three; the verdict comes before anything is written, so a
-# mismatch still changes nothing anywhere.
+# Data that travels with the digest of its call takes one exchange instead of two or three. The
+# verdict comes before anything is written, so a mismatch changes no array.
 class SmallCalls:
     """The calls of rank ``rank`` of ``hosts`` whose data travels with them."""
 
@@ -127,9 +126,8 @@ def cut_evenly(flat: Any, count: int) -> list[Any]:
 class LargeCalls:
     """The steps of rank ``rank`` of ``hosts`` once all ranks have called the same.
 
-    ``inside`` and ``between`` join hosts: see ``HierarchicalBackend``. ``far`` is how long
-    (seconds) hosts wait for each other. ``runs_ahead`` is called where a call has ended here while
-    a local peer may still wait for other hosts.
+    ``inside`` and ``between`` are those of ``HierarchicalBackend``. ``far`` is the timeout in
+    seconds between hosts. ``runs_ahead`` is called if a call ends before that of a local peer.
     """
 
     far: float
@@ -326,12 +324,10 @@ def in_rank_order(
     rank: int,
     copies: bool = True,
 ) -> Array:
-    """Return ``whole``, the ``rows`` of each rank of each host in turn, as the result of ``call``.
-
-    Unless ``copies`` it is that already.
+    """Return ``whole``, the ``rows`` of each rank host by host, as the result of ``call``.
 
     Raises:
-        ValueError: ``call`` says where its result goes, and that has not as many rows.
+        ValueError: ``call.out`` has another number of rows.
     """
     if call.out is not None:
         require_length(call.name, call.out, sum(rows), rank, len(rows))

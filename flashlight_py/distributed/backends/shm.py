@@ -131,8 +131,8 @@ class ShmBackend(NativeBackend):
             _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
             return [made_together(store, lambda: ordinary_empty(shape, dtype, self.size))]
         pointer = self.ffi.cast("char *", self.lib.fl_region_array(region))
-        # It may be collected in the middle of a wait, where the group may hold its lock: which is
-        # not notified then, but before its next operation.
+        # Collected in the middle of a wait, where the group may hold its lock: freed before the
+        # next operation.
         parts_of = (
             freed_by(self.ffi, pointer, self._first.append),
             freed_by(self.ffi, region, self.lib.fl_free_region),

@@ -1,9 +1,8 @@
-"""An exception that ends this rank's part of the job: it is reported to the other ranks.
+"""Reports of the exception that ends this rank's program to the other ranks.
 
-One that nobody catches is printed, by whatever prints it otherwise, and then reported in every
-open group: the others raise at once, with this rank's traceback. One that ends a thread alone is
-reported when the process exits, if it leaves its groups open then. One that somebody catches later,
-as a host program does, is reported by ``abort_on_exception``.
+An uncaught exception is printed and then reported in every open group: the other ranks raise at
+once, with this rank's traceback. If it ends a thread other than the main one, it is reported when
+the process exits with open groups. ``abort_on_exception`` reports one that a host program catches.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _SUMMARY_BYTES = 500
 afterwards: list[Callable[[], None]] = []
 """Called when an exception that nobody catches has been printed and reported."""
 
-# Backends that are there. A WeakSet would run Python code when one is collected, and what a signal
-# handler raises there is lost.
+# A WeakSet would run Python code when a backend is collected; an exception of a signal handler
+# would be lost there.
 _open: dict[weakref.ref[Backend], None] = {}
 
 

@@ -1,8 +1,7 @@
-"""Calls of the ranks of several hosts, compared before anything is changed.
+"""Comparison of the calls of several hosts, with which every collective begins.
 
-Every collective begins with it, so that ranks which call different things meet in the same
-place: inside each host, then one rank of each host with the others', then inside again. Small data
-travels with it.
+Ranks compare inside each host, then one rank of each host with those of the others, then inside
+again. Small data travels with it.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _EMPTY = np.empty(0, np.uint8)
 
 
 def between_hosts(seconds: float, times: int = 1) -> float:
-    """Return how long hosts wait for each other where ranks of one host wait ``seconds``.
+    """Return the timeout between hosts if that of a host's ranks is ``seconds``.
 
-    A little longer: the host of a rank that is late can then say so, instead of being late itself.
-    And so on, ``times`` times, for who waits for one that waits.
+    It is longer, so that the host of a late rank can name the rank. Repeated ``times`` times for a
+    rank that waits for a waiting rank.
     """
     for _ in range(times):
         seconds += min(2.0, 0.2 * seconds)
@@ -49,10 +48,9 @@ def joined(parts: Sequence[Array]) -> Array:
 
 
 class Load(NamedTuple):
-    """A rank's part of a comparison: ``data``, as bytes, and the ``length`` of its array in rows.
+    """A rank's part of a comparison: ``data`` as bytes, and the number of rows of its array.
 
-    ``inside`` makes what a host sends of what its ranks have given, ``between`` what all get of
-    what the hosts have sent.
+    ``inside`` combines the data of a host's ranks, ``between`` that of the hosts.
     """
 
     length: int = 0
@@ -112,11 +110,10 @@ class Agreement:
         self._last, self._last_at = "no call of this group", system.monotonic()
 
     def reach(self, call: Call, number: int, load: Load) -> RankMessage:
-        """Return once every rank has called what goes together with ``call``, with what they gave.
+        """Wait until every rank has made a matching call; return the loads of all, combined.
 
-        That is what the functions of ``load`` have made of all ranks' loads, and the lengths of
-        their arrays, host by host. It is call ``number`` of the group, as users count. Its
-        ``seconds`` bound each step of the way; None: the group's timeout does.
+        The message also has the lengths of the ranks' arrays, host by host. ``number`` counts the
+        calls of users. ``call.seconds`` bounds each step; None: the timeout of the group.
 
         Raises:
             MismatchError: another rank called something else; on every rank, nothing was changed.
@@ -137,10 +134,7 @@ class Agreement:
         return f"All ranks joined {self._last}, {system.monotonic() - self._last_at:.1f} s ago"
 
     def meet(self, key: str, load: Load, seconds: float | None) -> RankMessage:
-        """Return what all ranks give, on all of them; with a digest of zeros where keys differ.
-
-        ``seconds`` is as for :meth:`reach`.
-        """
+        """Return the combined loads of all ranks; the digest is zero if their keys differ."""
         limit = self.timeout if seconds is None else seconds
         # A local peer that is behind has three limits of other hosts itself.
         ahead = seconds is None and self._is_ahead

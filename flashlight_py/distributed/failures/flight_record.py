@@ -34,7 +34,7 @@ _PREFIX = "flashlight-trace-"
 class Flight:
     """The folder of this process's file, and its rank, size and job.
 
-    A folder ``chosen`` by the user may be a link, or somebody else's that this user may write to.
+    A folder ``chosen`` by the user may be a link or belong to another user.
     """
 
     folder: Path
@@ -61,9 +61,9 @@ def default_folder(job: str) -> Path:
 
 
 def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = None) -> Path:
-    """Write this rank's file and return its path; one that is there already is replaced.
+    """Write or replace this rank's file and return its path.
 
-    ``threads`` are the lines that say where the threads stand, default those of this moment.
+    ``threads`` are the stacks of the threads in lines, by default those of this moment.
 
     Raises:
         OSError: it cannot be written, or somebody else has put the folder there.

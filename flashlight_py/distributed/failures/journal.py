@@ -65,9 +65,8 @@ on_failure: Callable[[BaseException], None] | None = None
 """Called with the exception of each call that failed."""
 
 
-# The verb and its arguments. The number counts the group's calls, and is 0 for messages; the bytes
-# are given where they do not follow from dtype and shape. A field that a call has no use for is
-# None, and is left out at the end.
+# The number counts the calls of the group; 0: a message. The bytes are None if dtype and shape say
+# them. Other fields that a call does not use are None, or missing at the end.
 _FIELDS = ("group", "number", "verb", "dtype", "shape", "op", "root", "peer", "tag", "bytes")
 
 
@@ -131,10 +130,9 @@ class Record:
 
 
 def name_of_group(ranks: Sequence[int]) -> str:
-    """Return a name for a new group of ``ranks`` (of the world) that its members agree on.
+    """Return a name for a new group of ``ranks`` (of the world), equal on its members.
 
-    They make the groups that they share in one order, so the second of the same ranks is the
-    second on each of them.
+    They make the groups that they share in one order, so that they can count groups of equal ranks.
     """
     key = tuple(ranks)
     _made[key] += 1
@@ -142,15 +140,12 @@ def name_of_group(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, key))}{again}"
 
 
-# One list for native code and Python: a call is in it whichever way it took, in its order. An
-# asynchronous operation carries the place where its end is recorded, and whichever thread ends it
-# writes the time, also where nobody waits.
 class Ring:
-    """The memory that native code writes its calls to.
+    """The memory that native code writes calls to, in one order with those of Python.
 
-    ``memory`` is the ring, ``notes`` has for each of its places a line of user code, or the record
-    of a call that went through Python. ``header[CALLERS]`` are the threads that are in a native
-    call, or 0.
+    ``notes`` has, for each call in ``memory``, a line of user code or the record of a call of
+    Python. ``header[CALLERS]`` are the threads that are in a native call, or 0. The thread that
+    ends an asynchronous operation writes the time of its end.
     """
 
     def __init__(self) -> None:
@@ -160,10 +155,9 @@ class Ring:
 
 
 class Journal(Ring):
-    """Counts the calls of the group ``name`` and records them.
+    """Counts and records the calls of the group ``name``, of these ``ranks`` of the world.
 
-    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data, ``count[0]``
-    is how many collectives this rank has called.
+    ``path`` is that of ``Backend``. ``count[0]`` is the number of collectives of this rank.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
@@ -182,10 +176,7 @@ class Journal(Ring):
             _latest.append(self)
 
     def run(self, calls: Sequence[Call], name: str, start: Callable[[], Work]) -> Work:
-        """Record ``calls``, which users know as one call of ``name`` and ``start`` starts.
-
-        Waits for the end of blocking ones.
-        """
+        """Record ``calls`` as one call of ``name``, which ``start`` starts; wait if they block."""
         call, verb = calls[0], calls[0].verb
         number = 0 if verb.is_message else self._count()
         kinds = {_kind(each) for each in calls}
@@ -389,10 +380,7 @@ def _note(error: BaseException, group: str) -> None:
 
 
 def leave_to_python(more: int) -> None:
-    """Have native code leave each call of any thread to Python, which notes more, until -1 ends it.
-
-    ``more``: 1 when a profile or the recording of a step begins, -1 when it ends.
-    """
+    """Leave native calls of all threads to Python: 1 at the begin of a profile or recording, else -1."""
     global _listeners  # noqa: PLW0603  (rings that are made meanwhile must know)
     with _leaving:
         _listeners += more

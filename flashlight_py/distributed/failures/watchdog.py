@@ -1,8 +1,8 @@
 """Writes the flight record: after a failed call, at SIGUSR1, when another rank wrote its own.
 
-A thread of its own waits for the signal, so that it is answered while the main thread hangs in a
-library: faulthandler writes the stacks into a pipe from within the signal's handler, and the thread
-adds the calls. Where a handler for SIGUSR1 is there already, it stays and is not called upon.
+A thread waits for the signal, because the main thread may hang in a library: faulthandler writes
+the stacks into a pipe inside the signal handler, and the thread adds the calls. An existing handler
+for SIGUSR1 stays, and this one is not installed.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ class OtherRecords:
         self._new()
 
     def have_written(self, after: float) -> bool:
-        """Return whether another rank has written for a reason of its own since the last question.
+        """Return whether another rank has written for its own reason since the last question.
 
-        Only what was written later than ``after`` counts, an ``st_mtime``: the clock of whoever
-        keeps the folder, as NFS may list a file long after it was written.
+        Only files later than ``after`` count, a time of the file system: NFS may list them late.
         """
         for path, (_, when) in self._new():
             with contextlib.suppress(OSError, ValueError):  # replaced meanwhile, or somebody else's
@@ -88,15 +87,14 @@ class OtherRecords:
 
 _log = logging.getLogger("flashlight_py")
 
-# Failures come in cascades, and programs may provoke mismatches: the first of them is written, and
-# not answered by ranks that have just written as well.
+# Only the first of several failures is written; ranks that have just written do not answer it.
 _QUIET_SECONDS = 10.0
 # How often a rank looks for others' records; a network's file system notifies nobody.
 _LOOK_SECONDS = 0.5
 # More than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
-# So long a thread lets another write first. One that holds the lock for longer has been interrupted
-# by a signal handler, which may wait for the thread that wants it.
+# Seconds that a thread waits for another one to write. A longer one is interrupted by a signal
+# handler, which may wait for this thread.
 _LOCK_SECONDS = 1.0
 # Until all stacks have arrived through the pipe, once the first has.
 _WRITING_SECONDS = 0.05

@@ -28,10 +28,7 @@ HOST_ADVICE = (
 
 
 def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
-    """Complete a sentence about ``ranks``: which processes they were, if that is known.
-
-    Of very many how many more they are.
-    """
+    """Complete a sentence about ``ranks`` with their processes, as far as these are known."""
     known = [processes[rank] for rank in ranks if rank < len(processes)]
     named, more = ", ".join(known[:MOST_RANKS]), len(known) - MOST_RANKS
     named += f" and {more} more" if more > 0 else ""
@@ -73,10 +70,7 @@ def raised(who: str, those: str, traceback: str) -> str:
 
 
 def indented_traceback(words: str) -> str:
-    """Return ``words`` with the traceback of another rank, if one is in them, indented.
-
-    A reader of this process's output, such as the launcher, takes it for no error of this one.
-    """
+    """Return ``words`` with another rank's traceback indented, so that launchers ignore it."""
     before, mark, rest = words.partition("\n\nThe traceback of ")
     who, newline, lines = rest.partition("\n")
     return f"{before}{mark}{who}{newline}{textwrap.indent(textwrap.dedent(lines), '  ')}"

@@ -58,8 +58,7 @@ class Grid:
     def shift(self, dim: int, steps: int = 1) -> tuple[int | None, int | None]:
         """Return ``(src, dst)`` of a move along ``dim``, as MPI_Cart_shift does.
 
-        ``dst`` lies ``steps`` places on (back, where that is negative), and this rank as many from
-        ``src``; None is nobody.
+        ``dst`` is ``steps`` places further (back, if negative) and ``src`` as many before; or None.
 
         Raises:
             ValueError: the grid has no dimension ``dim``.

@@ -1,9 +1,8 @@
-"""The members of a group, its backends, and the groups made of it: all but the verbs.
+"""Groups without their verbs: members, backends, subgroups, and the open groups of this process.
 
-And the open groups of this process, with the end of those that nobody closes. A group may be
-collected in the middle of a wait and on any thread, where its backends must not be closed: they are
-set aside then. The next call of any group closes them, when what was started in them has ended:
-other ranks may still wait for that. A shutdown closes whatever is open.
+A group may be collected in the middle of a wait and on any thread, where closing its backends could
+wait for the interrupted call. The next call of any group closes them once their operations have
+ended, because other ranks may still wait for these. A shutdown closes all groups.
 """
 
 from __future__ import annotations
@@ -33,20 +32,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# A collector may run in the middle of a wait, on any thread, where closing could wait for what it
-# has interrupted: dropped groups are set aside for the next call.
-# The backends of each group that is not closed. References, and what they call when a group is
-# collected, are no Python code: what a signal handler raises there would be lost. A dictionary, as
-# threads add to it while others read it.
+# The backends of each group that is not closed. Weak references call no Python code when a group is
+# collected: an exception of a signal handler would be lost there.
 _watched: dict[weakref.ref[Membership], list[Backend]] = {}
 
-# Results that are still to be brought home, before it is looked which of them have been.
-_LEAST_UNFINISHED = 8
-
-# How many groups this process has made of others, or has been asked for.
-groups_so_far = itertools.count(1)
-
-# A forked child keeps what it has from its parent, since nothing of it may be destroyed here.
+_LEAST_UNFINISHED = 8  # kept results, before those that have been waited for are removed
+groups_so_far = itertools.count(1)  # subgroups that this process has made or been asked for
+# A forked child keeps the backends of its parent, because it must not destroy them.
 _inherited: list[list[Backend]] = []
 
 
@@ -59,10 +51,7 @@ class HasCupySide(Protocol):
 
 @dataclass(frozen=True)
 class Joiner:
-    """How the ranks of a group and of its subgroups are joined.
-
-    ``limited(seconds)`` returns the same for groups of another timeout.
-    """
+    """Functions that join ranks or their GPUs; ``limited`` returns those for another timeout."""
 
     join: Callable[[Store], Backend]
     join_gpus: Callable[[Backend], Backend]
@@ -188,11 +177,10 @@ class Membership:
         timeout: float | None,
         count: int | None = None,
     ) -> Self:
-        """Join ``members`` of this group by ``store``; None: this rank is none of them.
+        """Join ``members`` of this group by ``store``; None: this rank is not one of them.
 
-        Collective among them, blocking. ``timeout`` is in seconds, that of the new group's calls;
-        None: as in this one. ``count`` is what ``groups_so_far`` has said on the first of them,
-        where that is known.
+        Collective among them, blocking. ``timeout`` (seconds) is for calls of the new group; None:
+        as in this one. ``count`` is that of ``groups_so_far`` on the first member, if known.
         """
         ranks, joiner = [self.ranks[member] for member in members], self._joiner
         if store is None:
@@ -222,10 +210,7 @@ class Membership:
         return child
 
     def limit(self, seconds: float) -> None:
-        """Allow each call that is made here from now on so many seconds; not collective.
-
-        It is the timeout of groups that are made of this one later, too.
-        """
+        """Set the timeout in seconds of later calls and subgroups; not collective."""
         self.backend()
         if self._joiner is not None:
             self._joiner = self._joiner.limited(seconds)
@@ -269,17 +254,14 @@ class Membership:
         return any(backend.is_calling() for backend in (self.gpus, self._backend) if backend)
 
     def end(self, error: BaseException) -> None:
-        """End the group, as Ctrl-C has interrupted a call: nobody knows how far. The others raise.
-
-        ``error`` is what they are shown.
-        """
+        """End the group after Ctrl-C interrupted a call; the other ranks raise ``error``."""
         abort.report(error, self._joined)  # none, or one that does nothing, where there is no other
 
     def close(self) -> None:
-        """End what runs, also in groups made of this one, and free the sockets.
+        """End pending operations, also of subgroups, and free the sockets.
 
-        Not collective; closing twice does nothing. A verb that another thread is in, or that a
-        signal handler has interrupted which closes the group, raises GroupClosedError there.
+        Not collective; idempotent. A verb on another thread, or one that a signal handler has
+        interrupted to close the group, raises GroupClosedError.
         """
         for known in list(self._children):
             if (child := known()) is not None:
@@ -288,10 +270,7 @@ class Membership:
             backend.close()
 
     def _leave(self, forked: bool = False) -> list[Backend]:
-        """Make the group unusable, and return what is to be closed.
-
-        In a child that was ``forked`` from one of its ranks that is not this process's to close.
-        """
+        """Make the group unusable and return its backends, which a ``forked`` child leaves open."""
         self._forked |= forked
         backends, self._joined = self._joined, []
         self.gpus = self._backend = None

@@ -1,9 +1,8 @@
 """Memory that several processes of one user map: files that leave nothing behind.
 
-Where the processes can look at each other it is a file without a name (``memfd_create``), which is
-gone with the last of them, however they end. Containers of one pod share /dev/shm, but often not
-their processes: there the file has a name until all have mapped it. One that was left, because its
-owner was killed in that moment, is removed by whoever makes the next such file.
+If the processes see each other, it is a file without a name (``memfd_create``), which ends with the
+last of them. Containers of one pod share /dev/shm, but often not their processes: there the file
+has a name until all have mapped it, and the next such file removes those of killed owners.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _YOUNG = 60.0
 
 
 def process_space() -> str:
-    """Return a text that is the same for processes of one kernel that see each other in /proc.
+    """Return a text that is equal for processes of one kernel that see each other in /proc.
 
-    Empty where others cannot open this one's files there, or where it can make none.
+    Empty if other processes cannot open this one's files there.
     """
     space = kernel_and("pid")
     is_open = space and os.stat("/proc/self").st_uid == os.geteuid()  # else it may not be traced

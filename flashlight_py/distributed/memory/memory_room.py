@@ -1,7 +1,6 @@
-"""How much memory may still be taken, which is asked before much of it is.
+"""The available memory, which is asked before much of it is taken.
 
-The kernel promises more memory than there is. Once that has been written to, or where a file in
-memory is to have it at once, it ends a process to find some: maybe one that has asked for little.
+The kernel promises more memory than there is, and ends any process once too much is written.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from flashlight_py.distributed.verbs import BARRIER
 
 ROOT = Path("/")  # of /proc and /sys; tests have others
 
-# Less, by all ranks of a host together, is given without a question. To ask takes 0.1 ms, as does
-# writing 0.3 MB; it is a lack of gigabytes that ends processes.
+# Bytes of all ranks of a host that need no question, which takes 0.1 ms.
 LITTLE = 64 << 20
 # Of what there is this much stays free: processes need some for what they do.
 _KEPT = 1 / 20
@@ -52,9 +50,8 @@ class SharesMemory(Protocol):
 def available(ranks: int = 1) -> tuple[int, str]:
     """Return how many bytes this process may still take, and what limits them, in words.
 
-    So may as many ``ranks`` of this machine, each in a control group of its own. Memory of files
-    that were read counts as free. So does swap, but for the limits of control groups: how much of
-    it theirs may use is often nothing.
+    Each of ``ranks`` of this machine may, each in a control group of its own. Caches of files count
+    as free, and swap too, except for the limits of control groups.
     """
     free: list[tuple[int, str]] = _known(_of_machine, ranks)
     for limit in _limits(ROOT):

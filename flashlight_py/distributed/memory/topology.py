@@ -1,9 +1,8 @@
 """The place of each rank: its host, its GPU, who shares memory with it, and its address for others.
 
-Shared memory is found by trying, since names lie about it in containers. They lie about addresses
-too: a name may be the loopback's, and behind a NAT many hosts have one address. The connection
-between a rank and rank 0 of the rendezvous is known: where both ends see the same addresses, these
-are good. Other routes are asked for, nothing is sent.
+Shared memory is found by trying, because names do not show it in containers. A name may also be the
+loopback's, and behind a NAT many hosts have one address. If both ends of a connection with rank 0
+see the same addresses, these are good. Other routes are asked for, nothing is sent.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ _REMEDY = (
 class DeviceRule:
     """A rank's place, from which its device follows.
 
-    With ``max_per_node`` it is flashlight's rule, ``rank % MAX_DEVICE_PER_NODE``. Without, it is
-    the rank among those of the host, modulo the number of visible devices: a launcher may have
-    given each rank a device of its own, which then is number 0 for all of them.
+    With ``max_per_node`` it is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Without, it is the
+    rank on the host modulo the number of visible devices, as a launcher may give each rank its own.
     """
 
     rank: int = 0

@@ -1,14 +1,11 @@
 """Groups of processes that one ``mpirun`` has started, joined by their MPI library.
 
-MPI does nothing while nobody calls it: here are the operations of groups, and how they advance.
+The ranks compare each call over ``control``, their CPU backend, which detects mismatches, late and
+lost ranks. Then MPI moves the arrays: collectives in turn, messages beside them.
 
-The ranks of a group compare each call over ``control``, their CPU backend, which finds out who
-calls something else, who is late, and who has left, and why; then MPI moves the arrays: collectives
-one after the other, messages beside them.
-
-Operations are generators that yield while they have to wait. Every wait, in whichever group, steps
-all operations of all groups of this process: so a rank that waits for one still serves the others.
-A background thread does it while nobody waits, if MPI lets any thread call it.
+MPI advances only while it is called. So operations are generators that yield while they wait, and
+each wait steps all operations of all groups of this process. A background thread steps them while
+no thread waits, if MPI allows calls from any thread.
 """
 
 from __future__ import annotations
@@ -54,9 +51,8 @@ _LOOK_SECONDS = 0.05
 _ENDING_SECONDS = 0.5
 _CLOSED = "the group was closed"
 
-# A wait polls, as MPI can wait neither for one of several kinds of things nor for a limited time.
-# First it yields the processor between two looks; then, if nothing has happened for a while, it
-# sleeps a tenth of the time for which nothing has: so sleeping costs a tenth at most.
+# A wait polls, as MPI has no wait with a time limit. First it yields the processor between polls,
+# then it sleeps a tenth of the time since the last event, so sleeping costs a tenth at most.
 _POLLS = 20
 _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
@@ -65,9 +61,8 @@ _NO_TIME = 1e-4
 # How long the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
 
-# Calls and requests of operations that broke, and groups with such. MPI cannot cancel a collective:
-# it may still write into its arrays, and send in its communicator, so they live as long as the
-# process.
+# Calls, requests and groups of operations that failed. MPI cannot cancel a collective, which may
+# still use its arrays and its communicator, so they live as long as the process.
 _abandoned: list[Any] = []
 
 
@@ -138,11 +133,8 @@ class Operation(Work):
         return self._end_time
 
 
-# Ranks compare each call on a CPU backend of theirs, then MPI moves the arrays: mismatches,
-# missing ranks, farewells and timeouts are found and worded once, for every library, and ``lost``
-# says whether somebody has ended meanwhile. A message moves under the number of the sender's end
-# of the comparison: both ends know it, receives from any rank too, and MPI's tags need not be the
-# users'.
+# MPI's tag of a message is the number of the sender's comparison: both ends know it, also a receive
+# from any rank.
 class MpiBackend(Backend):
     """The ranks of ``comm``, and of ``control``, the CPU backend over which calls are compared.
 
@@ -302,10 +294,7 @@ class MpiBackend(Backend):
             self._break(operation, trouble)
 
     def interrupt(self, operation: Operation, error: BaseException) -> None:
-        """Break the group: a wait was ended from outside, by Ctrl-C or another signal.
-
-        ``error`` is raised where it was; others that wait learn that the group is closed.
-        """
+        """Break the group after ``error``, as Ctrl-C, ended a wait; other waits raise that."""
         with self.progress.lock:
             if not operation.ended:
                 reason = f"{type(error).__name__} in {operation.name}"
@@ -506,10 +495,7 @@ class Progress:
                 next(pauses)
 
     def _pauses(self) -> Iterator[None]:
-        """Pause between steps of a wait: not at all, by a yield, then, where nothing moves, asleep.
-
-        A sleep ends with nothing but its time, as MPI wakes nobody.
-        """
+        """Pause between steps of a wait: first not at all, then by a yield, then by a sleep."""
         since = time.monotonic()
         for _ in range(_POLLS - 1):
             yield

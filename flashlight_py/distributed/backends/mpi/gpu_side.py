@@ -21,9 +21,9 @@ from flashlight_py.distributed.work import Then, Work, wait_for
 class MpiGpuBackend(Backend):
     """The CuPy side of ``host``, the MPI backend of the same ranks.
 
-    Where the library takes pointers to a GPU's memory (``gpu_aware``), arrays go to it as they are;
-    reductions are combined by CuPy on the GPU. Else arrays are copied to pinned memory of the host,
-    and back. The host waits for the current stream before it hands memory to MPI.
+    If the library takes pointers to a GPU's memory (``gpu_aware``), CuPy combines reductions on the
+    GPU. Otherwise arrays are copied to pinned memory of the host and back. The host waits for the
+    current stream first.
     """
 
     kind = DistributedBackend.MPI
@@ -56,10 +56,7 @@ class MpiGpuBackend(Backend):
         return work
 
     def _bring_back(self, call: Call, given: Array | None, result: Any) -> Any:
-        """Copy ``result`` to the GPU: into what the caller gave, or a new array.
-
-        That of a receive which is open is in ``given``, of which all goes back.
-        """
+        """Copy ``result`` (of an open receive: all of ``given``) to the caller's or a new array."""
         if call.is_open:
             if result is not None:
                 call.array.set(given)

@@ -1,9 +1,8 @@
 """How a rank leaves: its last words to the others, and the end of the job where it has raised.
 
-A rank that raises ends the job: else the others, and MPI_Finalize, would wait for it. While a group
-is open, an exception that nobody catches is printed and reported, the others have a moment to raise
-and print theirs as well, and then MPI ends all processes of the job, with exit code 1. Output that
-mpirun has not read by then is lost with them: so that is waited for.
+A rank that raises ends the job, because the other ranks and MPI_Finalize would wait for it. An
+uncaught exception is printed and reported, the other ranks have a moment to print theirs, and MPI
+ends all processes with exit code 1, once mpirun has read their output.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ _LOOK_SECONDS = 1e-3
 class Leaving:
     """The last words of the ranks of ``comm``: how many collectives have moved arrays.
 
-    They have a communicator of their own: what a rank still calls, or the program itself, must not
-    meet them. Both are freed when all ranks have left for good, and only then: MPI hands a context
-    on, and takes an operation that was abandoned, which it cannot cancel, for one of a new group.
+    They use a communicator of their own. Both are freed only when all ranks have left, because MPI
+    would take an abandoned operation, which it cannot cancel, for one of a new group.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:

@@ -1,8 +1,7 @@
 """Arrays from memory to memory, as bytes: by the library's collectives, or by pairs of messages.
 
-By pairs goes what one collective cannot name (more than 2 GB in all) and what it cannot reach: the
-memory of a GPU, which libraries take in sends and receives, and not all in non-blocking
-collectives. Every rank must choose alike, so the choice rests on what all ranks know.
+Pairs move more than 2 GB, and memory of a GPU, which not all libraries take in non-blocking
+collectives. All ranks choose by numbers that all of them know.
 """
 
 from __future__ import annotations

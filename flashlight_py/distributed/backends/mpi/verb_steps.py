@@ -1,8 +1,4 @@
-"""The steps of each verb: reductions by the library where it can do them, else combined here.
-
-Combined here means in rank order. The library's reductions need an array in a form that it takes:
-see ``_form_of``.
-"""
+"""The steps of each verb: reductions by the library (``_form_of``), or here in rank order."""
 
 from __future__ import annotations
 
@@ -215,10 +211,9 @@ def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
 def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
     """Return the form for reducing arrays like ``array`` by ``op``, if there is one.
 
-    Not if the library cannot, or not so that all ranks get the same bits. Minima and maxima of
-    floats travel as integers in the same order, because MPI's comparison makes the result depend on
-    the order of ranks where there is a NaN or a zero of the other sign. 16-bit floats are summed as
-    float32 and rounded once.
+    None if ranks would get different bits. Minima and maxima of floats travel as integers in the
+    same order, because MPI's result for NaN and signed zeros depends on the order of the ranks.
+    16-bit floats are summed as float32 and rounded once.
     """
     if is_cupy(array):
         return None
@@ -266,10 +261,7 @@ def _extreme_form(does: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
 
 
 def _mirrored(integers: Array) -> Array:
-    """Turn the bits of IEEE floats into integers of the same order; applied twice, it is undone.
-
-    Of negative floats all bits but the sign are flipped: the larger they are, the smaller.
-    """
+    """Turn the bits of IEEE floats into integers of the same order, and back."""
     last = integers.itemsize * 8 - 1
     flipped: Array = integers ^ ((integers >> last) & np.iinfo(integers.dtype).max)
     return flipped

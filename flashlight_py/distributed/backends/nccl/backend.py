@@ -1,7 +1,4 @@
-"""CuPy arrays between the ranks of a group through NCCL.
-
-Every verb is given to the device and the host goes on; see streams.py for the order.
-"""
+"""CuPy arrays between the ranks of a group through NCCL; the host waits for no verb."""
 
 from __future__ import annotations
 
@@ -228,11 +225,10 @@ class NcclBackend(Backend):
     def _swap(
         self, call: Call, sent: dict[int, int], result: Array | None, received: dict[int, int]
     ) -> Work:
-        """Send blocks of the array, if there is one, and fill ``result``, if there is one.
+        """Send ``sent`` bytes of the array to each rank; fill ``result`` with ``received`` bytes.
 
-        Of both, so many bytes for each rank, in order. That is for the collectives that NCCL has no
-        function for (before 2.28): messages, begun as one. A rank's message to itself is a message
-        too, as NCCL allows.
+        The messages, also that of this rank to itself, are begun as one: NCCL before 2.28 has no
+        function for these collectives.
         """
         steps: list[Step] = []
         if call.array is not None:
@@ -245,10 +241,9 @@ class NcclBackend(Backend):
         return self._launch(call, steps, arrays, result, together=True)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
-        """Have ``run`` fill where the result of ``call`` goes, of ``rows`` rows.
+        """Let ``run`` fill ``out`` or a new array of ``rows`` rows.
 
-        Where ``out`` has others, which raises ValueError on this rank, that is a new array: the
-        other ranks have begun.
+        If ``out`` has another number of rows, this rank raises ValueError after the call.
         """
         with self.on_device():
             out, room = call.out, call.room(rows)
@@ -377,16 +372,11 @@ class NcclBackend(Backend):
         return f"NCCL launches on threads of its own here: {self.communicator.nccl.slow_because}"
 
     def hold(self, captured: Any) -> None:
-        """Release ``captured``, an object with a CUDA graph of this group, before the group ends.
-
-        Held weakly.
-        """
+        """Release ``captured``, weakly held, with a CUDA graph of this group before that ends."""
         self.communicator.captured.add(captured)
 
     def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
-        """Call ``launch``, which launches a graph with collectives of this group.
-
-        It gets an event to be recorded after the graph, at which the watchdog looks.
+        """Call ``launch`` of a graph of this group, with an event to record for the watchdog.
 
         Raises:
             DistributedError: the group has failed.
@@ -534,10 +524,7 @@ class StreamWork(Work):
         self.flight: DeviceFlight = flight
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the result, which the current stream can use; see ``Work``.
-
-        With ``timeout`` the host blocks, up to so many seconds, until the device is done.
-        """
+        """Return the result for the current stream; with ``timeout`` (seconds) the host waits."""
         if timeout is not None:
             self.block(timeout)
         backend, communicator = self._backend, self._backend.communicator

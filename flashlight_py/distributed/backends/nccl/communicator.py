@@ -136,10 +136,7 @@ class Communicator:
         self._check(verb, status)
 
     def _launch(self, begin: Callable[[Any], int]) -> int:
-        """Call ``begin`` with the second communicator, which is kept meanwhile.
-
-        Does nothing if the communicator is broken; the caller raises that without the lock.
-        """
+        """Call ``begin`` with the second communicator, unless it is broken; the caller raises."""
         with self._launching:
             if self.broken is not None:
                 return int(self.lib.ncclSuccess)
@@ -150,10 +147,9 @@ class Communicator:
                 self.launching_since = math.inf
 
     def scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
-        """Return NCCL's number of the sum that multiplies each rank's values by ``scale`` first.
+        """Return NCCL's number of the sum of ``scale`` times each rank's values; it is cached.
 
-        The values are of the dtype of that name, which NCCL calls ``code``. Kept for the next
-        time, up to a number that no training comes near.
+        ``code`` is NCCL's number of ``dtype``.
 
         Raises:
             DistributedError: NCCL refused.
@@ -311,9 +307,9 @@ class Communicator:
             raise self.error()
 
     def _settle(self, seconds: float, look: Callable[[], None] | None = None) -> int:
-        """Return the state once nothing is in progress, or when ``seconds`` are over.
+        """Return the state once nothing is in progress, or after ``seconds``.
 
-        The watchdog cannot get at the lock meanwhile, so ``look`` is its eyes; it may break this.
+        The watchdog waits for the lock meanwhile, so this calls ``look``, which may break this.
         """
         begin = looked = time.monotonic()
         while (state := self.poll()) == self.lib.ncclInProgress:
@@ -354,11 +350,7 @@ class Communicator:
 
 
 def _as_scalar(scale: float, dtype: str) -> NDArray[np.uint8]:
-    """Return the bytes of ``scale`` in the dtype of that name.
-
-    Integers are converted by way of int64, so that they wrap as on the CPU. Only who has made an
-    array of bfloat16 has taught NumPy its name.
-    """
+    """Return the bytes of ``scale`` in ``dtype``; integers wrap as on the CPU, through int64."""
     kind = np.dtype(dtype)
     if kind.kind in "iu":
         return np.array([int(scale)], np.int64).astype(kind).view(np.uint8)

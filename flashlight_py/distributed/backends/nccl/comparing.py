@@ -1,8 +1,8 @@
 """Calls compared over the group's backend for NumPy arrays, as NCCL compares nothing.
 
-A call that reduces or broadcasts is given to the device at once, and compared meanwhile: where
-calls differ, or a rank is missing, NCCL's kernels would wait for ever, and the communicator is
-aborted. Of all else the host has to know sizes or peers, so that it is compared before NCCL begins.
+A call that reduces or broadcasts starts on the device at once. If the calls differ or a rank is
+missing, the communicator is aborted, because NCCL's kernels would wait for ever. For all other
+calls the host needs sizes or peers, so they are compared first.
 """
 
 from __future__ import annotations
@@ -64,13 +64,10 @@ class ComparesAhead(Protocol):
         """
 
 
-# NCCL compares nothing. Calls that move nothing, on the group's backend for NumPy arrays, compare
-# both kinds of arrays in one order, on one host and on several, and word a mismatch, a lost rank
-# and a timeout. They take some microseconds, and are waited for only where sizes must be known.
 class Comparisons:
-    """Compares calls over ``cpu``; the first that fails ends ``communicator``.
+    """Compares calls over ``cpu``; the first failure ends ``communicator``.
 
-    Those that were posted are looked at by whoever is first: the next call, the watchdog, a wait.
+    The next call, the watchdog or a wait looks at the pending comparisons.
     """
 
     def __init__(self, cpu: Backend, communicator: Communicator) -> None:
@@ -96,10 +93,7 @@ class Comparisons:
         self._communicator.require(call.name)
 
     def refuse(self, call: Call) -> None:
-        """Have the others raise (of a message: its peer), and this communicator end if theirs do.
-
-        A call that NCCL has begun there ends this group.
-        """
+        """Let other ranks raise (for a message, its peer); if NCCL began there, end the group."""
         if call.verb.is_message:
             self._cpu.start(call)
             return
@@ -118,10 +112,7 @@ class Comparisons:
             self._posted.append(work)
 
     def look_back(self) -> bool:
-        """Compare the calls that the CPU's backend has not; return whether all are compared.
-
-        A difference ends the communicator. From any thread; does not wait.
-        """
+        """Compare the calls made ahead; return whether all are compared. Any thread; no wait."""
         ahead = self._ahead
         if self.compared_ahead[0] < ahead and self._looks_back is not None:
             try:
@@ -234,10 +225,7 @@ class Comparisons:
         return None, f"Nothing is known over {self._cpu.path}"
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
-        """Return which rank is lost, if NCCL has noticed the end of a process before the host has.
-
-        Blocks for up to ``seconds`` if none is.
-        """
+        """Return the lost rank, for up to ``seconds`` if only NCCL has noticed its end so far."""
         broken, end = self._communicator.broken, time.monotonic() + seconds
         while (lost := self._cpu.lost("NCCL")) is None and isinstance(broken, PeerLostError):
             if time.monotonic() > end:

@@ -1,8 +1,7 @@
-"""From a group whose ranks are joined on the CPU to one whose GPUs are joined as well.
+"""Joining the GPUs of a group by NCCL.
 
-The ranks first exchange over the CPU backend what NCCL needs, so that every rendezvous serves NCCL
-too, and a rank that does not join, or cannot, is known by name before any call that would wait for
-it inside NCCL.
+The ranks first exchange NCCL's data over the CPU backend: every rendezvous serves NCCL, and a
+missing rank is named before a call would wait for it inside NCCL.
 """
 
 from __future__ import annotations

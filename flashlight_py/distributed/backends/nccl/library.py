@@ -140,10 +140,7 @@ def driver_address(name: str) -> int:
 
 
 def candidates() -> Iterator[tuple[str, str]]:
-    """Yield (place in words, path or soname), in the order of preference.
-
-    The variable's library stands alone: falling back from it would hide a typing error.
-    """
+    """Yield (place in words, path or soname) in order; the variable allows no other place."""
     named = os.environ.get(VARIABLE)
     if named:
         yield VARIABLE, named

@@ -1,11 +1,8 @@
 """The order between a group's communication stream and the streams that users compute on.
 
-A collective starts when the work is done that the caller's current stream had at the call, and
-the caller's stream goes on, once the result is asked for, when the collective is done. Both are
-waits of streams for events on the device: the host goes on at once.
-
-As the host does not wait for collectives, nobody would notice one that cannot end, and a user who
-asks the device for a result would wait for ever on a rank that is gone. The watchdog does.
+A collective waits for the work that the caller's current stream had at the call. Once the result
+is asked for, the caller's stream waits for the collective. The host waits for neither, so only the
+watchdog notices a collective that cannot end.
 """
 
 from __future__ import annotations
@@ -42,11 +39,9 @@ _NO_FAILURES = {0, 600, *range(900, 909)}
 class DeviceFlight:
     """A collective that was given to the device; ``started`` is a time in seconds.
 
-    ``event`` is recorded after it, and serves another one when it has ended. ``ended`` is when it
-    was first seen to have ended, ``compared`` what compares the calls of it.
-
-    ``arrays`` are kept: CuPy would hand the memory of one that is dropped to whoever asks next on
-    the stream that it was made on, while the collective still reads and writes it.
+    ``event`` is recorded after it and reused later. ``ended`` is when its end was first seen,
+    ``compared`` the comparison of its calls. ``arrays`` are kept, because CuPy would reuse their
+    memory while the collective still uses it.
     """
 
     verb: str
