@@ -263,18 +263,17 @@ class FlashlightGroup(dist.ProcessGroup):
             return compare()
 
     def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
-        x = _only(tensors)
-        opts, shapes = _options_of_message(), ((x.numel(),), None)
-        return self._do(opts, v.SEND, x, shapes=shapes, peer=dst, tag=tag)
+        return self._message(v.SEND, tensors, dst, tag, _options_of_message())
 
     def recv(self, tensors: Any, src: int, tag: int) -> dist.Work:
-        x = _only(tensors)
-        opts, shapes = _options_of_message(), ((x.numel(),), None)
-        return self._do(opts, v.RECV, x, shapes=shapes, peer=src, tag=tag)
+        return self._message(v.RECV, tensors, src, tag, _options_of_message())
 
     def recv_anysource(self, tensors: Any, tag: int) -> dist.Work:
+        return self._message(v.RECV, tensors, None, tag, None)
+
+    def _message(self, verb: v.Verb, tensors: Any, peer: Any, tag: int, opts: Any) -> dist.Work:
         x = _only(tensors)
-        return self._do(None, v.RECV, x, shapes=((x.numel(),), None), peer=None, tag=tag)
+        return self._do(opts, verb, x, shapes=((x.numel(),), None), peer=peer, tag=tag)
 
     # Lists of tensors -----------------------------------------------------------------------------
 
