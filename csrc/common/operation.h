@@ -113,7 +113,7 @@ std::unique_ptr<Outcome> outcome_of(const Failure& failure);
 // What those who run operations and those who hold them share; it outlives the group.
 struct Shared {
   std::mutex mutex;
-  std::condition_variable work;    // nothing runs on a thread of the group's any more
+  std::condition_variable work;    // a thread of the group's has returned from an operation
   std::condition_variable done;    // an operation has ended
   Transport* transport = nullptr;  // null once the group is closed
 };

@@ -59,7 +59,7 @@ void Queue::close() {
     transport_.stop();
     lock.lock();
   }
-  shared_->work.wait(lock, [this] { return !is_running_; });
+  shared_->work.wait(lock, [this] { return running_ == nullptr; });
 }
 
 bool Queue::is_idle() {
@@ -83,7 +83,8 @@ void Queue::submit(std::shared_ptr<Operation> operation) {
 }
 
 bool Queue::enter() {
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  shared_->work.wait(lock, [this] { return running_ == nullptr || running_->status == FL_PENDING; });
   return !std::exchange(is_busy_, true);
 }
 
@@ -134,29 +135,27 @@ void Queue::begin(Pending operation) noexcept {
 }
 
 bool Queue::hand_over(const Pending& operation) noexcept {
-  is_running_ = true;
-  if (crew_->run([this, operation]() mutable { work(std::move(operation)); })) return true;
-  is_running_ = false;
+  running_ = operation;
+  if (crew_->run([this] { work(); })) return true;
+  running_ = nullptr;
   return false;
 }
 
-void Queue::work(Pending operation) noexcept {
+void Queue::work() noexcept {
   const auto shared = shared_;  // this queue may go as soon as nothing runs
   std::unique_lock<std::mutex> lock(shared->mutex);
-  while (operation != nullptr) {
+  while (running_ != nullptr) {
     const bool closing = closing_;
     lock.unlock();
     if (closing) {
-      finish(*operation, FL_CLOSED, kWasClosed);
+      finish(*running_, FL_CLOSED, kWasClosed);
     } else {
-      execute(transport_, *operation);
+      execute(transport_, *running_);
     }
-    operation.reset();
     lock.lock();
-    operation = next();
+    running_ = next();
+    shared->work.notify_all();
   }
-  is_running_ = false;
-  shared->work.notify_all();
 }
 
 }  // namespace fl

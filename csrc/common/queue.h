@@ -64,7 +64,8 @@ class Queue {
   std::shared_ptr<Operation> make(double seconds, std::function<void(Operation&)> run) const;
   void submit(std::shared_ptr<Operation> operation);
 
-  // True where nothing runs or waits: it is the caller's then, until leave().
+  // True where nothing runs or waits: it is the caller's then, until leave(). An operation that has ended does
+  // not run: its thread is waited for until it has returned.
   bool enter();
   void leave() noexcept;
 
@@ -74,14 +75,14 @@ class Queue {
   Pending next();
   void begin(Pending operation) noexcept;
   bool hand_over(const Pending& operation) noexcept;
-  void work(Pending operation) noexcept;
+  void work() noexcept;
 
   Transport& transport_;
   const std::shared_ptr<Crew> crew_;
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards what follows
   std::list<Pending> waiting_;  // behind what runs, or is about to
-  bool is_busy_ = false;        // something does
-  bool is_running_ = false;     // on a thread
+  Pending running_;             // on a thread; null: nothing does
+  bool is_busy_ = false;        // something runs
   bool closing_ = false;
 };
 

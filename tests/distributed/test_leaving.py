@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from tests.distributed.test_interrupted_verbs import (
     Group,
     Verb,
     ones,
+    with_last,
     world_of,
 )
 
@@ -56,6 +57,29 @@ BEHIND: dict[str, Verb] = {
     "isend": lambda group: [group.isend(ones(MANY), 0) for _ in range(3)][-1].wait(),
     "recv": lambda group: [group.irecv(ones(), 0), group.recv(ones(), 0)],
     "irecv of any rank": lambda group: [group.irecv(ones(), None) for _ in range(3)][-1].wait(),
+}
+
+# Calls after which rank 0 or all ranks but the last may leave before the last rank has called: the
+# last rank gets what it waits for, each element ``expected(size)``.
+GIVEN: dict[str, tuple[Verb, Callable[[int], int]]] = {
+    "broadcast": (lambda group: group.broadcast(ones(), 0, async_op=True), lambda size: 1),
+    "scatter": (
+        lambda group: group.scatter(np.ones((group.size, 3)), 0, async_op=True),
+        lambda size: 1,
+    ),
+    "reduce": (
+        lambda group: group.reduce(ones(), group.size - 1, async_op=True),
+        lambda size: size,
+    ),
+    "gather": (lambda group: group.gather(ones(), group.size - 1, async_op=True), lambda size: 1),
+    "scan": (lambda group: group.scan(ones(), async_op=True), lambda size: size),
+    "exscan": (lambda group: group.exscan(ones(), async_op=True), lambda size: size - 1),
+    "isend": (
+        with_last(
+            lambda group: group.isend(ones(), group.size - 1), lambda group: group.irecv(ones(), 0)
+        ),
+        lambda size: 1,
+    ),
 }
 
 everywhere = on_ranks(
@@ -232,6 +256,20 @@ def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(rank: int, 
         time.sleep(1.2 * (rank - 1))
         fl.send(ones(), 0)
     fl.distributed_shutdown()
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@on_ranks(("gloo", 3), ("shm", 4), slow=[("hierarchical", 4)], params={"TIMEOUT": LIMIT})
+def test_what_was_given_arrives_if_its_giver_closes_the_group_after_a_wait(
+    rank: int, size: int, name: str
+) -> None:
+    """Each rank closes the group as soon as the wait for its own part has returned."""
+    call, expected = GIVEN[name]
+    for _ in range(50 if size == 3 else 10):
+        with contextlib.closing(fl.new_group(range(size))) as group:
+            work = call(group)
+            result = work and work.wait()
+            assert rank < size - 1 or np.all(result == expected(size))
 
 
 @everywhere
