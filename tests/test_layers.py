@@ -82,6 +82,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 # The parts of these packages from the ground up: each may import itself and the parts before it.
 LAYERS: dict[str, tuple[str, ...]] = {
+    "autograd": (
+        *("graph", "engine", "variable", "precision", "native", "functions"),
+        *("gradcheck", "operators"),
+    ),
+    "nn": (
+        *("init", "module", "layers", "normalization", "images", "sequences", "recompute"),
+        "loading",
+    ),
+    "optim": ("cpu", "cuda", "optimizer", "algorithms", "clip", "schedules"),
     "distributed": (
         *("constants", "verbs", "work", "calls", "rendezvous", "backend", "memory", "failures"),
         *("backends", "groups", "api", "start", "reducers", "internal"),

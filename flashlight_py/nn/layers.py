@@ -113,7 +113,7 @@ class SiLU(Function):
 
 
 class GELU(Function):
-    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise; ``approximate``: see ``functions.gelu``."""
+    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise; options and errors of ``functions.gelu``."""
 
     def __init__(self, approximate: bool | str = False) -> None:
         super().__init__(F.gelu, approximate=is_by_tanh(approximate))
@@ -148,7 +148,10 @@ class HardTanh(Function):
 
 
 class GatedLinearUnit(Function):
-    """The first half of ``x`` along ``axis``, of even size, times the sigmoid of the other half."""
+    """The first half of ``x`` along ``axis`` times the sigmoid of the second half.
+
+    The result is half as long; an odd length is a ValueError.
+    """
 
     def __init__(self, axis: int = -1) -> None:
         super().__init__(F.glu, axis=axis)
@@ -452,7 +455,7 @@ class CategoricalCrossEntropy(Function):
 class ConnectionistTemporalClassification(Function):
     """The negative log probability of all alignments of a longer input with a target.
 
-    Arguments are those of ``functions.connectionist_temporal_classification``.
+    Arguments and errors are those of ``functions.connectionist_temporal_classification``.
     """
 
     def __init__(

@@ -15,25 +15,22 @@ def capture(
     """Return ``step``, of which later calls replay natively what its first call did in memory.
 
     Also a decorator, with or without arguments. The first call with arguments of some shapes,
-    strides and dtypes is recorded: what NumPy computes, gradient hooks, reductions, the optimizer
-    and meters. Later calls are one call into native code, with the same results to the bit.
-    **Everything that the function reads by name is compared; everything else of Python runs once.**
+    strides and dtypes is recorded. Later calls are one call into native code, with the same results
+    to the bit. **Values that the function reads by name are compared; other Python code runs
+    once.** docs/capture.md has the details.
 
     Arguments are arrays, variables without gradients, and values that are compared, such as
-    numbers. Other arrays are read and written where they lie: those of modules, optimizers and
-    meters, variables and arrays that the function names (that it closes over, has as defaults,
-    finds in globals or in ``self``), also in containers; ``state`` names what holds others.
-    Results are new variables, arrays and numbers, also in tuples, lists and dicts.
+    numbers. The step reads and writes other arrays in place: arrays of modules, optimizers, meters
+    and variables that the function names (closures, defaults, globals, ``self``), also in
+    containers. Results are new variables, arrays and numbers, also in tuples, lists and dicts.
 
-    Where modules, optimizers or hooks have changed, the step is recorded again. Where it cannot be
-    captured, as it reads a value in the middle (``float(loss)``, ``if``) or uses an array from
-    elsewhere, it stays as it is, with one ``RuntimeWarning`` that says why and in which line.
-    Gradients that replays leave behind are in the same arrays each time; NumPy's warnings
-    (such as of a division by zero) are not repeated. See docs/capture.md.
+    If modules, optimizers or hooks have changed, the step is recorded again. If it reads a value in
+    the middle (``float(loss)``, ``if``) or uses an array from elsewhere, it stays eager, with one
+    ``RuntimeWarning`` that gives the reason and the line.
 
-    With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives, and
-    later calls launch that graph. Before each call the ranks of a step compare which graph they
-    want to launch, blocking; if they differ, all ranks run the step eagerly.
+    With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives. The
+    ranks of a step compare, blocking, which graph they want to launch; if they differ, all ranks
+    run the step eagerly.
 
     Args:
         step: the function, or a method.

@@ -1,14 +1,13 @@
 """Steps on a GPU: captured as CUDA graphs, each replayed by one launch.
 
 The first call with arguments of some form runs eagerly: kernels are compiled, and NCCL connects its
-ranks. The second one is captured: Python runs, and CUDA notes the kernels instead of running them.
-Later calls copy the arguments to where the graph reads them, and launch it.
+ranks. CUDA captures the second one. Later calls copy the arguments to the memory of the graph, and
+launch it.
 
 NCCL requires that all ranks launch a graph with collectives, or no rank (NCCL, "Using NCCL with
-CUDA Graphs"). Therefore the ranks of a step compare before each call which graph they have. If they
-differ, every rank runs the step eagerly. They compare in the group that contains the ranks of all
-other groups of the step. If there is no such group, the step stays eager: agreement in one group
-after the other is not transitive.
+CUDA Graphs"). Therefore the ranks of a step compare before each call which graph they have, in the
+group that contains the ranks of all other groups of the step. Without such a group the step stays
+eager: agreement in one group after the other is not transitive.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -43,7 +41,7 @@ from flashlight_py.random import generator
 from flashlight_py.structure import count, here
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
-from flashlight_py.tape.recording import CtrlC, line_of_user, note_gradients
+from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, meets, merged, note_gradients
 from flashlight_py.tape.state import ITEMS, EveryCall, Place, State, plain_arrays, words
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step
@@ -56,30 +54,22 @@ class _CannotSend(CannotCapture, DistributedError):
     """A verb cannot be captured. The vote after the capture notifies the other ranks."""
 
 
-class Recorder:
-    """Notes what a step does on this thread beside computing: verbs, optimizers, gradients.
+class Recorder(Watcher):
+    """A recorder of the verbs, optimizers and gradients of a step on this thread.
 
-    ``groups``: those whose ranks have agreed on a capture; None: the step runs eagerly, and groups
-    are only noted.
+    ``groups``: their ranks have agreed on a capture; None: the step runs eagerly.
     """
 
     def __init__(self, variables: Iterable[Variable] = (), groups: Any = None) -> None:
+        super().__init__(variables)
         self.is_capturing = groups is not None
         self.groups: dict[Membership, None] = dict.fromkeys(groups or ())
         self.backends: dict[Any, None] = {}
         self.steps: list[CapturedStep] = []
-        self.left = ""  # why the step cannot be captured
-        self.variables = set(variables)
-        self.grads_read: set[Variable] = set()  # before they were set
-        self.grads_set: set[Variable] = set()
         self._kept: list[Any] = []  # what the device uses while it runs the graph
         self._tables: Any = None  # the memory of tables of numbers
         self._calls: dict[Membership, list[str]] = {}
         self._size = 1  # of the group of the current verb
-
-    def leave(self, reason: str, instead: str = "") -> None:
-        """Note why the step cannot be captured, and what to write ``instead``."""
-        self.left = self.left or f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
 
     def keep(self, *values: Any) -> None:
         """Keep ``values`` as long as the graph."""
@@ -204,7 +194,7 @@ class Graph:
         self._names = state.names
         self._kept = {id(value) for _, value in state.held}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
-        self._memory = _Memory(state, [grad for _, grad in self._reads])
+        self._memory = _spans_of(state, [grad for _, grad in self._reads])
         changed = [v for v in before if v in recorder.grads_set or v.grad is not before[v]]
         self._grads = [(v, v.grad) for v in changed]
         for backend in recorder.backends:
@@ -218,7 +208,7 @@ class Graph:
 
     def fits(self, key: Any, arrays: Sequence[Any], state: Callable[[], State]) -> bool:
         """Return whether a call with ``arrays`` and others, of the form ``key``, may replay it."""
-        if key != self.key or self._graph is None or self._memory.has_any(arrays):
+        if key != self.key or self._graph is None or _have_any(self._memory, arrays):
             return False
         stamp = int(count[0])
         if self.stamp != stamp:
@@ -309,7 +299,7 @@ class Graphs:
             state, arrays = functools.partial(self._state, values), _arrays(values)
             graph = next((each for each in self._graphs if each.fits(key, arrays, state)), None)
             is_warm = graph is None and self._warm.get(key) == int(count[0])
-            wanted = _CAPTURE if is_warm and not _Memory(state()).has_any(arrays) else _EAGER
+            wanted = _CAPTURE if is_warm and not _have_any(_spans_of(state()), arrays) else _EAGER
             agreed = self._agreed(wanted if graph is None else graph.number)
             if graph is not None and agreed == graph.number:
                 self.replays += 1
@@ -362,7 +352,8 @@ class Graphs:
         arrays, state = _arrays(values), self._state(values)
         self._captures += 1
         graph = Graph(next(self._numbers), key, Recorder(state.variables, self._groups))
-        host = [(each, each.copy()) for each in _host_arrays(state)]
+        held = plain_arrays(tuple([value for _, value in state.held]))
+        host = [(each, each.copy()) for each in held if not is_cupy(each)]
         draws, drawn = generator().bit_generator, generator().bit_generator.state
         try:
             reason = self._record(graph, args, options, state)
@@ -458,8 +449,9 @@ class Graphs:
             return recorder.left or f"{type(error).__name__}: {error}"
         recorder.keep(pool)
         graph.finish(captured[0], pairs, result, state, before)
-        for other in itertools.filterfalse(_is_of_gpu, _parts(result)):
-            recorder.leave(f"it returns an object of {type(other).__name__}; return GPU arrays")
+        for each in _parts(result):
+            if not (each is None or isinstance(each, str) or is_cupy(each)):
+                recorder.leave(f"it returns an object of {type(each).__name__}; return GPU arrays")
         return recorder.left
 
 
@@ -549,23 +541,16 @@ def _moved(state: State) -> str:
     return ""
 
 
-class _Memory:
-    """The addresses of the arrays in ``state`` that are on a GPU, of gradients only ``grads``."""
+def _spans_of(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
+    """Return the addresses of the arrays in ``state`` on a GPU, of gradients only ``grads``."""
+    held = [value for place, value in state.held if not _is_grad(place)]
+    arrays = plain_arrays((*held, *grads))
+    return merged(_range(array) for array in arrays if is_cupy(array) and array.size)
 
-    def __init__(self, state: State, grads: Sequence[Any] = ()) -> None:
-        held = [value for place, value in state.held if not _is_grad(place)]
-        arrays = plain_arrays((*held, *grads))
-        self._ranges = sorted(_range(array) for array in arrays if is_cupy(array) and array.size)
-        # Of all ranges up to one, the greatest end.
-        self._ends = [*itertools.accumulate((end for _, end in self._ranges), max)]
 
-    def has_any(self, arrays: Iterable[Any]) -> bool:
-        """Return whether one of ``arrays`` has memory of the state."""
-        for start, end in map(_range, arrays):
-            before = bisect_right(self._ranges, (end,))
-            if before and self._ends[before - 1] > start:
-                return True
-        return False
+def _have_any(spans: Sequence[tuple[int, int]], arrays: Iterable[Any]) -> bool:
+    """Return whether one of ``arrays`` has memory in one of ``spans``."""
+    return any(meets(spans, array, _range) for array in arrays)
 
 
 def _range(array: Any) -> tuple[int, int]:
@@ -586,10 +571,6 @@ def _form(value: Any) -> Any:
     return value
 
 
-def _host_arrays(state: State) -> list[Any]:
-    return [array for _, value in state.held for array in plain_arrays(value) if not is_cupy(array)]
-
-
 def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
     """Undo the changes that Python has made in a capture; the device has done nothing."""
     moved = [each for each in state.names if each[0].key is not ITEMS and not each[0].has(each[1])]
@@ -607,11 +588,6 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(each)
     else:
         yield value.data if isinstance(value, Variable) else value
-
-
-def _is_of_gpu(value: Any) -> bool:
-    """Return whether a replay can return ``value``: an array, or what is the same each time."""
-    return value is None or isinstance(value, str) or is_cupy(value)
 
 
 def _arrays(values: Sequence[Any]) -> list[Any]:

@@ -47,9 +47,9 @@ class Instruction(NamedTuple):
 
 
 class Elementwise(Instruction):
-    """It begins with a ufunc, or one of our own by its name, and dtypes, and ends with its steps.
+    """An instruction of a loop: a ufunc or a name of ``OWN``, and dtypes; operands; their steps.
 
-    The result comes last. Of two operands, ``numpy.add`` gives the sum of all elements.
+    The result is the last operand. ``numpy.add`` with two operands sums all elements.
     """
 
     __slots__ = ()

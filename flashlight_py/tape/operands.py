@@ -21,11 +21,11 @@ class CannotCapture(Exception):
 
 
 class Piece:
-    """A piece of memory: all of an ``array`` that the step made, an argument, or what is elsewhere.
+    """A piece of memory: all of an ``array`` that the step made, an argument, or other memory.
 
     In a replay it begins ``at`` an address, in the memory of ``home``. The memory of an
-    ``argument``, whose numbers those have that a replay makes anew as well, is another one each
-    time: it begins ``at`` so many bytes from the first element, and ``home`` has a copy.
+    ``argument``, or of an array that each replay makes anew, differs from call to call: it begins
+    ``at`` a number of bytes from the first element, and ``home`` has a copy.
     """
 
     argument = -1
@@ -59,10 +59,7 @@ class Operand:
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """A note, all of its operands, the first ones that it writes to, and what they are like.
-
-    Two notes of one ``form`` differ in the memory that they use, and in nothing else.
-    """
+    """A note with its operands, the written ones first; equal forms differ in memory alone."""
 
     note: Note
     operands: list[Operand]

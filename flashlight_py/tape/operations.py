@@ -6,11 +6,10 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flashlight_py import random
 from flashlight_py.distributed import Work
 from flashlight_py.distributed.internal import (
     Call,
@@ -20,66 +19,110 @@ from flashlight_py.distributed.internal import (
     members_of,
     world_fast,
 )
-from flashlight_py.structure import here
-from flashlight_py.tape.arrays import KINDS, Array, plain
-
-if TYPE_CHECKING:
-    from flashlight_py.tape.recording import Recording
-
-_NUMBERS = {*np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "?", "E"}  # E: bfloat16
-are_numbers: Any = lambda x: x.dtype.char in _NUMBERS and x.dtype.isnative and x.flags.aligned  # noqa: E731
+from flashlight_py.optim.optimizer import RuleOptimizer
+from flashlight_py.structure import here, require
+from flashlight_py.tape.arrays import KINDS, Array, Number, mapped, plain
+from flashlight_py.tape.recording import Recording, arrays_in
 
 
-class Draws:
-    """Draws as ``generator``, for which it stands; replays draw too what this thread draws."""
+class StepRecording(Recording):
+    """A recording of communication, optimizers, checks and other operations as well."""
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording: Recording | None = recording  # until it has ended: users may keep this
-
-    def begin(self) -> None:
-        """Take the place of the package's generator."""
-        self.generator = random.generator()
-        random.stand_in(self)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.begun: list[Later] = []
 
     def end(self) -> None:
-        if random.generator() is self:
-            random.stand_in(self.generator)
-        else:
-            self._leave("the generator of random numbers is set, as by set_seed(),")
+        super().end()
+        if any(each.is_pending for each in self.begun):
+            self.leave("an operation is begun that the step does not wait for,")
 
-    def _leave(self, reason: str) -> None:
-        if self.recording is not None and here.recorder in (None, self.recording):
-            self.recording.leave(reason)
+    def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Do an operation that does more than compute; it is done again by every replay."""
+        if function in self._ones:
+            return self._ones[function](self, function, args, options)
+        plain_args, plain_options = mapped((args, options), self._frozen)
+        noted = self.noted(plain_args), self.noted(plain_options)
+        result = self.without(lambda: function(*plain_args, **plain_options))
+        both = zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True)
+        same = [old for old, new in both if new is result and isinstance(new, np.ndarray)]
+        if same:  # what was changed in place
+            self.effect(function, noted, changed=[self.noted(result)])
+            return same[0]
+        if isinstance(result, float):  # that is computed from the arrays, such as a norm
+            found = np.float64(result)
+            return Number(self.effect(function, noted, found, [*arrays_in(noted)]).plain)
+        if isinstance(result, (np.ndarray, np.generic)):
+            return self.effect(function, noted, result)
+        self.effect(function if result is None else _returning(function, result), noted)
+        return result
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "generator":  # of a copy that is being made
-            raise AttributeError(name)
-        if name == "bit_generator":
-            self._leave("the state of the random generator is read, or set, as by recompute(),")
-        found = getattr(self.generator, name)
-        return functools.partial(self._draw, name) if callable(found) else found
+    def check(self, function: Any, args: tuple[Any, ...], _: Any) -> None:
+        """Do ``structure.require``, and note it."""
+        met, given = args[0].all(), plain(args)
+        if type(met) in KINDS:
+            found = bool(met.plain)
+            self.truth(met, found, *((function, self.noted(given)) if found else ()))
+        function(*given)
 
-    def _draw(self, name: str, *args: Any, **options: Any) -> Any:
-        recording = self.recording
-        result = getattr(self.generator, name)(*plain(args), **plain(options))
-        if recording is None or here.recorder is not recording:  # it is another thread
-            return result
-        if any(type(each) in KINDS for each in (*args, *options.values())):
-            recording.leave("random numbers are drawn with an array of the step")
-        again = lambda: getattr(random.generator(), name)(*args, **options)  # noqa: E731
-        return recording.effect(again, result=result)
+    def step(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Do the step of an optimizer, and let every replay do it."""
+        optimizer, scale = args[0], plain((*args[1:], *options.values(), 1.0)[0])
+        if optimizer._shards:  # what it consists of is noted: one of its parts is a whole as well
+            function(*args, **options)
+            return
+        if any(type(variable.data) not in KINDS for variable in optimizer.params):
+            self.leave("an optimizer steps parameters that are no state of the step,")
+        grads = [plain(variable.grad) for variable in optimizer.params]
+        noted: Any = (self.noted(tuple(grads)), {})
+        self.without(lambda: function(*args, **options))
+        own = [plain(variable.data) for variable in optimizer.params]
+        step: Any = functools.partial(optimizer.prepared, scale)
+        step.prepared = step  # replays call what it returns
+        self.effect(step, noted, changed=own)
+
+    # Of some functions: what does them and notes them, instead of as_one().
+    _ones: ClassVar[dict[Any, Callable[..., Any]]] = {
+        require.__wrapped__: check,  # type: ignore[attr-defined]
+        RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
+    }
+
+    def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
+        """Do ``calls``, let every replay do the same, and return what stands for the result."""
+        first, again = calls[0], RepeatedCalls(group, calls, name)
+        stand_ins = [each for call in calls for each in (call.array, call.out)]
+        are_recorded = all(each is None or type(each) in KINDS for each in stand_ins)
+        if first.refusal or first.received or not are_recorded:
+            self.leave("something is sent that is no array of the step,")
+        arrays = plain(stand_ins)
+        noted: Any = (tuple(self.noted(arrays)), {})
+        changed = [each for each in noted[0] if each is not None]
+        work: Work = self.without(lambda: again.begin(arrays))
+        if not first.blocking:
+            return Later(self, work, again, noted, changed)
+        result = work.wait()
+        if isinstance(result, Matched):
+            self.leave("a message is received of a length or from a rank that it does not name,")
+        same = [one for one, array in zip(stand_ins, arrays, strict=True) if array is result]
+        if isinstance(result, np.ndarray) and not same:
+            return Done(self.effect(again, noted, result, changed))
+        if not (same or result is None or len(calls) > 1):
+            self.leave(f"{name} returns a {type(result).__name__}, which may be another one,")
+        self.effect(again, noted, changed=changed)
+        return Done(same[0] if same else result)
 
 
 class RepeatedCalls:
     """Repeats ``calls`` with the ``array`` and ``out`` of each, in a group or the present world."""
 
     def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
-        self._group, self.__name__ = None if group is members_of(None) else group, name
+        is_world = group is members_of(None)
+        self._group, self.__name__ = None if is_world else group, name
+        self._fast = world_fast if is_world else group.fast
         self._calls = [replace(call, array=None, out=None) for call in calls]
         call = calls[0]  # native code compares names of operations by identity
         op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
         self._rest = op, call.scale, call.root, 0, not call.blocking
-        self._fast = world_fast if self._group is None else group.fast
 
     def __call__(self, *arrays: Any) -> Any:
         call = self._calls[0]
@@ -98,31 +141,6 @@ class RepeatedCalls:
         return group.run_many(calls, self.__name__) if several else group.run(calls[0])
 
 
-def record_verb(recording: Recording, group: Membership, calls: Sequence[Call], name: str) -> Work:
-    """Do ``calls``, let every replay do the same, and return what stands for the result."""
-    first, again = calls[0], RepeatedCalls(group, calls, name)
-    stand_ins = [each for call in calls for each in (call.array, call.out)]
-    are_recorded = all(each is None or type(each) in KINDS for each in stand_ins)
-    if first.refusal or first.received or not are_recorded:
-        recording.leave("something is sent that is no array of the step,")
-    arrays = plain(stand_ins)
-    noted: Any = (tuple(recording.noted(arrays)), {})
-    changed = [each for each in noted[0] if each is not None]
-    work: Work = recording.without(lambda: again.begin(arrays))
-    if not first.blocking:
-        return Later(recording, work, again, noted, changed)
-    result = work.wait()
-    if isinstance(result, Matched):
-        recording.leave("a message is received of a length or from a rank that it does not name,")
-    same = [one for one, array in zip(stand_ins, arrays, strict=True) if array is result]
-    if isinstance(result, np.ndarray) and not same:
-        return Done(recording.effect(again, noted, result, changed))
-    if not (same or result is None or len(calls) > 1):
-        recording.leave(f"{name} returns a {type(result).__name__}, which may be another one,")
-    recording.effect(again, noted, changed=changed)
-    return Done(same[0] if same else result)
-
-
 class Later(Work):
     """``work``, which goes on beside the step, and which the step waits for.
 
@@ -130,7 +148,7 @@ class Later(Work):
     """
 
     def __init__(
-        self, recording: Recording, work: Work, again: Callable[..., Work], args: Any, changed: Any
+        self, recording: StepRecording, work: Work, again: RepeatedCalls, args: Any, changed: Any
     ) -> None:
         self._recording, self._work, self._changed = recording, work, changed
         begun: list[Work] = []  # by a replay
@@ -158,20 +176,16 @@ class Later(Work):
         return recording.effect(wait, result=result, changed=self._changed)
 
 
-def record_step(
-    recording: Recording, function: Callable[..., Any], args: tuple[Any, ...], options: Any
-) -> Any:
-    """Do the step of an optimizer, and let every replay do it."""
-    optimizer, scale = args[0], plain((*args[1:], *options.values(), 1.0)[0])
-    if optimizer._shards:  # what it consists of is noted: one of its parts is a whole as well
-        return function(*args, **options)
-    if any(type(variable.data) not in KINDS for variable in optimizer.params):
-        recording.leave("an optimizer steps parameters that are no state of the step,")
-    grads = [plain(variable.grad) for variable in optimizer.params]
-    noted: Any = (recording.noted(tuple(grads)), {})
-    recording.without(lambda: function(*args, **options))
-    own = [plain(variable.data) for variable in optimizer.params]
-    step: Any = functools.partial(optimizer.prepared, scale)
-    step.prepared = step  # replays call what it returns
-    recording.effect(step, noted, changed=own)
-    return None
+def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
+    """Return ``function``, which has to return what it returned when it was recorded."""
+
+    def call(*args: Any, **options: Any) -> None:
+        result = function(*args, **options)
+        if result != recorded:
+            raise RuntimeError(
+                f"a captured step: {function.__qualname__} returned {result!r}, and {recorded!r} "
+                "when the step was recorded, which what follows depends on; do not capture a step "
+                "that takes another path on this or another rank"
+            )
+
+    return call

@@ -33,11 +33,10 @@ _LARGE = 1 << 14  # bytes from which on it pays to write to what is returned
 
 
 class Builder:
-    """Makes a program of a recorded step.
+    """A builder of the program of a recorded step.
 
-    ``values``: its arguments. ``kept``: pairs of what stands for an array and the array itself,
-    which variables have when the step is over. ``result``: what it returned. ``forget``: called
-    when an argument is no more.
+    ``values``: its arguments. ``kept``: pairs of a stand-in and the array that a variable has after
+    the step. ``result``: the returned value. ``forget``: called when an argument is collected.
     """
 
     def __init__(

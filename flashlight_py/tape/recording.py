@@ -1,10 +1,8 @@
 """The notes of one run of a step: what NumPy computed, from what, and where the results are.
 
-Arrays are known by their memory. An operand that lies in the memory of another one is part of it,
-however it was made; so views need no notes, and all readers see writes in place. Memory that was
-there before is state, or an argument. That which NumPy has allocated since has a number for as long
-as it lives, and notes have arrays that stand for it: so a recording keeps no memory, and uses as
-much as the step.
+Arrays are known by their memory: views need no notes, and all readers see writes in place. Memory
+that existed before is state, or an argument. Memory that NumPy has allocated since has a number,
+and notes have arrays that stand for it: so a recording keeps no memory of the step.
 """
 
 from __future__ import annotations
@@ -27,13 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native
+from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.distributed.internal import leave_to_python
-from flashlight_py.structure import here, require
+from flashlight_py.structure import here
 from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
-from flashlight_py.tape.operations import Draws, Later, are_numbers, record_verb
 
 Array = np.ndarray[Any, Any]
 
@@ -41,6 +38,8 @@ _tape = _native.load("tape")
 _HERE, _PACKAGE = map(str, Path(__file__).parents[:2])
 _NUMPY = str(Path(np.__file__).parent)
 _LIBRARIES = _PACKAGE, _NUMPY, contextlib.__file__
+_NUMBERS = {*np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "?", "E"}  # E: bfloat16
+are_numbers: Any = lambda x: x.dtype.char in _NUMBERS and x.dtype.isnative and x.flags.aligned  # noqa: E731
 
 
 @dataclass(slots=True, eq=False)
@@ -61,34 +60,43 @@ class Note:
     required: Array | None = None
 
 
-class Recording:
+class Watcher:
+    """A recorder of a step: it notes which gradients of ``variables`` are read and set."""
+
+    def __init__(self, variables: Iterable[Variable]) -> None:
+        self.left = ""  # why the step cannot be captured, once something was found
+        self.variables = set(variables)
+        self.grads_read: set[Variable] = set()  # before they were set
+        self.grads_set: set[Variable] = set()
+
+    def leave(self, reason: str, instead: str = "") -> None:
+        """Note why the step cannot be captured, and what to write ``instead``; it goes on."""
+        if not self.left:
+            self.left = f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
+
+
+class Recording(Watcher):
     """The notes of a step on this thread, from ``begin`` to ``end``.
 
     ``known``: arrays that were there before. ``swap``: called with whether arrays of the state are
     to be ``Recorded`` ones. ``variables``: of the state. ``names``: of its arrays, by their ids.
     """
 
-    verb = record_verb
-
     def __init__(
         self, known: Iterable[Array], swap: Callable[[bool], None], variables: Iterable[Variable],
         names: dict[int, str],
     ) -> None:  # fmt: skip
+        super().__init__(variables)
         self.notes: list[Note] = []
-        self.left = ""  # why it cannot be captured, once something was found
         self.made: list[Array] = []  # of each, what stands for all of its memory
         self._memory = _tape.new_memory()
-        self._numbers: dict[int, int] = {}  # of pieces of memory: which of ``made`` each is
+        self._numbers: set[int] = set()  # of pieces of memory that are in ``made``
         self._constants: dict[Any, tuple[bytes, Array]] = {}
         self.constants: list[Any] = []  # what they hold: the same, if they are none
         self.lines: list[str] = []  # of each, where it is used
         self.stand_ins: list[weakref.ref[Any]] = []
-        self.begun: list[Later] = []
         self._draws = Draws(self)
         self._swap, self._names = swap, names
-        self.variables = set(variables)
-        self.grads_read: set[Variable] = set()  # before they were set
-        self.grads_set: set[Variable] = set()
         self._spans = merged(map(bounds, known))
 
     def begin(self) -> None:
@@ -107,13 +115,6 @@ class Recording:
         self._draws.recording = None
         for each in [one for ref in self.stand_ins if type(one := ref()) in KINDS]:
             keep(each, None)  # no other recording knows it
-        if any(each.is_pending for each in self.begun):
-            self.leave("an operation is begun that the step does not wait for,")
-
-    def leave(self, reason: str, instead: str = "") -> None:
-        """Give up, and say what to write ``instead``; the step goes on as without a recording."""
-        if not self.left:
-            self.left = f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
 
     def leave_reading(self, how: str) -> None:
         self.leave(
@@ -219,34 +220,6 @@ class Recording:
         required = self.noted(is_as_found.plain)
         self.notes.append(Note(function, args, effect=True, required=required))
 
-    def check(self, function: Any, args: tuple[Any, ...], _: Any) -> None:
-        """Do ``structure.require``, and note it."""
-        met, given = args[0].all(), plain(args)
-        if type(met) in KINDS:
-            found = bool(met.plain)
-            self.truth(met, found, *((function, self.noted(given)) if found else ()))
-        function(*given)
-
-    def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Do an operation that does more than compute; it is done again by every replay."""
-        if function in handlers:
-            return handlers[function](self, function, args, options)
-        plain_args, plain_options = mapped((args, options), self._frozen)
-        noted = self.noted(plain_args), self.noted(plain_options)
-        result = self.without(lambda: function(*plain_args, **plain_options))
-        both = zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True)
-        same = [old for old, new in both if new is result and isinstance(new, np.ndarray)]
-        if same:  # what was changed in place
-            self.effect(function, noted, changed=[self.noted(result)])
-            return same[0]
-        if isinstance(result, float):  # that is computed from the arrays, such as a norm
-            found = np.float64(result)
-            return Number(self.effect(function, noted, found, [*arrays_in(noted)]).plain)
-        if isinstance(result, (np.ndarray, np.generic)):
-            return self.effect(function, noted, result)
-        self.effect(function if result is None else _returning(function, result), noted)
-        return result
-
     def effect(
         self, function: Any, given: Any = ((), {}), result: Any = None, changed: Any = ()
     ) -> Any:
@@ -332,7 +305,7 @@ class Recording:
             array = array.copy(order="K")  # of what another thread or library has allocated
             found = _tape.find_memory(self._memory, array)
         if found is not None and found[0] not in self._numbers:
-            self._numbers[found[0]] = len(self.made)
+            self._numbers.add(found[0])
             whole = found if array.base is None else _tape.find_memory(self._memory, array.base)
             self.made.append(whole[1])
             made.append(found[1])
@@ -343,6 +316,46 @@ class Recording:
         if not are_numbers(array):
             name = self._names.get(id(array), "an array")
             self.leave(f"{name} of {array.dtype} is no array of numbers, or not aligned,")
+
+
+class Draws:
+    """Draws as ``generator``, for which it stands; replays draw too what this thread draws."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording: Recording | None = recording  # until it has ended: users may keep this
+
+    def begin(self) -> None:
+        """Take the place of the package's generator."""
+        self.generator = random.generator()
+        random.stand_in(self)
+
+    def end(self) -> None:
+        if random.generator() is self:
+            random.stand_in(self.generator)
+        else:
+            self._leave("the generator of random numbers is set, as by set_seed(),")
+
+    def _leave(self, reason: str) -> None:
+        if self.recording is not None and here.recorder in (None, self.recording):
+            self.recording.leave(reason)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "generator":  # of a copy that is being made
+            raise AttributeError(name)
+        if name == "bit_generator":
+            self._leave("the state of the random generator is read, or set, as by recompute(),")
+        found = getattr(self.generator, name)
+        return functools.partial(self._draw, name) if callable(found) else found
+
+    def _draw(self, name: str, *args: Any, **options: Any) -> Any:
+        recording = self.recording
+        result = getattr(self.generator, name)(*plain(args), **plain(options))
+        if recording is None or here.recorder is not recording:  # it is another thread
+            return result
+        if any(type(each) in KINDS for each in (*args, *options.values())):
+            recording.leave("random numbers are drawn with an array of the step")
+        again = lambda: getattr(random.generator(), name)(*args, **options)  # noqa: E731
+        return recording.effect(again, result=result)
 
 
 class CtrlC:
@@ -384,11 +397,6 @@ class CtrlC:
         self._handler(number, frame)
         self._waits = False
 
-
-# Of some functions: what does them and notes them, instead of Recording.as_one.
-handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {
-    require.__wrapped__: Recording.check  # type: ignore[attr-defined]
-}
 
 _GRAD = Leaf.__dict__["grad"]  # the slot that the property hides
 
@@ -495,21 +503,6 @@ def _has_numbers(value: Any) -> bool:
     return type(value) is RecordedScalar or (is_list and any(map(_has_numbers, value)))
 
 
-def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
-    """Return ``function``, which has to return what it returned when it was recorded."""
-
-    def call(*args: Any, **options: Any) -> None:
-        result = function(*args, **options)
-        if result != recorded:
-            raise RuntimeError(
-                f"a captured step: {function.__qualname__} returned {result!r}, and {recorded!r} "
-                "when the step was recorded, which what follows depends on; do not capture a step "
-                "that takes another path on this or another rank"
-            )
-
-    return call
-
-
 # Where the first element lies; the addresses between which all lie, the second behind the last one.
 address_of: Callable[[Array], int] = _tape.address
 bounds: Callable[[Array], tuple[int, int]] = _tape.bounds
@@ -528,9 +521,9 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def meets(spans: Sequence[tuple[int, int]], array: Array) -> bool:
-    """Return whether elements lie in one of ``spans``, which are in order."""
-    low, high = bounds(array)
+def meets(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bounds) -> bool:
+    """Return whether elements of ``array`` lie in one of ``spans``, as of :func:`merged`."""
+    low, high = range_of(array)
     place = bisect_right(spans, (high,)) - 1
     return place >= 0 and low < spans[place][1]
 

@@ -307,9 +307,8 @@ class State:
         places += [(Place(held, name, name), "global") for name in names if name in used]
         given = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)]
         places += [(Place(function, name, path), "") for name in given]
-        for name in (
-            sorted(loads["module"]) if is_yours else ()
-        ):  # also relative to the function's package
+        for name in sorted(loads["module"]) if is_yours else ():
+            # Also relative to the function's package.
             for each in (name, f"{held.get('__package__')}.{name}".rstrip(".")):
                 self._read_object(sys.modules.get(each), each)
         found = [(place, kind, place.get()) for place, kind in places]

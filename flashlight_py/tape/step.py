@@ -20,21 +20,12 @@ from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.device import is_cupy
-from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.structure import changed, count, here
 from flashlight_py.tape.arrays import Array, Recorded
 from flashlight_py.tape.operands import CannotCapture, Memory
-from flashlight_py.tape.operations import are_numbers, record_step
+from flashlight_py.tape.operations import StepRecording
 from flashlight_py.tape.program import SLOTS, Builder, arrays_of, room_like, stood_for, unwrapped
-from flashlight_py.tape.recording import (
-    CtrlC,
-    Note,
-    Recording,
-    arrays_in,
-    handlers,
-    meets,
-    user_frame,
-)
+from flashlight_py.tape.recording import CtrlC, Note, are_numbers, arrays_in, meets, user_frame
 from flashlight_py.tape.state import (
     INSTEAD,
     EveryCall,
@@ -58,7 +49,6 @@ _tape.use_slots(Variable, tuple(map(Leaf.__dict__.get, _slots)))
 _tape.use_structure(_tape.address(count))
 # One recording at a time in all: meanwhile something stands for the arrays of its state.
 _recording = threading.Lock()
-handlers[RuleOptimizer.step.__wrapped__] = record_step  # type: ignore[attr-defined]
 _ARE_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -257,10 +247,10 @@ class _Call:
         self._result: Any = None
 
     @functools.cached_property
-    def recording(self) -> Recording:
+    def recording(self) -> StepRecording:
         known = plain_arrays((*[value for _, value in self._before], *self.arrays))
         names = {id(value): words(place.path) for place, value in self._before}
-        return Recording(known, self._swap, [*self.state.variables, *self._variables], names)
+        return StepRecording(known, self._swap, [*self.state.variables, *self._variables], names)
 
     def saved(self, result: Any = None) -> State:
         others = {"what it returns": result, "an argument": self.arrays}

@@ -45,7 +45,6 @@ def join(options: Any, params: Any) -> FlashlightGroup:
     usual = min(options.timeout.total_seconds(), MOST_SECONDS)
     given = dict(params) if isinstance(params, Mapping) else {}
     settings = Settings.from_params({"TIMEOUT": usual, **given})
-    seconds = settings.timeout
     ranks = list(options.global_ranks_in_group)
     store, ours = options.store, True
 
@@ -62,18 +61,18 @@ def join(options: Any, params: Any) -> FlashlightGroup:
                 f"init_process_group says rank {rank} of {size}; give both the same"
             )
         if options.timeout != default_pg_timeout:
-            group.limit(seconds)
+            group.limit(settings.timeout)
     elif not ranks:
         world = initialize.meet(meeting, settings)
         initialize.enter(replace(world, owner=OWNER), settings)
         group = current_world().group
     elif is_distributed_init() and current_world().group.size == dist.get_world_size():
         members = meeting()
-        group = current_world().group.subgroup(ranks, members, seconds)
+        group = current_world().group.subgroup(ranks, members, settings.timeout)
         members.close()
     else:
         group = initialize.meet(meeting, settings).group
-    return FlashlightGroup(group, store, seconds, _end(group, not ranks, ours), join)
+    return FlashlightGroup(group, store, settings.timeout, _end(group, not ranks, ours), join)
 
 
 def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
@@ -89,11 +88,10 @@ def rendezvous() -> Iterator[tuple[Any, int, int]]:
         initialize.distributed_init()
     world = current_world()
     rank, size = world.group.rank, world.group.size
-    one_host = world.local_size == size
     how = {"world_size": size, "wait_for_workers": False}
     place, kept = None, None
     if rank == 0:
-        address = "127.0.0.1" if one_host else own_addresses()[0]
+        address = "127.0.0.1" if world.local_size == size else own_addresses()[0]
         kept = dist.TCPStore(address, 0, is_master=True, **how)
         place = address, kept.port
     host, port = broadcast_object(place)

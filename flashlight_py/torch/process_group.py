@@ -1,8 +1,7 @@
 """A process group of torch.distributed, whose collectives are ours.
 
-Its methods are called by torch's functions (in Python), and by DDP and the functional collectives
-(in C++); their meaning is torch's. A tensor in one piece goes straight to native code; lists of
-tensors travel as one piece of memory.
+Functions of torch, DDP and functional collectives call its methods. A contiguous tensor goes
+straight to native code; lists of tensors travel as one array.
 """
 
 from __future__ import annotations
@@ -264,18 +263,17 @@ class FlashlightGroup(dist.ProcessGroup):
             return compare()
 
     def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
-        x = _only(tensors)
-        opts, shapes = _options_of_message(), ((x.numel(),), None)
-        return self._do(opts, v.SEND, x, shapes=shapes, peer=dst, tag=tag)
+        return self._message(v.SEND, tensors, dst, tag, _options_of_message())
 
     def recv(self, tensors: Any, src: int, tag: int) -> dist.Work:
-        x = _only(tensors)
-        opts, shapes = _options_of_message(), ((x.numel(),), None)
-        return self._do(opts, v.RECV, x, shapes=shapes, peer=src, tag=tag)
+        return self._message(v.RECV, tensors, src, tag, _options_of_message())
 
     def recv_anysource(self, tensors: Any, tag: int) -> dist.Work:
+        return self._message(v.RECV, tensors, None, tag, None)
+
+    def _message(self, verb: v.Verb, tensors: Any, peer: Any, tag: int, opts: Any) -> dist.Work:
         x = _only(tensors)
-        return self._do(None, v.RECV, x, shapes=((x.numel(),), None), peer=None, tag=tag)
+        return self._do(opts, verb, x, shapes=((x.numel(),), None), peer=peer, tag=tag)
 
     # Lists of tensors -----------------------------------------------------------------------------
 
@@ -512,8 +510,7 @@ class FlashlightGroup(dist.ProcessGroup):
     def _backend_of(self, device: torch.device) -> Any:
         """Return torch's backend for another device than the CPU; None: it has none.
 
-        Process groups written in Python replace those of torch whole, so that of
-        ``"cpu:flashlight,cuda:nccl"`` has to begin NCCL's itself: at the first such tensor.
+        A process group in Python replaces torch's, so it starts NCCL's at the first such tensor.
         """
         kind = device.type
         if kind not in self._others:

@@ -150,9 +150,8 @@ class Futures:
     def add(self, work: TensorWork, future: torch.futures.Future[Any]) -> None:
         """Complete ``future`` when ``work`` has ended."""
         if self._thread is None:
-            args = (self._asked,)
-            name = "flashlight-futures"
-            self._thread = threading.Thread(target=_complete, args=args, name=name, daemon=True)
+            how: Any = {"args": (self._asked,), "name": "flashlight-futures", "daemon": True}
+            self._thread = threading.Thread(target=_complete, **how)
             self._thread.start()
             # torch 2.6 drops groups without a word. At exit the world is left first, which ends
             # every operation: a thread in C++ that waits for Python then would abort the process.

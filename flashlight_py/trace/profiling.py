@@ -60,6 +60,8 @@ class Profile:
 
         Raises:
             RuntimeError: a profile is being taken already.
+            ValueError: this process is not in the group.
+            DistributedError: as for :func:`flashlight_py.all_reduce`.
         """
         if journal.listener is not None:
             raise RuntimeError("profile: one is being taken already; stop it first")

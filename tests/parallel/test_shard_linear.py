@@ -125,7 +125,7 @@ def refuse(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError, match="different values"):
         shard(drawn(rank, 4, 6), "row")
     with pytest.raises(fl.errors.MismatchError, match=r"sizes \(rank\(s\) 0: "):
-        shard(layer, "column", [rank, 6 - rank, *[0] * (size - 2)])
+        shard(layer, "column", sizes=[rank, 6 - rank, *[0] * (size - 2)])
     shard(layer, "column")
     shard(row, "row")
     mine = np.ones((1, row.weight.shape[1]), np.float32)  # an array, which a Linear takes as well
@@ -156,7 +156,7 @@ def test_one_process_needs_no_init(tmp_path: Path) -> None:
         shard(layer, "rows")  # type: ignore[arg-type]
     for sizes in ([1, 2], [2], [3.5]):
         with pytest.raises(ValueError, match="one per rank, that sum to 3"):
-            shard(layer, "column", sizes)  # type: ignore[arg-type]
+            shard(layer, "column", sizes=sizes)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cut already"):
         shard(shard(layer, "column"), "column")
     with pytest.raises(TypeError, match="got Sequential"):

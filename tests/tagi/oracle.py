@@ -5,8 +5,6 @@ stays from the first comparison to the end of the session, so that one takes mil
 is skipped, with the reason, where there is none.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os
@@ -151,56 +149,48 @@ def oracle_run(program: str, **arrays: Any) -> Any:
     return oracle().ask(program=textwrap.dedent(program), arrays=arrays)
 
 
+def run_both(program: str, **given: Any) -> tuple[Any, Any]:
+    """Return what ``program`` leaves in ``result``, here and beside the real pytagi.
+
+    The first part is the parameters that the program begins with: here they are those of pytagi.
+    ``{load}`` in the program is whether to load ``parameters``.
+    """
+    parameters, *real = oracle_run(program.format(load=False), **given)
+    space = {**vars(nn), "np": np, **given, "parameters": parameters}
+    exec(program.format(load=True), space)
+    return space["result"][1:], real
+
+
+# What a step may have beside a network and its batch: ``var_y``, ``idx`` and ``var_x`` as for
+# ``Sequential`` and ``OutputUpdater``; whether to call ``update_heteros``, of which there is no
+# ``var_y``; how many steps, of which the last one is returned.
+OPTIONS = {"var_y": None, "idx": None, "var_x": None, "heteros": False, "steps": 1}
+
+
 def oracle_step(
     network: str,
     x: Any,
     y: Any,
-    var_y: Any = None,
-    idx: Any = None,
-    var_x: Any = None,
-    heteros: bool = False,
     params: dict[str, Entry] | None = None,
-    steps: int = 1,
     seed: int = 0,
+    **options: Any,
 ) -> Stepped:
     """Return what the real pytagi makes of steps on one batch, on one thread.
 
     Args:
         network: the expression that makes it, with the names of ``pytagi.nn``.
-        x, y, var_y, idx, var_x: as for its ``Sequential`` and ``OutputUpdater``, of any shape.
-        heteros: whether to call ``update_heteros``; there is no ``var_y`` then.
+        x, y: as for its ``Sequential`` and ``OutputUpdater``, of any shape.
         params: what to begin with, by the names of its ``state_dict()``; None: its own.
-        steps: how many; the last one is returned, with the parameters before the first.
         seed: of its own parameters.
+        options: those of ``OPTIONS``.
     """
-    return Stepped(
-        **oracle().ask(
-            network=network,
-            x=x,
-            y=y,
-            var_y=var_y,
-            idx=idx,
-            var_x=var_x,
-            heteros=heteros,
-            params=params,
-            steps=steps,
-            seed=seed,
-        )
-    )
+    request = {"network": network, "x": x, "y": y, "params": params, "seed": seed}
+    return Stepped(**oracle().ask(**request, **(OPTIONS | options)))
 
 
-def own_step(
-    network: str,
-    params: dict[str, Entry],
-    x: Any,
-    y: Any,
-    var_y: Any = None,
-    idx: Any = None,
-    var_x: Any = None,
-    heteros: bool = False,
-    steps: int = 1,
-) -> Stepped:
+def own_step(network: str, params: dict[str, Entry], x: Any, y: Any, **options: Any) -> Stepped:
     """Return what this package makes of the same steps; see :func:`oracle_step`."""
+    var_y, idx, var_x, heteros, steps = (OPTIONS | options).values()
     net: nn.Sequential = eval(network, dict(vars(nn)))
     net.load_state_dict(params)
     before = net.state_dict()
@@ -230,16 +220,13 @@ def compare(
     x: Any,
     y: Any,
     var_y: Any = None,
-    idx: Any = None,
-    var_x: Any = None,
-    heteros: bool = False,
     *,
     here: str | None = None,
     params: dict[str, Entry] | None = None,
-    steps: int = 1,
     seed: int = 0,
     rtol: float = 1e-5,
     atol: float = 1e-5,
+    **options: Any,
 ) -> tuple[Stepped, Stepped]:
     """Let both libraries do the same steps from the same parameters, and compare all they make.
 
@@ -248,7 +235,7 @@ def compare(
 
     Args:
         network: evaluated with the names of ``pytagi.nn`` there, of ``fl.tagi`` here.
-        x, y, var_y, idx, var_x, heteros, params, steps, seed: as for :func:`oracle_step`.
+        x, y, var_y, params, seed, options: as for :func:`oracle_step`.
         here: the expression for this package, where it differs, such as by an option.
         rtol: of an element.
         atol: of an array's largest element: sums of many numbers that nearly cancel are as exact.
@@ -256,10 +243,9 @@ def compare(
     Returns:
         What the oracle has made, then what this package has.
     """
-    data = {"x": x, "y": y, "var_y": var_y, "idx": idx, "var_x": var_x}
-    options = {"heteros": heteros, "steps": steps}
-    there = oracle_step(network, **data, **options, params=params, seed=seed)
-    ours = own_step(here or network, there.before, **data, **options)
+    given = {"x": x, "y": y, "var_y": var_y, **options}
+    there = oracle_step(network, params=params, seed=seed, **given)
+    ours = own_step(here or network, there.before, **given)
     close = functools.partial(assert_close, rtol=rtol, atol=atol)
     close("output means", ours.mu, there.mu)
     close("output variances", ours.var, there.var)

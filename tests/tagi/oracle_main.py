@@ -4,8 +4,6 @@ It runs in the environment of pytagi, knows nothing of flashlight_py, and is sta
 The descriptor of the line to its tests is its only argument.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Activations: their moments against formulas in float64, draws, and the real pytagi."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
@@ -12,9 +10,8 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.tagi import activations
 from flashlight_py.tagi.activations import tails
-from flashlight_py.tagi.native import native
 from flashlight_py.tagi.states import BaseHiddenStates
-from tests.tagi.in_numpy import in_numpy
+from tests.tagi.helpers import channels_first, equal, in_numpy, needs_kernels, numbers
 from tests.tagi.oracle import compare
 
 REAL = np.float32
@@ -23,10 +20,6 @@ VARIANCES = [0, 1e-30, 1e-12, 1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.5, 1, 2, 10, 100, 1
 GRID = tuple(
     each.ravel().astype(REAL) for each in np.meshgrid([*MEANS, *(-m for m in MEANS)], VARIANCES)
 )
-
-
-def numbers(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(REAL)
 
 
 def cdf(x: float) -> float:
@@ -89,7 +82,7 @@ def test_exact_moments(name: str) -> None:
     expected = np.array([plain(float(a), float(b)) for a, b in zip(m, v, strict=True)])
     for number, each in enumerate(found):
         assert each.dtype == REAL
-        np.testing.assert_allclose(each, expected[:, number], rtol=1e-6, atol=2e-9)
+        equal(each, expected[:, number], rtol=1e-6, atol=2e-9)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -116,25 +109,24 @@ def test_what_is_not_a_number_is_not_hidden(name: str) -> None:
     assert np.isnan(moments(one, nan)).all()
 
 
+@needs_kernels
 @pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid"])
 def test_native_code_is_numpy_s(name: str) -> None:
     """Also for images with the channels first, for parts, and for no unit at all."""
-    if native() is None:
-        pytest.skip("the kernels are not built")
     moments = EXACT[name]
     rng = np.random.default_rng(0)
     m = (3 * rng.standard_normal((40, 30, 7, 11))).astype(REAL)
     v = np.exp(2 * rng.standard_normal(m.shape)).astype(REAL)
-    channels_first = tuple(np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in (m, v))
+    swapped = channels_first(m, v)
     wide = (m.astype(np.float64), v.astype(np.float64))
-    cases = [(m, v), wide, channels_first, (m, channels_first[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
+    cases = [(m, v), wide, swapped, (m, swapped[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
     for mean, variance in [*cases, (m[:0], v[:0])]:
         found, expected = moments(mean, variance), in_numpy(moments, mean, variance)
         for one, other in zip(found, expected, strict=True):
             assert one.shape == mean.shape
             assert one.dtype == REAL
-            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-12)
-    assert moments(*channels_first)[0].strides == channels_first[0].strides
+            equal(one, other, rtol=1e-6, atol=1e-12)
+    assert moments(*swapped)[0].strides == swapped[0].strides
 
 
 @pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid", "exponential"])
@@ -184,7 +176,7 @@ def test_linearised_at_the_mean(name: str) -> None:
         (slope, slopes),
     ):
         assert found.dtype == REAL
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-7)
+        equal(found, expected, rtol=1e-6, atol=2e-7)
 
 
 def test_the_exponential_stays_finite() -> None:
@@ -194,8 +186,8 @@ def test_the_exponential_stays_finite() -> None:
     inside = (abs(m) + v) < 40
     wide, spread = m[inside].astype(np.float64), v[inside].astype(np.float64)
     mean = np.exp(wide + spread / 2)
-    np.testing.assert_allclose(found[0][inside], mean, rtol=1e-6)
-    np.testing.assert_allclose(found[1][inside], mean**2 * np.expm1(spread), rtol=1e-6, atol=1e-44)
+    equal(found[0][inside], mean, rtol=1e-6)
+    equal(found[1][inside], mean**2 * np.expm1(spread), rtol=1e-6, atol=1e-44)
 
 
 def test_the_tails_by_their_series() -> None:
@@ -250,7 +242,7 @@ def test_shares_of_a_whole(name: str) -> None:
     for row in range(len(m)):
         expected = plain(m[row].astype(np.float64), v[row].astype(np.float64))
         for each, one in zip(found, expected, strict=True):
-            np.testing.assert_allclose(each[row], one, rtol=2e-5, atol=1e-7)
+            equal(each[row], one, rtol=2e-5, atol=1e-7)
 
 
 # Means and variances of units; then of their shares, and the slopes, as 50 digits have them.
@@ -274,7 +266,7 @@ EXACT_SHARES = [
 def test_shares_where_one_has_nearly_all(m: Any, v: Any, expected: Any) -> None:
     """float32 has nothing left of the first two variances: pytagi's are wrong by 126 and by 1 %."""
     found = activations.Remax()._moments(np.array([m], REAL), np.array([v], REAL))
-    np.testing.assert_allclose(np.concatenate(found), expected, rtol=2e-6)
+    equal(np.concatenate(found), expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["softmax", "remax", "closed_form_softmax"])
@@ -287,10 +279,10 @@ def test_shares_stay_finite(name: str) -> None:
         assert (variance >= 0).all()
         assert (mean >= 0).all()
         if name != "closed_form_softmax":
-            np.testing.assert_allclose(mean.sum(axis=1), 1, rtol=1e-5)
+            equal(mean.sum(axis=1), 1, rtol=1e-5)
     slope = SHARES[name]()._moments(m[:1], np.full((1, 3), 1e-6, REAL))[2]
     if name == "closed_form_softmax":  # the limit is that of the softmax
-        np.testing.assert_allclose(slope, 1 / 3 * 2 / 3, rtol=1e-3)
+        equal(slope, 1 / 3 * 2 / 3, rtol=1e-3)
 
 
 ALL = ["ReLU", "LeakyReLU", "Sigmoid", "Tanh", "Softplus", "MixtureReLU", "MixtureSigmoid",
@@ -307,19 +299,18 @@ def test_layers(name: str) -> None:
     m, v, slope = numbers(5, 2, 3, 4), np.square(numbers(5, 2, 3, 4, seed=1)), numbers(5, 2, 3, 4)
     once = layer.forward(BaseHiddenStates(m, v))
     again = layer.forward(BaseHiddenStates(m, v, slope))
-    np.testing.assert_array_equal(again.slope, once.slope * slope)
-    swapped = (np.ascontiguousarray(each.swapaxes(0, 1)).swapaxes(0, 1) for each in (m, v))
-    other = layer.forward(BaseHiddenStates(*swapped))
+    equal(again.slope, once.slope * slope)
+    other = layer.forward(BaseHiddenStates(*channels_first(m, v)))
     for which in ("mean", "variance", "slope"):
         array = getattr(once, which)
         assert array.dtype == REAL
         assert array.shape == m.shape
-        np.testing.assert_allclose(getattr(other, which), array, rtol=1e-6)
+        equal(getattr(other, which), array, rtol=1e-6)
     known = layer.forward(BaseHiddenStates(m))
     zero = layer.forward(BaseHiddenStates(m, np.zeros_like(m)))
-    np.testing.assert_array_equal(known.mean, zero.mean)
+    equal(known.mean, zero.mean)
     assert np.isfinite([known.mean, known.variance, known.slope]).all()
-    np.testing.assert_array_equal(m, numbers(5, 2, 3, 4))  # not changed
+    equal(m, numbers(5, 2, 3, 4))  # not changed
 
 
 def test_pairs_of_a_value_and_its_variance() -> None:
@@ -329,12 +320,10 @@ def test_pairs_of_a_value_and_its_variance() -> None:
     x = BaseHiddenStates(numbers(4, 6), np.square(numbers(4, 6, seed=1)))
     out, before = layer.forward(x), old.forward(x)
     for found, kept in ((out.mean, x.mean), (out.variance, x.variance)):
-        np.testing.assert_array_equal(found[:, ::2], kept[:, ::2])
+        equal(found[:, ::2], kept[:, ::2])
     assert (out.slope[:, ::2] == 1).all()
-    np.testing.assert_array_equal(out.slope[:, 1::2], out.mean[:, 1::2])
-    np.testing.assert_allclose(
-        before.slope[:, 1::2], x.variance[:, 1::2] * out.mean[:, 1::2], rtol=1e-6
-    )
+    equal(out.slope[:, 1::2], out.mean[:, 1::2])
+    equal(before.slope[:, 1::2], x.variance[:, 1::2] * out.mean[:, 1::2], rtol=1e-6)
 
 
 @pytest.mark.slow

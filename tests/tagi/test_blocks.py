@@ -1,19 +1,14 @@
 """Layers made of layers: the sums of both paths, forward and back, at any depth."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi.network import FOUR
 from flashlight_py.tagi.states import BaseHiddenStates
+from tests.tagi.helpers import equal, learn, numbers
 
 REAL = np.float32
-
-
-def numbers(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(REAL)
 
 
 def twin(layer: fl.tagi.Linear) -> fl.tagi.Linear:
@@ -30,7 +25,7 @@ def some_states(slope: bool = True) -> BaseHiddenStates:
 
 
 def close(found, expected) -> None:
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    equal(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_block_of_layers_is_these_layers() -> None:
@@ -42,15 +37,9 @@ def test_a_block_of_layers_is_these_layers() -> None:
     for each in (net, row):
         each.input_state_update = True
         for _ in range(2):
-            each(x)
-            updater = fl.tagi.OutputUpdater(each.device)
-            updater.update(each.output_z_buffer, y, 0.1, each.input_delta_z_buffer)
-            each.backward()
-            each.step()
-    for found, expected in zip(net(x), row(x), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    for found, expected in zip(net.get_input_states(), row.get_input_states(), strict=True):
-        np.testing.assert_array_equal(found, expected)
+            learn(each, x, y)
+    equal(net(x), row(x))
+    equal(net.get_input_states(), row.get_input_states())
     assert list(net.state_dict()) == ["Linear.0.0", "Linear.0.2"]
     assert repr(block) == "LayerBlock(4,2)"
     assert block.get_max_num_states() == 5

@@ -1,13 +1,10 @@
 """The bounded step: native code, NumPy and the real pytagi do the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from flashlight_py.tagi.native import native
 from flashlight_py.tagi.parameters import (
     Parameter,
     ParameterBucket,
@@ -15,6 +12,7 @@ from flashlight_py.tagi.parameters import (
     on_device,
     step_in_numpy,
 )
+from tests.tagi.helpers import equal, needs_kernels
 from tests.tagi.oracle import compare
 
 
@@ -34,7 +32,7 @@ def test_steps_that_are_bounded_are_pytagi_s(batch: int) -> None:
     there, _ = compare(net, x, y, np.full(y.shape, 1e-4), rtol=1e-4, atol=2e-5)
     change = there.after["Linear.2"][0] - there.before["Linear.2"][0]
     bound = np.sqrt(there.before["Linear.2"][1]) / cap_factor(batch)
-    np.testing.assert_allclose(np.abs(change).max(), bound.max(), rtol=1e-4)
+    equal(np.abs(change).max(), bound.max(), rtol=1e-4)
 
 
 def arrays(size: int) -> tuple[np.ndarray, ...]:
@@ -61,25 +59,22 @@ def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
     return bucket.mean, bucket.variance, *np.split(bucket.sums, 2)
 
 
+@needs_kernels
 @pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 1000, 4099])
 @pytest.mark.parametrize("batch", [1, 16, 256])
 def test_native_code_has_the_bits_of_numpy(size: int, batch: int) -> None:
-    if native() is None:
-        pytest.skip("the native kernels are not built")
     ours, reference = arrays(size), arrays(size)
     with np.errstate(all="ignore"):
         step_in_numpy(*reference, 1 / cap_factor(batch))
     found = step(ours, cap_factor(batch))
-    for own, expected in zip(found, reference, strict=True):
-        np.testing.assert_array_equal(own, expected)
+    equal(found, reference)
     assert (found[1] > 0).all()
 
 
+@needs_kernels
 @pytest.mark.parametrize("batch", [1, 16, 256])
 def test_native_code_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
     """Below every bound, at it, and beyond, in blocks of one kind and of several."""
-    if native() is None:
-        pytest.skip("the native kernels are not built")
     cap, rng = cap_factor(batch), np.random.default_rng(0)
     variance = rng.uniform(1e-4, 1, 8192).astype(np.float32)
     share = np.repeat([0.3, 0.99, 0.995, 1, 1 - 1e-7, 1 + 1e-7, 1.01, 3], 1024)  # of the bound
@@ -89,8 +84,7 @@ def test_native_code_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
     mean = rng.standard_normal(8192).astype(np.float32)
     ours, reference = ([mean.copy(), variance.copy(), *sums] for _ in range(2))
     step_in_numpy(*reference, 1 / cap)
-    for own, expected in zip(step(ours, cap), reference, strict=True):
-        np.testing.assert_array_equal(own, expected)
+    equal(step(ours, cap), reference)
 
 
 def test_without_native_code_numpy_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,4 +93,4 @@ def test_without_native_code_numpy_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     with np.errstate(all="ignore"):
         found = step(ours, 2.0)
         step_in_numpy(*reference, 0.5)
-    np.testing.assert_array_equal(found[0], reference[0])
+    equal(found[0], reference[0])

@@ -1,7 +1,5 @@
 """Convolutions beside the real pytagi, beside draws, and beside their definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from flashlight_py.tagi.states import BaseHiddenStates
+from tests.tagi.helpers import channels_first, equal, observe
 from tests.tagi.oracle import compare
 
 F = np.float32
@@ -67,7 +66,7 @@ def test_arguments_mean_what_they_do_in_pytagi(layer: str) -> None:
     there, _ = compare(network, *batch(network, (3, 6, 6)), rtol=1e-4, atol=2e-5)
     own = nn.Sequential(eval(layer, dict(vars(nn)))).state_dict()
     for number in (1, 3):  # the variances that it begins with
-        np.testing.assert_allclose(own["Conv2d.0"][number], there.before["Conv2d.0"][number], 1e-6)
+        equal(own["Conv2d.0"][number], there.before["Conv2d.0"][number], 1e-6)
 
 
 def direct(layer: Any, x: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,8 +103,7 @@ def test_images_may_be_rectangular_and_strides_anything(geometry: tuple[int, ...
     rng = np.random.default_rng(0)
     layer = nn.Conv2d(2, 3, kernel, True, stride, padding, kind)
     x, v = rng.standard_normal((4, 2, *size)), rng.uniform(0, 1, (4, 2, *size))
-    for found, expected in zip(nn.Sequential(layer)(x, v), direct(layer, x, v), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    equal(nn.Sequential(layer)(x, v), direct(layer, x, v), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:6])
@@ -121,7 +119,7 @@ def test_the_transpose_is_the_adjoint(geometry: tuple[int, ...]) -> None:
     transpose.mu_w = conv.mu_w
     back, _ = nn.Sequential(transpose)(y)
     assert back.shape == x.shape
-    np.testing.assert_allclose((z * y).sum(), (x * back).sum(), rtol=1e-4, atol=1e-4)
+    equal((z * y).sum(), (x * back).sum(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
@@ -146,12 +144,11 @@ def test_moments_and_deltas_are_those_of_draws(kind: Any) -> None:
         else:
             spread = np.einsum("nio,nihw->nohw", w[:, :, :, y_, x_], units)
             z[:, :, y_ : y_ + 2, x_ : x_ + 3] += spread
-    np.testing.assert_allclose(mean[0], z.mean(0), atol=0.02)
-    np.testing.assert_allclose(variance[0], z.var(0), rtol=0.02)
+    equal(mean[0], z.mean(0), atol=0.02)
+    equal(variance[0], z.var(0), rtol=0.02)
     # The posteriors by covariances with the outputs, each of which teaches by itself.
     y, error = rng.standard_normal(mean.shape), 0.1
-    nn.OutputUpdater().update(net.output_z_buffer, y, error, net.input_delta_z_buffer)
-    net.backward()
+    observe(net, y, error)
     z = (z - z.mean(0)).reshape(draws, -1)
     gain, surprise = 1 / (variance.ravel() + error), (y - mean).ravel()
     for own, (d, e) in (
@@ -160,8 +157,8 @@ def test_moments_and_deltas_are_those_of_draws(kind: Any) -> None:
         (units.reshape(draws, -1), _of_input(net, v)),
     ):
         covariance = (own - own.mean(0)).T @ z / draws
-        np.testing.assert_allclose(d, covariance @ (gain * surprise), rtol=0.05, atol=0.02)
-        np.testing.assert_allclose(e, -(covariance**2) @ gain, rtol=0.05, atol=0.01)
+        equal(d, covariance @ (gain * surprise), rtol=0.05, atol=0.02)
+        equal(e, -(covariance**2) @ gain, rtol=0.05, atol=0.01)
 
 
 def _of_input(net: nn.Sequential, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -181,7 +178,7 @@ def test_memory_may_lie_in_any_order() -> None:
         if order == 0:
             return array.copy()
         if order == 1:
-            return array.transpose(1, 0, 2, 3).copy().transpose(1, 0, 2, 3)
+            return channels_first(array)[0]
         if order == 2:
             return array[::-1, :, :, ::-1].copy()[::-1, :, :, ::-1]
         if order == 3:
@@ -203,8 +200,7 @@ def test_memory_may_lie_in_any_order() -> None:
         (3, 3, 3, 2, 0),
         (4, 3, 0, 4, 3),
     ):
-        for found, wanted in zip(run(orders), expected, strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        equal(run(orders), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_batches_may_grow_and_shrink() -> None:
@@ -213,12 +209,10 @@ def test_batches_may_grow_and_shrink() -> None:
     x = rng.standard_normal((9, 1, 4, 5))
     all_at_once = net(x)[0]
     for size in (1, 4, 9, 2):
-        np.testing.assert_allclose(net(x[:size])[0], all_at_once[:size], rtol=1e-5, atol=1e-6)
-        updater, deltas = nn.OutputUpdater(), net.input_delta_z_buffer
-        updater.update(net.output_z_buffer, np.zeros((size, 2)), 0.1, deltas)
-        net.backward()
+        equal(net(x[:size])[0], all_at_once[:size], rtol=1e-5, atol=1e-6)
+        observe(net, np.zeros((size, 2)))
     flat, _ = net(x.ravel())
-    np.testing.assert_array_equal(flat, all_at_once.ravel())
+    equal(flat, all_at_once.ravel())
 
 
 def test_images_may_change_their_shape_between_batches() -> None:
@@ -230,10 +224,10 @@ def test_images_may_change_their_shape_between_batches() -> None:
         mean, _ = net(x)
         fresh = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2))
         fresh.load_state_dict(net.state_dict())
-        np.testing.assert_array_equal(mean, fresh(x)[0])
+        equal(mean, fresh(x)[0])
     with pytest.raises(ValueError, match="do not cover a height of 3"):
         net(np.zeros((2, 2, 3, 16)))
-    np.testing.assert_array_equal(net(x.reshape(2, 48))[0], mean)  # flat samples, of the last shape
+    equal(net(x.reshape(2, 48))[0], mean)  # flat samples, of the last shape
 
 
 def test_large_images_are_divided_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +246,7 @@ def test_large_images_are_divided_by_rows(monkeypatch: pytest.MonkeyPatch) -> No
             back = layer.backward(d, d, True)
             results.append([z.mean, z.variance, layer.delta_mu_w, layer.delta_var_w, *back])
         for each in results[:-1]:
-            for found, expected in zip(each, results[-1], strict=True):
-                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+            equal(each, results[-1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

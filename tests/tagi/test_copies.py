@@ -1,7 +1,5 @@
 """What is a copy, and of what: networks of networks, kept inputs of what was passed."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys
@@ -13,7 +11,8 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from tests.tagi.test_sequential import X, Y, learn, network
+from tests.tagi.helpers import equal, learn, observe
+from tests.tagi.test_sequential import X, Y, network
 
 
 @pytest.mark.parametrize(
@@ -21,17 +20,13 @@ from tests.tagi.test_sequential import X, Y, learn, network
 )
 def test_a_copy_learns_by_itself(make_copy: Any) -> None:
     net = network(nn.BatchNorm2d(8))
-    learn(net, X)
+    learn(net, X, Y)
     other = make_copy(net)
     before = net.state_dict()
-    learn(other, X)
-    for name, arrays in net.state_dict().items():
-        for now, then in zip(arrays, before[name], strict=True):
-            np.testing.assert_array_equal(now, then)
-    learn(net, X)
-    for name, arrays in net.state_dict().items():
-        for own, copied in zip(arrays, other.state_dict()[name], strict=True):
-            np.testing.assert_array_equal(own, copied)
+    learn(other, X, Y)
+    equal(net.state_dict(), before)
+    learn(net, X, Y)
+    equal(net.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -50,8 +45,7 @@ def test_inputs_that_are_one_sample_repeated(layer: Any) -> None:
         net.set_delta_z(mean, -np.abs(mean))
         net.backward()
         learnt.append((mean, *net.get_input_states(), net.layers[0].delta_mu_w))
-    for got, expected in zip(*learnt, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    equal(*learnt)
 
 
 def test_the_input_is_the_caller_s_again_after_the_forward_pass() -> None:
@@ -59,12 +53,10 @@ def test_the_input_is_the_caller_s_again_after_the_forward_pass() -> None:
     x = X.copy()
     net(x)
     x[...] = 100  # such as the next batch, read into the same memory
-    updater = nn.OutputUpdater(net.device)
-    updater.update(net.output_z_buffer, Y, 0.1, net.input_delta_z_buffer)
-    net.backward()
+    observe(net, Y)
     net.step()
-    learn(other, X)
-    np.testing.assert_array_equal(net.layers[0].mu_w, other.layers[0].mu_w)
+    learn(other, X, Y)
+    equal(net.layers[0].mu_w, other.layers[0].mu_w)
 
 
 def test_a_network_may_be_evaluated_by_several_threads() -> None:
@@ -80,14 +72,14 @@ def test_a_network_may_be_evaluated_by_several_threads() -> None:
     finally:
         sys.setswitchinterval(interval)
     for number, mean in enumerate(got):
-        np.testing.assert_array_equal(mean, expected[number % 4])
+        equal(mean, expected[number % 4])
 
 
 def test_layers_learn_in_the_last_network_made_of_them() -> None:
     net = network()
     part = nn.Sequential(*net.layers[:2])
     with pytest.raises(RuntimeError, match="another network was made of the same layers"):
-        learn(net, X)
+        learn(net, X, Y)
     before = net.layers[0].mu_w
     learn(part, X, np.ones((6, 8)))
     assert not np.array_equal(net.layers[0].mu_w, before)

@@ -1,7 +1,5 @@
 """What docs/from-pytagi.md says is here, is here."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Embedding: what it looks up, what its rows learn, and which indices it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
+from tests.tagi.helpers import equal, learn, observe
 from tests.tagi.oracle import oracle_step, own_step
 
 NETWORK = "Sequential(Embedding(7, 3, 2, 0.5, {padding}), Linear(6, 1))"
@@ -20,23 +19,19 @@ INDICES = np.array([[0, 6], [3, 3], [6, 1], [0, 2]])
 def test_first_step_is_pytagi_s(padding: int) -> None:
     """Its deltas of variances lack a factor, and it never clears its sums: not compared."""
     network = NETWORK.format(padding=padding)
-    y = np.array([[0.5], [-1.0], [2.0], [0.0]])
-    there = oracle_step(network, INDICES, y, np.full((4, 1), 0.3))
-    ours = own_step(network, there.before, INDICES, y, np.full((4, 1), 0.3))
-    np.testing.assert_allclose(ours.mu, there.mu, 1e-5, 1e-6)
-    np.testing.assert_allclose(ours.var, there.var, 1e-5, 1e-6)
+    y, errors = np.array([[0.5], [-1.0], [2.0], [0.0]]), np.full((4, 1), 0.3)
+    there = oracle_step(network, INDICES, y, var_y=errors)
+    ours = own_step(network, there.before, INDICES, y, var_y=errors)
+    equal(ours.mu, there.mu, 1e-5, 1e-6)
+    equal(ours.var, there.var, 1e-5, 1e-6)
     for which in (0, 2):
-        np.testing.assert_allclose(
-            ours.deltas["Embedding.0"][which], there.deltas["Embedding.0"][which], 1e-4, 1e-6
-        )
+        equal(ours.deltas["Embedding.0"][which], there.deltas["Embedding.0"][which], 1e-4, 1e-6)
     variances = there.before["Embedding.0"][1]
     np.testing.assert_allclose(  # with the factor that it lacks
         ours.deltas["Embedding.0"][1], there.deltas["Embedding.0"][1] * variances, 1e-4, 1e-6
     )
     for which in range(4):
-        np.testing.assert_allclose(
-            ours.after["Linear.1"][which], there.after["Linear.1"][which], 1e-4, 1e-5
-        )
+        equal(ours.after["Linear.1"][which], there.after["Linear.1"][which], 1e-4, 1e-5)
 
 
 def test_rows_learn_the_sums_of_their_places() -> None:
@@ -46,8 +41,8 @@ def test_rows_learn_the_sums_of_their_places() -> None:
     net = nn.Sequential(layer)
     x = np.array([[0, 4, 4], [2, 0, 4]])
     mean, variance = net(x)
-    np.testing.assert_array_equal(mean, layer.mu_w.reshape(5, 2)[x].reshape(2, 6))
-    np.testing.assert_array_equal(variance, np.ones((2, 6)))
+    equal(mean, layer.mu_w.reshape(5, 2)[x].reshape(2, 6))
+    equal(variance, np.ones((2, 6)))
     rng = np.random.default_rng(0)
     for _ in range(2):  # the sums of a pass are its own
         d, e = rng.normal(size=(2, 2, 3, 2))
@@ -57,7 +52,7 @@ def test_rows_learn_the_sums_of_their_places() -> None:
         one_hot = np.eye(5)[x]
         for sums, deltas in ((layer.delta_mu_w, d), (layer.delta_var_w, e)):
             expected = np.einsum("bpk,bpj->kj", one_hot, deltas)
-            np.testing.assert_allclose(sums.reshape(5, 2), expected, rtol=1e-5)
+            equal(sums.reshape(5, 2), expected, rtol=1e-5)
 
 
 def test_moments_and_deltas_are_those_of_draws() -> None:
@@ -71,14 +66,13 @@ def test_moments_and_deltas_are_those_of_draws() -> None:
     mean, variance = net(x)
     rows = np.random.default_rng(0).normal(layer.mu_w, np.sqrt(layer.var_w), (200_000, 3))
     z = rows[:, 2] + 2 * rows[:, 0]
-    np.testing.assert_allclose(mean[0], z.mean(), atol=0.01)
-    np.testing.assert_allclose(variance[0], z.var(), rtol=0.02)
-    nn.OutputUpdater().update(net.output_z_buffer, [[1.0]], 0.1, net.input_delta_z_buffer)
-    net.backward()
+    equal(mean[0], z.mean(), atol=0.01)
+    equal(variance[0], z.var(), rtol=0.02)
+    observe(net, [[1.0]])
     gain = np.cov(rows.T, z)[3, :3] / (z.var() + 0.1)
-    np.testing.assert_allclose(layer.delta_mu_w, gain * (1 - mean[0]), rtol=0.03, atol=0.01)
+    equal(layer.delta_mu_w, gain * (1 - mean[0]), rtol=0.03, atol=0.01)
     expected = -gain * np.cov(rows.T, z)[3, :3]
-    np.testing.assert_allclose(layer.delta_var_w, expected, rtol=0.03, atol=0.01)
+    equal(layer.delta_var_w, expected, rtol=0.03, atol=0.01)
 
 
 def test_padding_is_zero_and_never_learns() -> None:
@@ -88,19 +82,16 @@ def test_padding_is_zero_and_never_learns() -> None:
     x = np.array([[2, 1], [3, 2]])
     layer.var_w = rows = np.random.default_rng(0).uniform(0.5, 1, 12).astype(np.float32)
     before = layer.mu_w.reshape(4, 3)
-    np.testing.assert_array_equal(before[2], 0)
+    equal(before[2], 0)
     for _ in range(3):
-        net(x)
-        nn.OutputUpdater().update(net.output_z_buffer, np.ones(4), 0.1, net.input_delta_z_buffer)
-        net.backward()
-        net.step()
+        learn(net, x, np.ones(4))
     moments = nn.Sequential(layer)(x)
     for array in moments:
-        np.testing.assert_array_equal(array.reshape(2, 2, 3)[[0, 1], [0, 1]], 0)
+        equal(array.reshape(2, 2, 3)[[0, 1], [0, 1]], 0)
     after, variances = layer.mu_w.reshape(4, 3), layer.var_w.reshape(4, 3)
     for row in (0, 2):  # 0 was in no sample
-        np.testing.assert_array_equal(after[row], before[row])
-        np.testing.assert_array_equal(variances[row], rows.reshape(4, 3)[row])
+        equal(after[row], before[row])
+        equal(variances[row], rows.reshape(4, 3)[row])
     for row in (1, 3):
         assert (after[row] != before[row]).any()
 
@@ -111,8 +102,8 @@ def test_indices_are_of_any_dtype_and_strides(dtype: type) -> None:
     x = np.array([[0, 1, 1], [1, 0, 0]])
     expected = net(x)[0]
     given = np.asfortranarray(x.astype(dtype))
-    np.testing.assert_array_equal(net(given)[0], expected)
-    np.testing.assert_array_equal(net(x.ravel().astype(dtype))[0], expected.ravel())
+    equal(net(given)[0], expected)
+    equal(net(x.ravel().astype(dtype))[0], expected.ravel())
 
 
 @pytest.mark.parametrize("wrong", [-1, 7, 1.5, np.nan, np.inf, 1e30])
@@ -147,9 +138,8 @@ def test_number_of_indices_is_that_of_the_first_batch() -> None:
         net(np.zeros((5, 3)))
     net.input_state_update = True
     net(np.zeros((5, 4)))
-    nn.OutputUpdater().update(net.output_z_buffer, np.ones(5), 0.1, net.input_delta_z_buffer)
-    net.backward()
-    np.testing.assert_array_equal(net.get_input_states(), np.zeros((2, 20)))
+    observe(net, np.ones(5))
+    equal(net.get_input_states(), np.zeros((2, 20)))
 
 
 def test_rows_learn_on_a_gpu(strict: Any) -> None:
@@ -162,13 +152,9 @@ def test_rows_learn_on_a_gpu(strict: Any) -> None:
         x = np.array([[0, 1], [4, 4], [2, 0]])
         for _ in range(2):
             moments = net(x)
-            nn.OutputUpdater(net.device).update(
-                net.output_z_buffer, np.ones(3), 0.1, net.input_delta_z_buffer
-            )
-            net.backward()
+            observe(net, np.ones(3))
             net.step()
         found.append([*moments, *net.state_dict()["Embedding.0"]])
         with pytest.raises(ValueError, match="whole numbers from 0 to 4, got 7"):
             net(np.array([[0, 7]]))
-    for own, expected in zip(*found, strict=True):
-        np.testing.assert_allclose(own, expected, 1e-4, 1e-6)
+    equal(*found, 1e-4, 1e-6)

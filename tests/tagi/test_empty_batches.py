@@ -1,32 +1,25 @@
 """A batch without samples, such as a rank's share of a small last batch, teaches nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flashlight_py.tagi import OutputUpdater, nn
+from flashlight_py.tagi import OutputUpdater
+from tests.tagi.helpers import equal, learn, network
 
-Shape = tuple[int, ...]
-NETWORKS: dict[str, tuple[Callable[[], list[nn.BaseLayer]], Shape]] = {
-    "dense": (lambda: [nn.Linear(6, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 4)], (6,)),
+# Layers, and the shape of a sample.
+NETWORKS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "dense": ("Linear(6, 5), ReLU(), LayerNorm(5), Linear(5, 4)", (6,)),
     "images": (
-        lambda: [
-            nn.Conv2d(2, 3, 3, padding=1),
-            nn.MixtureReLU(),
-            nn.BatchNorm2d(3),
-            nn.MaxPool2d(2, 2),
-            nn.ConvTranspose2d(3, 2, 2, stride=2),
-            nn.Linear(128, 4),
-        ],
+        "Conv2d(2, 3, 3, padding=1), MixtureReLU(), BatchNorm2d(3), MaxPool2d(2, 2), "
+        "ConvTranspose2d(3, 2, 2, stride=2), Linear(128, 4)",
         (2, 8, 8),
     ),
-    "recurrent": (lambda: [nn.LSTM(2, 3, 3), nn.Linear(9, 4), nn.Remax()], (6,)),
-    "embedded": (lambda: [nn.Embedding(6, 3, 2), nn.Linear(6, 4)], (2,)),
-    "block": (lambda: [nn.ResNetBlock(nn.LayerBlock(nn.Linear(6, 6))), nn.Linear(6, 4)], (6,)),
+    "recurrent": ("LSTM(2, 3, 3), Linear(9, 4), Remax()", (6,)),
+    "embedded": ("Embedding(6, 3, 2), Linear(6, 4)", (2,)),
+    "block": ("ResNetBlock(LayerBlock(Linear(6, 6))), Linear(6, 4)", (6,)),
 }
 
 
@@ -49,11 +42,10 @@ def observe_pairs(updater: OutputUpdater, states: Any, deltas: Any) -> None:
 def test_nothing_is_learnt_from_nothing(
     name: str, observe: Callable[..., None], flat: bool
 ) -> None:
-    make, shape = NETWORKS[name]
-    net = nn.Sequential(*make())
+    layers, shape = NETWORKS[name]
+    net = network(layers)
     some = np.ones((3, *shape))
-    net(some)  # connects layers that have not been made for a size
-    observe_all_of(net)
+    learn(net, some, np.ones(12))  # leaves sums of another batch behind
     before = net.state_dict()
     mean, variance = net(np.zeros(0) if flat else np.zeros((0, *shape)))
     assert mean.shape == variance.shape == ((0,) if flat else (0, 4))
@@ -63,14 +55,5 @@ def test_nothing_is_learnt_from_nothing(
     net.step()
     after = net.state_dict()
     for key, arrays in before.items():
-        for one, other in zip(arrays, after[key], strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=key)
+        equal(arrays, after[key])
     assert net(some)[0].shape == (3, 4)
-
-
-def observe_all_of(net: nn.Sequential) -> None:
-    """Leave sums of another batch behind."""
-    size = net.output_z_buffer.size
-    OutputUpdater().update(net.output_z_buffer, np.ones(size), 0.1, net.input_delta_z_buffer)
-    net.backward()
-    net.step()

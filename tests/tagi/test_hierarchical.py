@@ -1,7 +1,5 @@
 """The tree of classes: its nodes, what is observed, how probable a class is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from flashlight_py.tagi.utilities import probabilities, tree_of
+from tests.tagi.helpers import equal
 from tests.tagi.oracle import oracle_run
 
 CLASSES = [2, 3, 4, 5, 7, 8, 9, 10, 15, 16, 17, 31, 33, 100, 127, 128, 129, 1000]
@@ -38,21 +37,20 @@ def test_trees_and_probabilities_are_pytagi_s() -> None:
     for n, real in oracle_run(TREES, classes=CLASSES).items():
         obs, idx, num_obs, length, m, v, labels, values, wrong, one, of_labels, hot = real
         tree = utils.get_hierarchical_softmax(n)
-        np.testing.assert_array_equal(tree.obs, obs)
-        np.testing.assert_array_equal(tree.idx, idx)
+        equal(tree.obs, obs)
+        equal(tree.idx, idx)
         assert (tree.num_obs, tree.len) == (num_obs, length)
         for mean, variance in ((m, v), (m.ravel(), v.ravel())):
             own_labels, own_values = utils.get_labels(mean, variance, tree, n, 3)
-            np.testing.assert_array_equal(own_labels, labels)
-            np.testing.assert_allclose(own_values, values, rtol=1e-5, atol=1e-8)
+            equal(own_labels, labels)
+            equal(own_values, values, rtol=1e-5, atol=1e-8)
             own_wrong, _ = utils.get_errors(mean, variance, [0, 1, 1], tree, n, 3)
-            np.testing.assert_array_equal(own_wrong, wrong)
+            equal(own_wrong, wrong)
         own_one = utils.obs_to_label_prob(m[1], v[1], tree, n)
-        np.testing.assert_allclose(own_one, one, rtol=1e-5, atol=1e-8)
+        equal(own_one, one, rtol=1e-5, atol=1e-8)
         own = utils.label_to_obs(np.array([n - 1, 0, n // 2]), n)
-        for a, b in zip(own, of_labels, strict=True):
-            np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(utils.label_to_one_hot([n - 1, 0, n // 2], n), hot)
+        equal(own, of_labels)
+        equal(utils.label_to_one_hot([n - 1, 0, n // 2], n), hot)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ def test_a_tree_has_about_as_many_nodes_as_classes(n: int, outputs: int) -> None
 def test_probabilities_of_a_whole_tree_add_up_to_one(n: int) -> None:
     rng, tree = np.random.default_rng(0), tree_of(n)
     m, v = rng.standard_normal((5, tree.len)), rng.uniform(0, 3, (5, tree.len))
-    np.testing.assert_allclose(probabilities(m, v, tree).sum(1), 1, rtol=1e-6)
+    equal(probabilities(m, v, tree).sum(1), 1, rtol=1e-6)
 
 
 def test_probabilities_are_those_of_draws() -> None:
@@ -82,7 +80,7 @@ def test_probabilities_are_those_of_draws() -> None:
     z = rng.normal(m, np.sqrt(v + 1 / 9), (draws, tree.len))
     obs, idx = tree.obs.reshape(n, -1), tree.idx.reshape(n, -1) - 1
     shares = [np.mean((np.sign(z[:, idx[c]]) == obs[c]).all(1)) for c in range(n)]
-    np.testing.assert_allclose(probabilities(m, v, tree)[0], shares, atol=0.005)
+    equal(probabilities(m, v, tree)[0], shares, atol=0.005)
 
 
 def test_what_is_observed_is_found_again() -> None:
@@ -92,7 +90,7 @@ def test_what_is_observed_is_found_again() -> None:
     outputs = np.zeros((n, tree.len))
     np.put_along_axis(outputs, idx.reshape(n, count) - 1, obs.reshape(n, count), 1)
     metric = tagi.HRCSoftmaxMetric(n)
-    np.testing.assert_array_equal(metric.get_predicted_labels(outputs, 0.01 + 0 * outputs), labels)
+    equal(metric.get_predicted_labels(outputs, 0.01 + 0 * outputs), labels)
     assert metric.error_rate(outputs.ravel(), 0.01 + 0 * outputs.ravel(), labels) == 0
     assert metric.error_rate(outputs, 0.01 + 0 * outputs, labels[::-1]) == 1
 
@@ -114,17 +112,15 @@ def test_a_missing_label_teaches_nothing() -> None:
         ([0, nan, 2], "labels are from 0 to 2, got nan"),
     ):
         obs, idx, _ = utils.label_to_obs(labels, 3)
-        np.testing.assert_array_equal(obs, [1, 1, nan, nan, -1, 1])
+        equal(obs, [1, 1, nan, nan, -1, 1])
         assert set(idx) <= set(range(1, tree.len + 1))
         deltas = nn.BaseDeltaStates()
         nn.OutputUpdater().update_using_indices(
             nn.BaseHiddenStates(outputs, outputs + 1), obs, 0.1, idx, deltas
         )
-        np.testing.assert_array_equal(
-            deltas.delta_mu.reshape(3, -1).any(axis=1), [True, False, True]
-        )
+        equal(deltas.delta_mu.reshape(3, -1).any(axis=1), [True, False, True])
         hot = utils.label_to_one_hot(labels, 3)
-        np.testing.assert_array_equal(hot.reshape(3, 3), [[1, 0, 0], [nan] * 3, [0, 0, 1]])
+        equal(hot.reshape(3, 3), [[1, 0, 0], [nan] * 3, [0, 0, 1]])
         with pytest.raises(ValueError, match=refusal):
             utils.get_errors(outputs, outputs + 1, labels, tree, 3, 3)
 

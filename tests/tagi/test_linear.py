@@ -1,12 +1,11 @@
 """Linear and ReLU beside the real pytagi, and beside draws."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
+from tests.tagi.helpers import equal, observe
 from tests.tagi.oracle import compare
 
 MLP = "Sequential(Linear(3, 8), ReLU(), Linear(8, 8, gain_weight=0.3), ReLU(), Linear(8, 2))"
@@ -40,7 +39,7 @@ def test_arguments_mean_what_they_do_in_pytagi(layer: str) -> None:
     there, _ = compare(f"Sequential({layer})", *batch(7))
     own = nn.__dict__["Sequential"](eval(layer, dict(vars(nn)))).state_dict()
     for number in (1, 3):  # the variances that it begins with
-        np.testing.assert_allclose(own["Linear.0"][number], there.before["Linear.0"][number], 1e-6)
+        equal(own["Linear.0"][number], there.before["Linear.0"][number], 1e-6)
 
 
 @pytest.mark.slow
@@ -62,26 +61,23 @@ def test_moments_and_deltas_are_those_of_draws() -> None:
     b = rng.normal(layer.mu_b, np.sqrt(layer.var_b), (draws, 2))
     units = rng.normal(x, np.sqrt(var_x), (draws, 3))
     z = np.einsum("noi,ni->no", w, units) + b
-    np.testing.assert_allclose(mean[0], z.mean(0), atol=0.01)
-    np.testing.assert_allclose(variance[0], z.var(0), rtol=0.01)
+    equal(mean[0], z.mean(0), atol=0.01)
+    equal(variance[0], z.var(0), rtol=0.01)
     # The posterior of a weight by its covariance with the output, as of jointly Gaussian ones.
     y, error = np.array([[1.0, -0.5]]), 0.1
-    nn.OutputUpdater().update(net.output_z_buffer, y, error, net.input_delta_z_buffer)
-    net.backward()
+    observe(net, y, error)
     covariances = np.stack([np.cov(w[:, o, i], z[:, o])[0, 1] for o in range(2) for i in range(3)])
     gain = covariances / np.repeat(variance[0] + error, 3)
-    np.testing.assert_allclose(
-        layer.delta_mu_w, gain * np.repeat(y[0] - mean[0], 3), rtol=0.02, atol=0.01
-    )
-    np.testing.assert_allclose(layer.delta_var_w, -gain * covariances, rtol=0.04, atol=0.002)
+    equal(layer.delta_mu_w, gain * np.repeat(y[0] - mean[0], 3), rtol=0.02, atol=0.01)
+    equal(layer.delta_var_w, -gain * covariances, rtol=0.04, atol=0.002)
 
 
 def test_relu_is_linearised_at_the_mean() -> None:
     net = nn.Sequential(nn.ReLU())
     mean, variance = net(np.array([[-2.0, 3.0, 0.0]]), np.array([[1.0, 2.0, 3.0]]))
-    np.testing.assert_array_equal(mean, [[0, 3, 0]])
-    np.testing.assert_array_equal(variance, [[0, 2, 0]])
-    np.testing.assert_array_equal(net.output_z_buffer.jcb, [0, 1, 0])
+    equal(mean, [[0, 3, 0]])
+    equal(variance, [[0, 2, 0]])
+    equal(net.output_z_buffer.jcb, [0, 1, 0])
 
 
 @pytest.mark.parametrize("sizes", [(0, 2), (3, 0), (-1, 2)])
@@ -106,4 +102,4 @@ def test_parameters_that_are_assigned_are_numbers() -> None:
         layer.var_w = -np.ones(4)
     with pytest.raises(ValueError, match=r"Linear\(2,2\): weight: 1 of 4 elements are masked"):
         layer.var_w = np.ma.masked_less(np.arange(4), 1)
-    np.testing.assert_array_equal(layer.var_w, before)
+    equal(layer.var_w, before)

@@ -1,7 +1,5 @@
 """The states that LSTMs carry from call to call, beside pytagi's and by themselves."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -9,8 +7,8 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from tests.tagi.oracle import oracle_run
-from tests.tagi.test_recurrent import random
+from tests.tagi.helpers import equal, numbers
+from tests.tagi.oracle import run_both
 
 SERIES = """
 net = Sequential(LSTM(2, 4, 1), LSTM(4, 3, 1), Linear(3, 1))
@@ -38,20 +36,11 @@ result = parameters, outputs, states
 def test_states_of_a_series_are_pytagi_s() -> None:
     """Carried as posteriors, or as priors where nothing was observed; reset and set, too."""
     given = {
-        "x": random(16, 2).astype(np.float32),
-        "y": random(16, 1, seed=1).astype(np.float32),
+        "x": numbers(16, 2),
+        "y": numbers(16, 1, seed=1),
         "error": np.full(1, 0.3, np.float32),
     }
-    parameters, outputs, states = oracle_run(SERIES.format(load=False), **given)
-    space = {**vars(nn), "np": np, **given, "parameters": parameters}
-    exec(SERIES.format(load=True), space)
-    _, own_outputs, own_states = space["result"]
-    np.testing.assert_allclose(own_outputs, outputs, 1e-4, 1e-6)
-    for own, real in zip(own_states, states, strict=True):
-        assert own.keys() == real.keys()
-        for layer, arrays in real.items():
-            for number in range(4):
-                np.testing.assert_allclose(own[layer][number], arrays[number], 1e-4, 1e-6)
+    equal(*run_both(SERIES, **given), 1e-4, 1e-6)
 
 
 def test_states_are_carried_for_one_sample_of_one_time_step() -> None:
@@ -60,22 +49,22 @@ def test_states_are_carried_for_one_sample_of_one_time_step() -> None:
     fresh = net.get_lstm_states()
     assert [sorted(fresh), [each.size for each in fresh[1]]] == [[0, 1], [2] * 4]
     assert not any(array.any() for states in fresh.values() for array in states)
-    x = random(1, 1)
+    x = numbers(1, 1)
     outputs = [net(x)[0] for _ in range(3)]
     assert all((a != b).any() for a, b in pairwise(outputs))
     after = net.get_lstm_states()
-    np.testing.assert_array_equal(after[1][0], outputs[-1][0])
+    equal(after[1][0], outputs[-1][0])
     ahead = net(x)[0]
     net.set_lstm_states(after)
-    np.testing.assert_array_equal(net(x)[0], ahead)
+    equal(net(x)[0], ahead)
     net.reset_lstm_states()
-    np.testing.assert_array_equal(net(x)[0], outputs[0])
+    equal(net(x)[0], outputs[0])
     net(np.concatenate([x, x]))  # two samples are no series: they begin with 0 ...
-    np.testing.assert_array_equal(net(np.concatenate([x, x]))[0][:1], outputs[0])
-    np.testing.assert_array_equal(net(x)[0], outputs[0])  # ... and clear what was carried
+    equal(net(np.concatenate([x, x]))[0][:1], outputs[0])
+    equal(net(x)[0], outputs[0])  # ... and clear what was carried
     window = nn.Sequential(nn.LSTM(1, 3, 2))
     assert window.get_lstm_states() == {}
-    np.testing.assert_array_equal(window(random(1, 2))[0], window(random(1, 2))[0])
+    equal(window(numbers(1, 2))[0], window(numbers(1, 2))[0])
 
 
 def test_posterior_variances_are_not_negative() -> None:

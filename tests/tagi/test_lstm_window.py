@@ -1,15 +1,13 @@
 """Windows of LSTMs: native code computes what NumPy does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import lstm, nn
-from flashlight_py.tagi.native import native
+from tests.tagi.helpers import equal, needs_kernels
 
-pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
+pytestmark = needs_kernels
 
 
 def passes(layer: nn.LSTM, x: np.ndarray, variance: np.ndarray | None) -> list[np.ndarray]:
@@ -67,7 +65,7 @@ def test_large_ones_are_computed_with_the_blas(monkeypatch: pytest.MonkeyPatch) 
     expected = small(x)
     assert small.layers[0]._kept.by_sample
     monkeypatch.setattr(lstm, "SMALL", 4 * 6 * 8 - 1)
-    np.testing.assert_allclose(small(x), expected, 1e-5)
+    equal(small(x), expected, 1e-5)
     assert not small.layers[0]._kept.by_sample
 
 
@@ -78,6 +76,6 @@ def test_tanh_is_exact_and_nan_stays_nan() -> None:
     net.load_state_dict({"LSTM.0": ([0, 0, 0, 0, 1, 0, 0, 0], [0] * 8, [0, 60, 0, 60], [0] * 4)})
     mean, variance = net(x[:, None].astype(np.float32))
     exact = np.tanh(np.tanh(x.astype(np.float32).astype(float)))
-    np.testing.assert_allclose(mean[:, 0], exact, 3e-7, 1e-14)
+    equal(mean[:, 0], exact, 3e-7, 1e-14)
     assert not variance[:-1].any()
     assert np.isnan(variance[-1])

@@ -1,7 +1,5 @@
 """Normalization over the batch and over samples: moments, deltas, statistics."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -9,18 +7,13 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi import nn, normalization
-from flashlight_py.tagi.native import native
 from flashlight_py.tagi.states import BaseHiddenStates
-from tests.tagi.in_numpy import in_numpy
+from tests.tagi.helpers import channels_first, equal, in_numpy, needs_kernels, numbers
 from tests.tagi.oracle import compare, oracle_run
 
 REAL = np.float32
 IMAGES = (6, 3, 4, 5)  # rectangular
 FLAT = (6, 3)
-
-
-def numbers(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(REAL)
 
 
 def states(*shape: int, slope: bool = True) -> BaseHiddenStates:
@@ -41,7 +34,7 @@ def drawn(layer: fl.tagi.BaseLayer) -> fl.tagi.BaseLayer:
 
 
 def close(found, expected) -> None:
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    equal(found, expected, rtol=2e-5, atol=2e-5)
 
 
 def expected_of(layer, x, over, features, d, e):
@@ -104,7 +97,7 @@ def test_images_that_lie_with_the_channels_first(case: str) -> None:
         layer.connect(shape[1:])
         parts = (x.mean, x.variance, x.slope)
         if swapped:
-            parts = tuple(np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in parts)
+            parts = channels_first(*parts)
         out = layer.forward(BaseHiddenStates(*parts))
         d, e = layer.backward(numbers(*shape, seed=3), numbers(*shape, seed=4), True)
         results.append((out.mean, out.variance, d, e, layer.weight.mean_sum))
@@ -112,17 +105,14 @@ def test_images_that_lie_with_the_channels_first(case: str) -> None:
         close(second, first)
 
 
+@needs_kernels
 @pytest.mark.parametrize("positions", [8, 16, 21, 40])
 def test_native_code_is_numpy_s(positions: int) -> None:
     """Rows of whole lanes and others; as they lie one after the other, across, and with gaps."""
-    if native() is None:
-        pytest.skip("the kernels are not built")
     shape = (5, 3, positions)
     m, d = 2 + numbers(*shape), numbers(*shape, seed=1)
     v, e, slope = (np.square(numbers(*shape, seed=seed)) for seed in (2, 3, 4))
-    across = tuple(
-        np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in (m, v, d, e, slope)
-    )
+    across = channels_first(m, v, d, e, slope)
     gaps = tuple(np.repeat(a, 2, axis=0)[::2] for a in (m, v, d, e, slope))
     weight, biases = drawn(fl.tagi.BatchNorm2d(3)).parameters_in_use
     for center in (numbers(3), numbers(5, 1)):
@@ -136,16 +126,14 @@ def test_native_code_is_numpy_s(positions: int) -> None:
                 given = (arrays[0], variance, center, scale, weight, bias)
                 found = normalization.standardize(*given)
                 expected = in_numpy(normalization.standardize, *given)
-                for one, two in zip(found, expected, strict=True):
-                    np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
+                equal(found, expected, rtol=1e-6, atol=1e-6)
                 for wanted in (True, False):
                     given = (found[0], *arrays[2:4], j, scale, wanted)
                     sums, deltas = normalization.standardize_back(*given)
                     sums_2, deltas_2 = in_numpy(normalization.standardize_back, *given)
                     close(sums, sums_2)
                     assert (deltas is None) == (deltas_2 is None) == (not wanted)
-                    for one, two in zip(deltas or (), deltas_2 or (), strict=True):
-                        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
+                    equal(deltas or (), deltas_2 or (), rtol=1e-6, atol=1e-6)
 
 
 def test_known_inputs_have_no_variance() -> None:
@@ -190,8 +178,8 @@ def test_statistics_are_exact_where_means_are_large() -> None:
     layer.connect(x.shape[1:])
     layer.forward(BaseHiddenStates(x))
     wide = x.astype(np.float64)
-    np.testing.assert_allclose(layer.batch_mean, wide.mean((0, 2, 3)), rtol=1e-6)
-    np.testing.assert_allclose(layer.batch_variance, wide.var((0, 2, 3), ddof=1), rtol=1e-5)
+    equal(layer.batch_mean, wide.mean((0, 2, 3)), rtol=1e-6)
+    equal(layer.batch_variance, wide.var((0, 2, 3), ddof=1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("offset", [0, 300])
@@ -236,11 +224,10 @@ def test_two_parts_of_a_batch_added_up_are_the_whole(offset: int) -> None:
     wanted = (expected.mean, expected.variance, *back)
     for number, one in enumerate(wanted):
         found = np.concatenate([result[number] for result in results])
-        np.testing.assert_allclose(found, one, rtol=3e-6, atol=3e-6)
+        equal(found, one, rtol=3e-6, atol=3e-6)
     for layer in layers:
-        for found, one in zip(layer.statistics(), whole.statistics(), strict=True):
-            np.testing.assert_allclose(found, one, rtol=1e-6)
-    np.testing.assert_array_equal(layers[0].batch_mean, layers[1].batch_mean)
+        equal(layer.statistics(), whole.statistics(), rtol=1e-6)
+    equal(layers[0].batch_mean, layers[1].batch_mean)
     close(sum(layer.weight.mean_sum for layer in layers), whole.weight.mean_sum)
     close(sum(layer.weight.variance_sum for layer in layers), whole.weight.variance_sum)
     layers[0].set_training(False)
@@ -282,12 +269,11 @@ def test_a_network_keeps_the_statistics() -> None:
     for array, one in zip(
         found["ResNetBlock(3,3)_3"], (*inner.statistics(), inner.batch_mean), strict=False
     ):
-        np.testing.assert_array_equal(array[0], one)
+        equal(array[0], one)
     for each in (net, other):
         each.eval()
     x = numbers(7, 4, seed=9)
-    for one, two in zip(net(x), other(x), strict=True):
-        np.testing.assert_array_equal(one, two)
+    equal(net(x), other(x))
 
 
 @pytest.mark.parametrize(
@@ -390,5 +376,4 @@ def test_a_frozen_norm_sends_back_through_what_it_has_passed(images: bool) -> No
             )
             net.backward()
         found.append([bucket.sums.copy() for bucket in net.buckets])
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
+    equal(*found)

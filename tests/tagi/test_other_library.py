@@ -1,85 +1,40 @@
 """Networks on GPUs compute with the library of their arrays alone; shown with a stand-in for it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-import flashlight_py as fl
-from flashlight_py.tagi import (
-    BatchNorm2d,
-    ClosedFormSoftmax,
-    EvenExp,
-    LayerBlock,
-    LayerNorm,
-    LeakyReLU,
-    Linear,
-    MixtureReLU,
-    MixtureSigmoid,
-    MixtureTanh,
-    OutputUpdater,
-    ReLU,
-    Remax,
-    ResNetBlock,
-    Sequential,
-    Sigmoid,
-    Softmax,
-    Softplus,
-    Tanh,
-    nn,
-)
+from flashlight_py.tagi import OutputUpdater, Sequential
 from tests.cupy_stand_in import StandInArray
+from tests.tagi.helpers import equal, network
 
-NETWORKS: dict[str, tuple[Callable[[], Sequential], tuple[int, ...]]] = {
+# Layers, and the shape of a sample.
+NETWORKS: dict[str, tuple[str, tuple[int, ...]]] = {
     "images": (
-        lambda: Sequential(
-            nn.Conv2d(2, 3, 3, padding=1),
-            nn.MixtureReLU(),
-            nn.BatchNorm2d(3),
-            nn.AvgPool2d(2, 2),
-            nn.ResNetBlock(
-                nn.LayerBlock(nn.Conv2d(3, 4, 3, padding=1, stride=2, padding_type=2)),
-                nn.LayerBlock(nn.Conv2d(3, 4, 2, stride=2)),
-            ),
-            nn.ConvTranspose2d(4, 2, 2, stride=2),
-            nn.MaxPool2d(2, 2),
-            nn.LayerNorm((2, 2, 2)),
-            Linear(8, 4),
-        ),
+        "Conv2d(2, 3, 3, padding=1), MixtureReLU(), BatchNorm2d(3), AvgPool2d(2, 2), "
+        "ResNetBlock(LayerBlock(Conv2d(3, 4, 3, padding=1, stride=2, padding_type=2)), "
+        "LayerBlock(Conv2d(3, 4, 2, stride=2))), ConvTranspose2d(4, 2, 2, stride=2), "
+        "MaxPool2d(2, 2), LayerNorm((2, 2, 2)), Linear(8, 4)",
         (2, 8, 8),
     ),
-    "recurrent": (lambda: Sequential(nn.LSTM(2, 3, 3), nn.LSTM(3, 2, 3), Linear(6, 4)), (6,)),
+    "recurrent": ("LSTM(2, 3, 3), LSTM(3, 2, 3), Linear(6, 4)", (6,)),
     "mixtures": (
-        lambda: Sequential(
-            MixtureReLU(), Linear(6, 5), MixtureTanh(), Linear(5, 4), MixtureSigmoid(), Remax()
-        ),
+        "MixtureReLU(), Linear(6, 5), MixtureTanh(), Linear(5, 4), MixtureSigmoid(), Remax()",
         (6,),
     ),
     "activations": (
-        lambda: Sequential(
-            Linear(6, 5), LeakyReLU(), Sigmoid(), Linear(5, 5), Tanh(), Softplus(), Linear(5, 4)
-        ),
+        "Linear(6, 5), LeakyReLU(), Sigmoid(), Linear(5, 5), Tanh(), Softplus(), Linear(5, 4)",
         (6,),
     ),
-    "softmax": (lambda: Sequential(Linear(6, 5), Softmax(), Linear(5, 4), EvenExp()), (6,)),
-    "shares": (lambda: Sequential(Linear(6, 4), ClosedFormSoftmax()), (6,)),
+    "softmax": ("Linear(6, 5), Softmax(), Linear(5, 4), EvenExp()", (6,)),
+    "shares": ("Linear(6, 4), ClosedFormSoftmax()", (6,)),
     "blocks and norms": (
-        lambda: Sequential(
-            BatchNorm2d(2),
-            LayerNorm((2, 3, 2)),
-            Linear(12, 6),
-            ResNetBlock(
-                LayerBlock(Linear(6, 6), MixtureReLU(), BatchNorm2d(6, bias=False)),
-                ResNetBlock(Linear(6, 6)),
-            ),
-            Linear(6, 4),
-        ),
+        "BatchNorm2d(2), LayerNorm((2, 3, 2)), Linear(12, 6), ResNetBlock(LayerBlock(Linear(6, 6), "
+        "MixtureReLU(), BatchNorm2d(6, bias=False)), ResNetBlock(Linear(6, 6))), Linear(6, 4)",
         (2, 2, 3),
     ),
-    "dense": (lambda: Sequential(Linear(6, 5), ReLU(), Linear(5, 4)), (6,)),
+    "dense": ("Linear(6, 5), ReLU(), Linear(5, 4)", (6,)),
 }
 
 
@@ -106,26 +61,23 @@ def train(net: Sequential, x: Any, update: str) -> Any:
 @pytest.mark.parametrize("update", ["update", "indices", "heteros"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_training_equals_numpy_s(name: str, update: str, strict: Any) -> None:
-    make, shape = NETWORKS[name]
+    layers, shape = NETWORKS[name]
     x = np.random.default_rng(0).standard_normal((4, *shape), np.float32)
     found = []
     for device in ("cpu", "cuda"):
-        fl.set_seed(0)
-        net = make()
+        net = network(layers)
         net.to_device(device)
         assert net.device == ("cpu" if device == "cpu" else "cuda:0")
         found.append(train(net, x, update))
     (mean, variance, state), (same_mean, same_variance, same_state) = found
     assert isinstance(same_mean, np.ndarray)  # what was passed was one
-    np.testing.assert_allclose(same_mean, mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(same_variance, variance, rtol=1e-5, atol=1e-6)
-    for key, arrays in state.items():
-        for one, other in zip(arrays, same_state[key], strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6, err_msg=key)
+    equal(same_mean, mean, rtol=1e-5, atol=1e-6)
+    equal(same_variance, variance, rtol=1e-5, atol=1e-6)
+    equal(same_state, state, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_passed_on_the_gpu_comes_from_there(strict: Any) -> None:
-    net = Sequential(Linear(6, 5), ReLU())
+    net = network("Linear(6, 5), ReLU()")
     net.to_device("cuda")
     mean, variance = net(strict.asarray(np.ones((2, 6))))
     assert isinstance(mean, StandInArray)

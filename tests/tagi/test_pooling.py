@@ -1,7 +1,5 @@
 """Pools beside the real pytagi, beside draws, and beside their definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 
 from flashlight_py.tagi import nn
 from flashlight_py.tagi.states import BaseHiddenStates
+from tests.tagi.helpers import channels_first, equal
 from tests.tagi.oracle import compare, oracle_run
 from tests.tagi.test_convolution import batch
 
@@ -71,7 +70,7 @@ def test_a_pool_is_its_definition(
     channels, out_height, out_width = layer.connect((2, height, width))
     states = inputs(height, width)
     if channel_first:
-        states = tuple(a.transpose(1, 0, 2, 3).copy().transpose(1, 0, 2, 3) for a in states)
+        states = channels_first(*states)
     z = layer.forward(BaseHiddenStates(*states))
     rng = np.random.default_rng(1)
     d, e = rng.standard_normal((2, *z.mean.shape)).astype(F)
@@ -95,8 +94,7 @@ def test_a_pool_is_its_definition(
             back_e[where][best] += e[at]
     found = (z.mean, z.variance, *layer.backward(d, e, True))
     expected = (mean, variance, back * slope, back_e * slope**2)
-    for each, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(each, wanted, rtol=1e-5, atol=1e-6)
+    equal(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 4, 8])
@@ -113,20 +111,20 @@ def test_moments_of_means_are_those_of_draws() -> None:
     rng = np.random.default_rng(0)
     draws = rng.normal(m, np.sqrt(v), (20_000, *m.shape))
     pooled = draws.reshape(20_000, 4, 2, 2, 2, 3, 2).mean((4, 6))
-    np.testing.assert_allclose(mean, pooled.mean(0), atol=0.02)
-    np.testing.assert_allclose(variance, pooled.var(0), rtol=0.06)
+    equal(mean, pooled.mean(0), atol=0.02)
+    equal(variance, pooled.var(0), rtol=0.06)
 
 
 def test_the_largest_of_exact_inputs_is_exact() -> None:
     mean, variance = nn.Sequential(nn.MaxPool2d(2, 2))(np.arange(16.0).reshape(1, 1, 4, 4))
-    np.testing.assert_array_equal(mean, [[[[5, 7], [13, 15]]]])
-    np.testing.assert_array_equal(variance, np.zeros((1, 1, 2, 2)))
+    equal(mean, [[[[5, 7], [13, 15]]]])
+    equal(variance, np.zeros((1, 1, 2, 2)))
 
 
 def test_what_is_no_number_is_largest_only_alone() -> None:
     x = np.full((1, 1, 2, 4), np.nan)
     x[0, 0, 1, 1] = -3
-    np.testing.assert_array_equal(nn.Sequential(nn.MaxPool2d(2, 2))(x)[0], [[[[-3, np.nan]]]])
+    equal(nn.Sequential(nn.MaxPool2d(2, 2))(x)[0], [[[[-3, np.nan]]]])
 
 
 @pytest.mark.parametrize(

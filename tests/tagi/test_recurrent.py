@@ -1,22 +1,12 @@
 """LSTM: beside pytagi, beside draws, and back through time beside derivatives."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
+from tests.tagi.helpers import equal, numbers, observe
 from tests.tagi.oracle import compare
-
-
-def random(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-def observe(net: nn.Sequential, y: np.ndarray, var_y: float = 0.1) -> None:
-    nn.OutputUpdater().update(net.output_z_buffer, y, var_y, net.input_delta_z_buffer)
-    net.backward()
 
 
 def sigmoid(z: np.ndarray) -> np.ndarray:
@@ -42,7 +32,7 @@ def exact_step(
 @pytest.mark.parametrize(("batch", "window"), [(1, 1), (5, 1), (1, 4), (5, 4)])
 def test_pytagi_s_windows(batch: int, window: int, certain: bool, steps: int) -> None:
     """One sample of one time step carries its states from step to step; nothing else does."""
-    x, y = random(batch, window), random(batch, 1)
+    x, y = numbers(batch, window), numbers(batch, 1)
     there = f"Sequential(LSTM(1, 8, {window}), LSTM(8, 5, {window}), Linear({5 * window}, 1))"
     here = there.replace(f" {window})", f" {window}, window='independent')", 2)
     var_x = None if certain else np.full(x.shape, 0.2)
@@ -55,10 +45,10 @@ def test_pytagi_s_windows(batch: int, window: int, certain: bool, steps: int) ->
 )
 def test_arguments_mean_what_they_do_in_pytagi(arguments: str) -> None:
     network = f"Sequential(LSTM(2, 3, 1, {arguments}), Linear(3, 2))"
-    there, _ = compare(network, random(6, 2), random(6, 2, seed=1), np.full((6, 2), 0.2))
+    there, _ = compare(network, numbers(6, 2), numbers(6, 2, seed=1), np.full((6, 2), 0.2))
     own = eval(network, dict(vars(nn))).state_dict()
     for which in (1, 3):
-        np.testing.assert_allclose(own["LSTM.0"][which], there.before["LSTM.0"][which], 1e-6)
+        equal(own["LSTM.0"][which], there.before["LSTM.0"][which], 1e-6)
 
 
 # --- forward ----------------------------------------------------------------------------------
@@ -88,10 +78,10 @@ def test_moments_of_a_step_are_those_of_draws(uncertain: str) -> None:
     h, c = (rng.normal(m, np.sqrt(v), (draws, 3)) for m, v in (states[:2], states[2:]))
     h, c = exact_step(w, b, rng.normal(x, np.sqrt(var_x), (draws, 2)), h, c)
     own = net.get_lstm_states()[0]
-    np.testing.assert_allclose(own[2], c.mean(0), atol=0.004)
-    np.testing.assert_allclose(own[3], c.var(0), rtol=0.06)
-    np.testing.assert_allclose(mean[0], h.mean(0), atol=0.004)
-    np.testing.assert_allclose(variance[0], h.var(0), rtol=0.06)
+    equal(own[2], c.mean(0), atol=0.004)
+    equal(own[3], c.var(0), rtol=0.06)
+    equal(mean[0], h.mean(0), atol=0.004)
+    equal(variance[0], h.var(0), rtol=0.06)
 
 
 @pytest.mark.parametrize("certain", [True, False])
@@ -100,7 +90,7 @@ def test_window_is_calls_that_carry_priors(certain: bool) -> None:
     window = nn.Sequential(nn.LSTM(2, 4, 6), nn.LSTM(4, 3, 6))
     single = nn.Sequential(nn.LSTM(2, 4, 1), nn.LSTM(4, 3, 1))
     single.load_state_dict(window.state_dict())
-    x, var_x = random(3, 12), None if certain else np.abs(random(3, 12, seed=1))
+    x, var_x = numbers(3, 12), None if certain else np.abs(numbers(3, 12, seed=1))
     mean, variance = window(x, var_x)
     for sample in range(3):
         single.reset_lstm_states()
@@ -108,8 +98,8 @@ def test_window_is_calls_that_carry_priors(certain: bool) -> None:
             now = slice(2 * t, 2 * t + 2)
             one = single(x[sample, now], None if var_x is None else var_x[sample, now])
             out = slice(3 * t, 3 * t + 3)
-            np.testing.assert_allclose(one[0], mean[sample, out], 1e-5, 1e-6)
-            np.testing.assert_allclose(one[1], variance[sample, out], 1e-5, 1e-7)
+            equal(one[0], mean[sample, out], 1e-5, 1e-6)
+            equal(one[1], variance[sample, out], 1e-5, 1e-7)
 
 
 def test_the_past_changes_what_follows_and_nothing_before() -> None:
@@ -117,27 +107,26 @@ def test_the_past_changes_what_follows_and_nothing_before() -> None:
     net = nn.Sequential(nn.LSTM(1, 4, 5))
     apart = nn.Sequential(nn.LSTM(1, 4, 5, window="independent"))
     apart.params_from(net)
-    x = random(2, 5)
+    x = numbers(2, 5)
     other = x[:, [1, 0, 2, 3, 4]]  # the first two time steps change places
     for which in range(2):
         before, after = (net(each)[which].reshape(2, 5, 4) for each in (x, other))
         assert (np.abs(before - after) > 1e-7).all()
         before, after = (apart(each)[which].reshape(2, 5, 4) for each in (x, other))
-        np.testing.assert_array_equal(before[:, 2:], after[:, 2:])
+        equal(before[:, 2:], after[:, 2:])
     late = x.copy()
     late[:, 4] += 1
-    np.testing.assert_array_equal(net(late)[0][:, :16], net(x)[0][:, :16])
+    equal(net(late)[0][:, :16], net(x)[0][:, :16])
 
 
 def test_shapes_and_batches_do_not_matter() -> None:
     net = nn.Sequential(nn.LSTM(3, 2, 4), nn.Linear(8, 1))
-    x = random(7, 4, 3)
+    x = numbers(7, 4, 3)
     mean, variance = net(x)
     for given in (x.reshape(7, 12), np.asfortranarray(x), x.astype(np.float64)[::1]):
-        for own, expected in zip(net(given), (mean, variance), strict=True):
-            np.testing.assert_array_equal(own, expected)
-    np.testing.assert_array_equal(net(x.ravel())[0], mean.ravel())
-    np.testing.assert_allclose(net(x[2:3])[0], mean[2:3], 1e-5, 1e-6)
+        equal(net(given), (mean, variance))
+    equal(net(x.ravel())[0], mean.ravel())
+    equal(net(x[2:3])[0], mean[2:3], 1e-5, 1e-6)
 
 
 # --- backward ---------------------------------------------------------------------------------
@@ -166,7 +155,7 @@ def difference(function, at: np.ndarray, step: float = 1e-5) -> np.ndarray:  # t
     """Return the derivatives of ``function(at)``, one row for each element of ``at``."""
     rows = []
     for place in np.ndindex(at.shape):
-        there = [at.copy(), at.copy()]
+        there = [at.astype(np.float64), at.astype(np.float64)]
         there[0][place] += step
         there[1][place] -= step
         rows.append((function(there[0]) - function(there[1])) / (2 * step))
@@ -178,9 +167,9 @@ def test_deltas_of_means_are_the_gradient_through_time() -> None:
     net, w, b = certain_lstm(2, 3, 4)
     layer = net.layers[0]
     layer.mu_w = w
-    x, d = random(2, 8), random(2, 12, seed=1)
+    x, d = numbers(2, 8), numbers(2, 12, seed=1)
     mean, _ = net(x)
-    np.testing.assert_allclose(mean, [exact(w, b, each.reshape(4, 2)) for each in x], 1e-4, 1e-5)
+    equal(mean, [exact(w, b, each.reshape(4, 2)) for each in x], 1e-4, 1e-5)
     net.set_delta_z(d, np.zeros_like(d))
     net.backward()
 
@@ -203,7 +192,7 @@ def test_deltas_of_variances_follow_what_reads_each_unit() -> None:
     net, w, b = certain_lstm(ni, no, steps)
     layer = net.layers[0]
     layer.mu_w = w
-    x, e = random(1, ni * steps), -np.abs(random(steps, no, seed=1))
+    x, e = numbers(1, ni * steps), -np.abs(numbers(steps, no, seed=1))
     net(x)
     net.set_delta_z(np.zeros(e.size), e.ravel())
     net.backward()
@@ -264,16 +253,16 @@ def test_posterior_of_an_early_input_is_that_of_draws() -> None:
     covariances = np.array([np.cov(units[:, t], h[:, 0])[0, 1] for t in range(3)])
     gain = covariances / (variance[0, 2] + 0.001)
     means, variances = net.get_input_states()
-    np.testing.assert_allclose(0.001 * means, gain * 0.1, rtol=0.03)
+    equal(0.001 * means, gain * 0.1, rtol=0.03)
     # What comes by h and by c counts for independent: of the last input, which has one way, exact.
-    np.testing.assert_allclose(1e-6 * variances[2], -gain[2] * covariances[2], rtol=0.06)
+    equal(1e-6 * variances[2], -gain[2] * covariances[2], rtol=0.06)
     assert (variances < 0).all()
 
 
 def test_sums_of_a_batch_are_those_of_its_samples() -> None:
     tagi.manual_seed(0)
     net = nn.Sequential(nn.LSTM(1, 6, 4), nn.LSTM(6, 3, 4), nn.Linear(12, 1))
-    x, y = random(5, 4), random(5, 1)
+    x, y = numbers(5, 4), numbers(5, 1)
 
     def sums(rows: slice) -> np.ndarray:
         net(x[rows])
@@ -281,7 +270,7 @@ def test_sums_of_a_batch_are_those_of_its_samples() -> None:
         return net.buckets[0].sums.copy()
 
     apart = sum(sums(slice(n, n + 1)) for n in range(5))
-    np.testing.assert_allclose(sums(slice(0, 5)), apart, rtol=1e-3, atol=1e-4)
+    equal(sums(slice(0, 5)), apart, rtol=1e-3, atol=1e-4)
 
 
 def test_deltas_of_the_input_have_the_slope_of_its_activation() -> None:
@@ -292,7 +281,7 @@ def test_deltas_of_the_input_have_the_slope_of_its_activation() -> None:
     net(np.array([[1.0, -2.0, -3.0, 4.0]]), np.ones((1, 4)))
     observe(net, np.ones(6))
     for deltas in net.get_input_states():
-        np.testing.assert_array_equal(deltas != 0, [True, False, False, True])
+        equal(deltas != 0, [True, False, False, True])
 
 
 def test_an_lstm_learns_what_only_its_past_says() -> None:

@@ -1,7 +1,5 @@
 """Networks: what they take, what they return, what they refuse, what their state is."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 from flashlight_py import tagi
 from flashlight_py.errors import BackendUnavailableError
 from flashlight_py.tagi import nn
+from tests.tagi.helpers import equal, learn, observe
 from tests.tagi.oracle import oracle_run
 
 X = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
@@ -22,24 +21,16 @@ def network(*middle: nn.BaseLayer, seed: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), *middle, nn.Linear(8, 2))
 
 
-def learn(net: nn.Sequential, x: Any, y: Any = Y) -> None:
-    """Do one step."""
-    net(x)
-    nn.OutputUpdater(net.device).update(net.output_z_buffer, y, 0.1, net.input_delta_z_buffer)
-    net.backward()
-    net.step()
-
-
 def test_flat_inputs_have_flat_outputs_and_shaped_ones_shaped() -> None:
     net = network()
     shaped, flat = net(X), net(X.ravel())
     assert shaped[0].shape == shaped[1].shape == (6, 2)
     assert flat[0].shape == flat[1].shape == (12,)
     assert shaped[0].dtype == shaped[1].dtype == np.float32
-    np.testing.assert_array_equal(shaped[0].ravel(), flat[0])
-    np.testing.assert_array_equal(net(X.reshape(6, 2, 2))[0], shaped[0])
-    np.testing.assert_array_equal(net.get_outputs()[0], flat[0])
-    np.testing.assert_array_equal(net.output_to_host(), flat[0])
+    equal(shaped[0].ravel(), flat[0])
+    equal(net(X.reshape(6, 2, 2))[0], shaped[0])
+    equal(net.get_outputs()[0], flat[0])
+    equal(net.output_to_host(), flat[0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "bool"])
@@ -57,11 +48,9 @@ def test_inputs_may_have_any_dtype_and_layout(dtype: str, layout: str) -> None:
     if layout == "read-only":
         x.flags.writeable = False
     one, other = network(), network()
-    learn(one, plain.astype(np.float32))
-    learn(other, x)
-    for own, expected in zip(other.parameters(), one.parameters(), strict=True):
-        for a, b in zip(own, expected, strict=True):
-            np.testing.assert_array_equal(a, b)
+    learn(one, plain.astype(np.float32), Y)
+    learn(other, x, Y)
+    equal(other.parameters(), one.parameters())
 
 
 def test_what_is_returned_is_the_caller_s() -> None:
@@ -69,11 +58,11 @@ def test_what_is_returned_is_the_caller_s() -> None:
     mean, variance = net(X)
     again = mean.copy()
     mean[...] = variance[...] = 7
-    np.testing.assert_array_equal(net.get_outputs()[0], again.ravel())
-    np.testing.assert_array_equal(net(X)[0], again)
+    equal(net.get_outputs()[0], again.ravel())
+    equal(net(X)[0], again)
     inputs = X.copy()
-    learn(net, inputs)
-    np.testing.assert_array_equal(inputs, X)
+    learn(net, inputs, Y)
+    equal(inputs, X)
 
 
 def test_batches_may_have_any_size_one_after_the_other() -> None:
@@ -85,8 +74,7 @@ def test_batches_may_have_any_size_one_after_the_other() -> None:
         alone.params_from(net)
         learn(net, x, y)
         learn(alone, x, y)
-        for own, expected in zip(net.parameters(), alone.parameters(), strict=True):
-            np.testing.assert_array_equal(own[0], expected[0])
+        equal(net.parameters(), alone.parameters())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +97,7 @@ def test_wrong_sizes_name_the_layer_and_change_nothing(x: Any, message: str) -> 
     expected = net(X)[0]
     with pytest.raises(ValueError, match=message):
         net(x)
-    np.testing.assert_array_equal(net(X)[0], expected)
+    equal(net(X)[0], expected)
 
 
 def test_a_layer_behind_others_is_named_with_the_one_before_it() -> None:
@@ -148,7 +136,7 @@ def test_an_input_that_is_masked_is_refused() -> None:
     for x in (masked, list(masked)):
         with pytest.raises(ValueError, match=r"mu_x: .* of 24 elements are masked"):
             net(x)
-    np.testing.assert_array_equal(net(np.ma.array(X))[0], net(X)[0])
+    equal(net(np.ma.array(X))[0], net(X)[0])
     with pytest.raises(ValueError, match=r"delta_mu: .* of 12 elements are masked"):
         net.set_delta_z(np.ma.array(Y, mask=Y > 0), Y)
 
@@ -164,7 +152,7 @@ def test_a_backward_pass_needs_deltas_of_the_last_forward_pass() -> None:
     net = network()
     with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
         net.backward()
-    learn(net, X)
+    learn(net, X, Y)
     with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
         net.backward()  # a second time
     net(X)
@@ -177,7 +165,7 @@ def test_a_backward_pass_needs_deltas_of_the_last_forward_pass() -> None:
 
 def test_a_backward_pass_needs_a_forward_pass_of_training() -> None:
     net = network()
-    learn(net, X)
+    learn(net, X, Y)
     net.eval()
     net(X)
     net.train()  # too late
@@ -186,8 +174,7 @@ def test_a_backward_pass_needs_a_forward_pass_of_training() -> None:
         net.backward()
     net(X)
     net.eval()  # harmless
-    nn.OutputUpdater().update(net.output_z_buffer, Y, 0.1, net.input_delta_z_buffer)
-    net.backward()
+    observe(net, Y)
 
 
 def test_deltas_may_be_set_by_hand() -> None:
@@ -197,12 +184,12 @@ def test_deltas_may_be_set_by_hand() -> None:
     nn.OutputUpdater("cpu").update(one.output_z_buffer, Y, 0.1, buffer)
     other(X)
     other.set_delta_z(buffer.delta_mu, buffer.delta_var.tolist())
-    np.testing.assert_array_equal(other.delta_z_to_host(), buffer.delta_mu)
+    equal(other.delta_z_to_host(), buffer.delta_mu)
     one.backward()
     one.step()
     other.backward()
     other.step()
-    np.testing.assert_array_equal(other.layers[0].mu_w, one.layers[0].mu_w)
+    equal(other.layers[0].mu_w, one.layers[0].mu_w)
     with pytest.raises(ValueError, match=r"delta_mu: expected shape \(6, 2\), .* got \(3,\)"):
         other.set_delta_z([1, 2, 3], [1, 2, 3])
     with pytest.raises(ValueError, match=r"delta_var: expected shape \(6, 2\), .* got \(2, 6\)"):
@@ -224,11 +211,9 @@ def test_state_is_taken_whole_or_not_at_all() -> None:
         other.load_state_dict(wrong)
     with pytest.raises(ValueError, match=r"missing 'Linear.2'; unexpected 'Linear.3'"):
         other.load_state_dict({"Linear.0": state["Linear.0"], "Linear.3": state["Linear.2"]})
-    np.testing.assert_array_equal(other.state_dict()["Linear.0"][0], expected["Linear.0"][0])
+    equal(other.state_dict()["Linear.0"][0], expected["Linear.0"][0])
     other.load_state_dict({name: [a.tolist() for a in entry] for name, entry in state.items()})
-    for name, entry in other.state_dict().items():
-        for own, real in zip(entry, state[name], strict=True):
-            np.testing.assert_array_equal(own, real)
+    equal(other.state_dict(), state)
 
 
 def test_state_that_cannot_be_changes_nothing() -> None:
@@ -250,8 +235,8 @@ def test_state_that_cannot_be_changes_nothing() -> None:
         net.load_state_dict(wrong)
     with pytest.raises(ValueError, match="variances are not negative, got -1"):
         net.layers[0].var_w = -np.ones(32)
-    np.testing.assert_array_equal(net.layers[0].var_w, before["Linear.0"][1])
-    np.testing.assert_array_equal(net.layers[0].mu_w, before["Linear.0"][0])
+    equal(net.layers[0].var_w, before["Linear.0"][1])
+    equal(net.layers[0].mu_w, before["Linear.0"][0])
 
 
 def test_state_is_a_copy() -> None:
@@ -260,16 +245,16 @@ def test_state_is_a_copy() -> None:
     for entry in state.values():
         for array in entry:
             array[...] = 0
-    np.testing.assert_array_equal(net(X)[0], expected)
+    equal(net(X)[0], expected)
 
 
 def test_parameters_can_be_taken_from_another_network() -> None:
     net, other = network(), network(seed=2)
-    learn(net, X)
+    learn(net, X, Y)
     assert not np.allclose(net(X)[0], other(X)[0])
     other.params_from(net)
-    np.testing.assert_array_equal(net(X)[0], other(X)[0])
-    learn(net, X)  # they are apart from then on
+    equal(net(X)[0], other(X)[0])
+    learn(net, X, Y)  # they are apart from then on
     assert not np.array_equal(net(X)[0], other(X)[0])
     with pytest.raises(ValueError, match=r"nothing was loaded: missing 'Linear.3'"):
         network(nn.ReLU()).params_from(net)
@@ -278,7 +263,7 @@ def test_parameters_can_be_taken_from_another_network() -> None:
 def test_layers_without_biases_have_empty_ones() -> None:
     net = nn.Sequential(nn.Linear(4, 2, bias=False))
     assert [each.size for each in net.state_dict()["Linear.0"]] == [8, 8, 0, 0]
-    learn(net, X)
+    learn(net, X, Y)
     assert net.layers[0].delta_mu_b.size == 0
 
 
@@ -286,7 +271,7 @@ def test_a_layer_s_arrays_can_be_set() -> None:
     net = network()
     layer = net.layers[0]
     layer.mu_w = np.arange(32.0).reshape(8, 4)
-    np.testing.assert_array_equal(net.state_dict()["Linear.0"][0], np.arange(32))
+    equal(net.state_dict()["Linear.0"][0], np.arange(32))
     with pytest.raises(ValueError, match=r"Linear\(4,8\): weight has 32 elements, got 3"):
         layer.mu_w = np.zeros(3)
     with pytest.raises(AttributeError, match="follows from the sums of a backward pass"):
@@ -295,11 +280,11 @@ def test_a_layer_s_arrays_can_be_set() -> None:
 
 def test_what_the_input_learns_is_asked_for() -> None:
     net = network()
-    learn(net, X)
+    learn(net, X, Y)
     with pytest.raises(RuntimeError, match="input_state_update = True"):
         net.get_input_states()
     net.input_state_update = True
-    learn(net, X)
+    learn(net, X, Y)
     d, e = net.get_input_states()
     assert d.shape == e.shape == (24,)
     assert (e <= 0).all()
@@ -326,10 +311,9 @@ def test_the_input_learns_as_in_pytagi() -> None:
     net.load_state_dict(state)
     net.input_state_update = True
     net(X, v)
-    nn.OutputUpdater().update(net.output_z_buffer, Y, s, net.input_delta_z_buffer)
-    net.backward()
-    np.testing.assert_allclose(net.get_input_states()[0], d[:24], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(net.get_input_states()[1], e[:24], rtol=1e-4, atol=1e-5)
+    observe(net, Y, s)
+    equal(net.get_input_states()[0], d[:24], rtol=1e-4, atol=1e-5)
+    equal(net.get_input_states()[1], e[:24], rtol=1e-4, atol=1e-5)
 
 
 def chain(seed: int) -> tuple[nn.Sequential, nn.Sequential]:
@@ -360,9 +344,7 @@ def test_a_chain_of_two_networks_learns_as_one(flat: bool) -> None:
         encoder.step()
         learn(whole, X, X)
     halves = encoder.parameters() + decoder.parameters()
-    for own, expected in zip(halves, whole.parameters(), strict=True):
-        for a, b in zip(own, expected, strict=True):
-            np.testing.assert_array_equal(a, b)
+    equal(halves, whole.parameters())
 
 
 def test_deltas_that_are_not_there_cannot_be_copied() -> None:

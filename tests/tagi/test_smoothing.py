@@ -1,7 +1,5 @@
 """SLSTM, SLinear and the smoother: beside pytagi, and beside their formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +8,8 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from tests.tagi.oracle import oracle_run
+from tests.tagi.helpers import equal
+from tests.tagi.oracle import run_both
 
 STEPS = 9
 
@@ -51,18 +50,7 @@ def series() -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_pytagi_smooths_alike() -> None:
-    given = series()
-    parameters, outputs, smoothed, states = oracle_run(SERIES.format(load=False), **given)
-    space = {**vars(nn), "np": np, **given, "parameters": parameters}
-    exec(SERIES.format(load=True), space)
-    _, own_outputs, own_smoothed, own_states = space["result"]
-    np.testing.assert_allclose(own_outputs, outputs, 1e-4, 1e-5)
-    np.testing.assert_allclose(own_smoothed, smoothed, 1e-4, 1e-5)
-    for own, real in zip(own_states, states, strict=True):
-        assert own.keys() == real.keys()
-        for layer, arrays in real.items():
-            for number in range(4):
-                np.testing.assert_allclose(own[layer][number], arrays[number], 1e-4, 1e-5)
+    equal(*run_both(SERIES, **series()), 1e-4, 1e-5)
 
 
 def run(net: nn.Sequential, y: np.ndarray) -> Iterator[None]:
@@ -104,8 +92,7 @@ def test_states_are_those_of_the_formulas() -> None:
         expected.append((*h, *c))
     mean, variance = net.smoother()
     for t, moments in enumerate(reversed(expected)):
-        for own, each in zip(net.get_lstm_states(t)[0], moments, strict=True):
-            np.testing.assert_allclose(own, each, 1e-4, 1e-6)
+        equal(net.get_lstm_states(t)[0], moments, 1e-4, 1e-6)
     # The outputs: of the last parameters, every time step and every output.
     linear = nn.Sequential(nn.Linear(3, 2))
     linear.load_state_dict({"Linear.0": net.state_dict()["SLinear.1"]})
@@ -115,7 +102,7 @@ def test_states_are_those_of_the_formulas() -> None:
         linear(np.stack([s[0] for s in states]), np.stack([s[1] for s in states])),
         strict=True,
     ):
-        np.testing.assert_allclose(own.reshape(STEPS, 2), each, 1e-5)
+        equal(own.reshape(STEPS, 2), each, 1e-5)
 
 
 def test_covariances_are_those_of_draws() -> None:
@@ -146,10 +133,10 @@ def test_covariances_are_those_of_draws() -> None:
         step = layer.kept[-1]
         if var_h.any():
             expected = np.cov(before[0].T, h_now.T)[:2, 2:]
-            np.testing.assert_allclose(step.hidden, expected, rtol=0.05, atol=1e-5)
+            equal(step.hidden, expected, rtol=0.05, atol=1e-5)
         else:
             expected = np.diag(np.cov(before[1].T, c_now.T)[:2, 2:])
-            np.testing.assert_allclose(step.cell, expected, rtol=0.02)
+            equal(step.cell, expected, rtol=0.02)
 
 
 def test_what_follows_changes_what_was() -> None:
@@ -180,7 +167,7 @@ def test_a_series_begins_anew() -> None:
         pass
     first = net.smoother()
     assert [each.shape for each in first] == [(4,), (4,)]  # as many as there were
-    np.testing.assert_array_equal(net.get_lstm_states()[0], np.zeros((4, 4)))
+    equal(net.get_lstm_states()[0], np.zeros((4, 4)))
     for _ in run(net, y[:2]):
         pass
     net.reset_lstm_states()
@@ -188,7 +175,7 @@ def test_a_series_begins_anew() -> None:
         states = net.get_lstm_states()
         net(np.ones(2))  # a look ahead is not kept
         net.set_lstm_states(states)
-    np.testing.assert_array_equal(net.smoother(), first)
+    equal(net.smoother(), first)
 
 
 def test_time_steps_are_counted() -> None:
@@ -240,4 +227,4 @@ def test_a_series_on_a_gpu(strict: Any) -> None:
         found.append([*net.smoother(), *net.get_lstm_states(2)[1]])
     for own, expected in zip(*found, strict=True):
         assert isinstance(own, np.ndarray)
-        np.testing.assert_allclose(own, expected, 1e-4, 1e-6)
+        equal(own, expected, 1e-4, 1e-6)

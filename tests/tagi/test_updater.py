@@ -1,13 +1,12 @@
 """Observations and what they teach the outputs: plain, of chosen outputs, heteroscedastic."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flashlight_py.tagi import nn
+from tests.tagi.helpers import equal
 from tests.tagi.oracle import compare
 
 RNG = np.random.default_rng(1)
@@ -59,10 +58,8 @@ def test_deltas_are_the_update_of_a_gaussian() -> None:
     nn.OutputUpdater().update(out, y, error, deltas)
     gain = 0.5 / (0.5 + error)
     posterior = out.mu_a + out.var_a * deltas.delta_mu
-    np.testing.assert_allclose(posterior, (1 - gain) * out.mu_a + gain * 1, rtol=1e-6)
-    np.testing.assert_allclose(
-        out.var_a + out.var_a**2 * deltas.delta_var, 0.5 * (1 - gain), rtol=1e-6
-    )
+    equal(posterior, (1 - gain) * out.mu_a + gain * 1, rtol=1e-6)
+    equal(out.var_a + out.var_a**2 * deltas.delta_var, 0.5 * (1 - gain), rtol=1e-6)
 
 
 def test_predicted_variance_of_errors_moves_towards_what_is_seen() -> None:
@@ -79,8 +76,8 @@ def test_a_chosen_output_may_be_unobserved() -> None:
     y, indices = [[0.1, np.nan], [np.nan, 0.2]], [[1, 2], [3, 4]]
     nn.OutputUpdater().update_using_indices(states(), y, 0.1, indices, deltas)
     expected = [[True, False, False, False], [False, False, False, True]]
-    np.testing.assert_array_equal(deltas.delta_mu.reshape(2, 4) != 0, expected)
-    np.testing.assert_array_equal(deltas.delta_var.reshape(2, 4) != 0, expected)
+    equal(deltas.delta_mu.reshape(2, 4) != 0, expected)
+    equal(deltas.delta_var.reshape(2, 4) != 0, expected)
 
 
 def test_an_unobserved_pair_learns_nothing() -> None:
@@ -114,8 +111,8 @@ def test_what_is_masked_is_not_observed(dtype: str) -> None:
         nested = [[row] for row in masked], tuple(list(row) for row in masked)
         for y in (masked, list(masked), masked.ravel(), *nested):
             update(y, found)
-            np.testing.assert_array_equal(found.delta_mu, expected.delta_mu)
-            np.testing.assert_array_equal(found.delta_var, expected.delta_var)
+            equal(found.delta_mu, expected.delta_mu)
+            equal(found.delta_var, expected.delta_var)
 
 
 def test_an_observation_whose_variance_is_masked_teaches_nothing() -> None:
@@ -125,8 +122,8 @@ def test_an_observation_whose_variance_is_masked_teaches_nothing() -> None:
     updater.update(states(), np.where(MASK, np.nan, y), 0.1, expected)
     for mu_obs in (y, np.ma.array(y, mask=MASK)):
         updater.update(states(), mu_obs, errors, found)
-        np.testing.assert_array_equal(found.delta_mu, expected.delta_mu)
-        np.testing.assert_array_equal(found.delta_var, expected.delta_var)
+        equal(found.delta_mu, expected.delta_mu)
+        equal(found.delta_var, expected.delta_var)
     with pytest.raises(ValueError, match="selected_idx: 1 of 2 elements are masked"):
         updater.update_using_indices(
             states(), y[:, :1], 0.1, np.ma.array([[1], [2]], mask=[[True], [False]]), found
@@ -170,8 +167,8 @@ def test_observations_may_have_any_dtype_layout_and_shape(dtype: str) -> None:
     for values in (y, np.asfortranarray(y), np.repeat(y, 2, 1)[:, ::2], y.ravel(), y.tolist()):
         for errors in (0.1, [0.1] * 20, np.full(12, 0.1), np.full((1, 1), 0.1)):
             updater.update(out, values, errors, found)
-            np.testing.assert_allclose(found.delta_mu, expected.delta_mu, rtol=1e-6)
-            np.testing.assert_allclose(found.delta_var, expected.delta_var, rtol=1e-6)
+            equal(found.delta_mu, expected.delta_mu, rtol=1e-6)
+            equal(found.delta_var, expected.delta_var, rtol=1e-6)
 
 
 LONGER = r"var_obs: .*, or more of them, all of one value and none masked, got \(10,\)"

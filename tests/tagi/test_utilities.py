@@ -1,7 +1,5 @@
 """Metrics, data sets, windows, scales; and CUDA's questions where there is none."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import cuda, metric
+from tests.tagi.helpers import equal
 from tests.tagi.oracle import oracle_run
 
 RNG = np.random.default_rng(0)
@@ -35,7 +34,7 @@ def test_metrics_are_pytagi_s() -> None:
         metric.log_likelihood(A, hole, S),
         metric.classification_error(labels, labels // 2),
     )
-    np.testing.assert_allclose(own, oracle_run(program, a=A, b=B, s=S), rtol=1e-12)
+    equal(own, oracle_run(program, a=A, b=B, s=S), rtol=1e-12)
 
 
 def test_shapes_do_not_matter_but_sizes_do() -> None:
@@ -103,22 +102,17 @@ def cifar(folder: Path, count: int = 3) -> tuple[Path, np.ndarray]:
     return folder / "batch.bin", rows
 
 
-def test_images_of_mnist(tmp_path: Path) -> None:
-    images, labels, pixels = mnist(tmp_path)
+def test_images_of_files(tmp_path: Path) -> None:
+    (images, labels, pixels), (file, rows) = mnist(tmp_path), cifar(tmp_path)
+    utils, mnist_files = tagi.Utils(), (str(images), labels)
     for wanted, count in ((0, 3), (2, 2), (9, 3)):
-        x, y = tagi.Utils().load_mnist_images(str(images), labels, wanted)
-        assert x.dtype == np.float32
-        np.testing.assert_allclose(x, pixels[:count].ravel() / 255, rtol=1e-6)
-        np.testing.assert_array_equal(y, range(count))
-
-
-def test_images_of_cifar(tmp_path: Path) -> None:
-    file, rows = cifar(tmp_path)
-    for wanted, count in ((0, 3), (2, 2), (9, 3)):
-        x, y = tagi.Utils().load_cifar_images(str(file), wanted)
-        assert x.dtype == np.float32
-        np.testing.assert_allclose(x, rows[:count, 1:].ravel() / 255, rtol=1e-6)
-        np.testing.assert_array_equal(y, rows[:count, 0])
+        for (x, y), expected, classes in (
+            (utils.load_mnist_images(*mnist_files, wanted), pixels, range(3)),
+            (utils.load_cifar_images(str(file), wanted), rows[:, 1:], rows[:, 0]),
+        ):
+            assert x.dtype == np.float32
+            equal(x, expected[:count].ravel() / 255, rtol=1e-6)
+            equal(y, classes[:count])
 
 
 @pytest.mark.slow
@@ -133,8 +127,8 @@ def test_files_of_images_are_read_as_pytagi_reads_them(tmp_path: Path) -> None:
     """
     real = oracle_run(program, mnist=[str(images), str(labels)], cifar=str(file))
     for a, b in zip(own, real, strict=True):
-        np.testing.assert_allclose(a[0], b[0], rtol=1e-6)
-        np.testing.assert_array_equal(a[1], b[1])
+        equal(a[0], b[0], rtol=1e-6)
+        equal(a[1], b[1])
 
 
 @pytest.mark.parametrize(
@@ -173,15 +167,14 @@ def test_windows_are_pytagi_s(
     own = tagi.Utils().create_rolling_window(data, columns, seen, ahead, shape[1], stride)
     program = "result = pytagi.Utils().create_rolling_window(data, *arguments)"
     arguments = (columns, seen, ahead, shape[1], stride)
-    for a, b in zip(own, oracle_run(program, data=data, arguments=arguments), strict=True):
-        np.testing.assert_array_equal(a, b)
+    equal(own, oracle_run(program, data=data, arguments=arguments))
 
 
 def test_windows_of_what_is_missing_have_nan() -> None:
     utils, data = tagi.Utils(), np.ma.masked_less(np.arange(12.0).reshape(6, 2), 1)
     seen, ahead = utils.create_rolling_window(data, [0], 1, 1, 2, 1)
-    np.testing.assert_array_equal(seen[0], [np.nan, 1])
-    np.testing.assert_array_equal(ahead.ravel(), [2, 4, 6, 8, 10])
+    equal(seen[0], [np.nan, 1])
+    equal(ahead.ravel(), [2, 4, 6, 8, 10])
     with pytest.raises(ValueError, match="output_col: 1 of 2 elements are masked"):
         utils.create_rolling_window(data, np.ma.array([0, 1], mask=[0, 1]), 1, 1, 2, 1)
     with pytest.raises(ValueError, match=r"data: expected shape \[steps, 2\], .* got \(2, 6\)"):
@@ -191,8 +184,8 @@ def test_windows_of_what_is_missing_have_nan() -> None:
 def test_windows_may_predict_several_columns() -> None:
     data = np.arange(24.0).reshape(8, 3)
     x, y = tagi.Utils().create_rolling_window(data.ravel(), np.array([2, 0]), 2, 2, 3, 3)
-    np.testing.assert_array_equal(x, [[0, 1, 2, 3, 4, 5], [9, 10, 11, 12, 13, 14]])
-    np.testing.assert_array_equal(y, [[8, 6, 11, 9], [17, 15, 20, 18]])
+    equal(x, [[0, 1, 2, 3, 4, 5], [9, 10, 11, 12, 13, 14]])
+    equal(y, [[8, 6, 11, 9], [17, 15, 20, 18]])
     with pytest.raises(ValueError, match="3 steps are no window of 3 and 1 more"):
         tagi.Utils().create_rolling_window(data[:3], [0], 3, 1, 3, 1)
     with pytest.raises(ValueError, match=r"data: expected shape \[steps, 5\], .* got \(8, 3\)"):
@@ -209,9 +202,9 @@ def test_covariances_and_schedules_are_pytagi_s() -> None:
                   [exponential_scheduler(2.0, 0.5, 0.9, i) for i in range(20)])
     """
     covariances, schedule = oracle_run(program)
-    np.testing.assert_allclose(tagi.Utils().get_upper_triu_cov(2, 4, 0.3), covariances, rtol=1e-6)
+    equal(tagi.Utils().get_upper_triu_cov(2, 4, 0.3), covariances, rtol=1e-6)
     own = [tagi.exponential_scheduler(2.0, 0.5, 0.9, i) for i in range(20)]
-    np.testing.assert_allclose(own, schedule)
+    equal(own, schedule, rtol=1e-7)
 
 
 def test_scales_lead_there_and_back() -> None:
@@ -220,16 +213,14 @@ def test_scales_lead_there_and_back() -> None:
     scale = tagi.Normalizer("standardize")
     mean, deviation = scale.compute_mean_std(data)
     scaled = scale.standardize(data, mean, deviation)
-    np.testing.assert_allclose(np.nanstd(scaled, 0), 1)
-    np.testing.assert_allclose(scale.unstandardize(scaled, mean, deviation), data)
-    np.testing.assert_allclose(scale.unstandardize_std(np.ones(4), deviation), deviation)
+    equal(np.nanstd(scaled, 0), 1, rtol=1e-7)
+    equal(scale.unstandardize(scaled, mean, deviation), data, rtol=1e-7)
+    equal(scale.unstandardize_std(np.ones(4), deviation), deviation, rtol=1e-7)
     largest, smallest = scale.compute_max_min(data)
     scaled = scale.max_min_norm(data, largest, smallest)
     assert (np.nanmin(scaled), np.nanmax(scaled)) == (0, pytest.approx(1))
-    np.testing.assert_allclose(scale.max_min_unnorm(scaled, largest, smallest), data)
-    np.testing.assert_allclose(
-        scale.max_min_unnorm_std(np.ones(4), largest, smallest), largest - smallest
-    )
+    equal(scale.max_min_unnorm(scaled, largest, smallest), data, rtol=1e-7)
+    equal(scale.max_min_unnorm_std(np.ones(4), largest, smallest), largest - smallest, rtol=1e-7)
     with pytest.raises(ValueError, match="a maximum is below its minimum"):
         scale.max_min_norm(data, smallest, largest)
 
@@ -238,8 +229,8 @@ def test_scales_leave_out_what_is_masked() -> None:
     data, hole = np.ma.masked_less(np.arange(12.0).reshape(6, 2), 3), np.arange(12.0).reshape(6, 2)
     hole[hole < 3] = np.nan
     for scale in (tagi.Normalizer.compute_mean_std, tagi.Normalizer.compute_max_min):
-        np.testing.assert_array_equal(scale(data), scale(hole))
-        np.testing.assert_array_equal(scale(list(data)), scale(hole))
+        equal(scale(data), scale(hole))
+        equal(scale(list(data)), scale(hole))
 
 
 def test_without_a_driver_cuda_s_answers_are_no() -> None:
@@ -253,10 +244,3 @@ def test_without_a_driver_cuda_s_answers_are_no() -> None:
     assert cuda.is_device_available(0) is False
     assert cuda.get_device_properties(0) == ""
     assert cuda.get_device_memory(0) == (0, 0)
-
-
-def test_every_name_of_pytagi_is_here() -> None:
-    names = ["manual_seed", "cuda", "metric", "HRCSoftmaxMetric", "HRCSoftmax", "Normalizer"]
-    for name in [*names, "Utils", "exponential_scheduler", "nn"]:
-        assert name in tagi.__all__
-        assert getattr(tagi, name) is not None

@@ -1,14 +1,11 @@
 """Windows as columns: the kernels beside NumPy, and both directions beside each other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from flashlight_py.tagi import windows as module
-from flashlight_py.tagi.native import native
 from flashlight_py.tagi.windows import Windows
-from tests.tagi.in_numpy import in_numpy
+from tests.tagi.helpers import equal, in_numpy, needs_kernels
 
 F = np.float32
 ALL = [
@@ -27,7 +24,7 @@ def images(over: Windows, rng: np.random.Generator, first: bool) -> np.ndarray:
     return values.transpose(1, 0, 2, 3) if first else values.reshape(5, 3, over.height, over.width)
 
 
-@pytest.mark.skipif(native() is None, reason="the native kernels of fl.tagi were not built")
+@needs_kernels
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("first", [False, True])
 def test_the_kernels_make_what_numpy_makes(over: Windows, first: bool) -> None:
@@ -41,12 +38,12 @@ def test_the_kernels_make_what_numpy_makes(over: Windows, first: bool) -> None:
             own, reference = np.full((2, kinds, 3 * over.kernel**2, count), np.nan, F)
             module.patches(over, part, mean, v, tuple(own))
             in_numpy(module.patches, over, part, mean, v, tuple(reference))
-            np.testing.assert_array_equal(own, reference)
+            equal(own, reference)
         columns = rng.standard_normal((3 * over.kernel**2, count)).astype(F)
         expected = back.copy()
         in_numpy(module.add_patches, over, part, columns, expected)
         module.add_patches(over, part, columns, back)
-        np.testing.assert_array_equal(back, expected)
+        equal(back, expected)
 
 
 @pytest.mark.parametrize("over", ALL)
@@ -68,7 +65,7 @@ def test_adding_columns_is_the_adjoint_of_making_them(over: Windows, columns: in
     assert left == (x * back).sum()
 
 
-@pytest.mark.skipif(native() is None, reason="the native kernels of fl.tagi were not built")
+@needs_kernels
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("first", [False, True])
 def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
@@ -76,15 +73,15 @@ def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
     rng = np.random.default_rng(2)
     x = images(over, rng, first)
     sums = module.sum_windows(over, x, 1 / 9)
-    np.testing.assert_array_equal(sums, in_numpy(module.sum_windows, over, x, 1 / 9))
+    equal(sums, in_numpy(module.sum_windows, over, x, 1 / 9))
     deltas = rng.standard_normal(sums.shape).astype(F)
     spread = module.spread_windows(over, deltas, 1 / 9, x)
     expected = in_numpy(module.spread_windows, over, deltas, 1 / 9, x)
-    np.testing.assert_array_equal(spread, expected)
+    equal(spread, expected)
     assert np.isclose((sums * deltas).sum(), (x * spread).sum(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(native() is None, reason="the native kernels of fl.tagi were not built")
+@needs_kernels
 @pytest.mark.parametrize("over", [over for over in ALL if over.after < over.kernel])
 @pytest.mark.parametrize("first", [False, True])
 def test_largest_elements_are_those_of_numpy(over: Windows, first: bool) -> None:
@@ -95,10 +92,9 @@ def test_largest_elements_are_those_of_numpy(over: Windows, first: bool) -> None
     variance = np.abs(images(over, rng, not first))
     own = module.largest(over, mean, variance)
     expected = in_numpy(module.largest, over, mean, variance)
-    for found, wanted in zip(own, expected, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    equal(own, expected)
     assert module.largest(over, mean, None)[1] is None
     deltas = rng.standard_normal(own[0].shape).astype(F)
     spread = module.spread_taken(over, deltas, own[2], mean)
     wanted = in_numpy(module.spread_taken, over, deltas, own[2], mean)
-    np.testing.assert_allclose(spread, wanted, rtol=1e-5, atol=1e-6)
+    equal(spread, wanted, rtol=1e-5, atol=1e-6)

@@ -1,7 +1,5 @@
 """One step in two copies, an eager and a captured one, compared bit by bit after each call."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Arguments of all layouts, dtypes and values, alone and with memory in common."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What functions compute, the package's, NumPy's and optimizers: the bits of the eager step."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import subprocess

@@ -4,8 +4,6 @@ A capture runs the step on NumPy's arrays, and a launch runs what a test says. t
 graphs: results and times are theirs.
 """
 
-from __future__ import annotations
-
 import collections
 import sys
 import threading

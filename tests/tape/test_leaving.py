@@ -1,7 +1,5 @@
 """Every way in which a step leaves the captured path: the same results, a reason, nothing stale."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Numbers, strings and other values that a step reads by name: each value has its recording."""
 
-from __future__ import annotations
-
 import pickle
 from collections import deque
 from collections.abc import Callable

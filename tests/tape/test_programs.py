@@ -3,8 +3,6 @@
 EXAMPLES=5000 in the environment tries as many, others in every run.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Captured steps on several ranks: the bits of eager ones, the same calls, and the same errors."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -49,23 +47,6 @@ def reduced(width: int = 9, **options: Any) -> Callable[[], Any]:
         return lambda x, y: fl.all_reduce(step(x, y)[0].array * 1, op="avg"), model
 
     return make
-
-
-def with_leaves() -> Any:
-    model = network(9)
-    fl.distribute_module_grads(model, leaves=4)
-    optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
-    criterion = fl.nn.MeanSquaredError()
-
-    def step(x: np.ndarray, y: np.ndarray) -> Any:
-        optimizer.zero_grad()
-        for rows, targets in fl.leaves(model, x, y):
-            loss = criterion(model(fl.input(rows)), fl.no_grad(targets))
-            loss.backward()
-        optimizer.step()
-        return loss
-
-    return step, model, optimizer
 
 
 def accumulating(divide: Callable[[Any], Any], width: int) -> Callable[[], Any]:
@@ -155,10 +136,8 @@ def of_layers(model_of: Callable[[], Any], divide: Callable[[Any], Any]) -> Call
         fl.set_seed(0)
         model = model_of()
         divide(model)
-        optimizer, criterion = (
-            fl.optim.AdamOptimizer(model.params(), 0.01),
-            fl.nn.MeanSquaredError(),
-        )
+        optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
+        criterion = fl.nn.MeanSquaredError()
 
         def step(x: np.ndarray, y: np.ndarray) -> Any:
             optimizer.zero_grad()
@@ -175,7 +154,7 @@ def of_layers(model_of: Callable[[], Any], divide: Callable[[Any], Any]) -> Call
 
 
 def in_leaves(model: Any) -> None:
-    fl.distribute_module_grads(model, leaves=2)
+    fl.distribute_module_grads(model, leaves=4)
 
 
 def cut(model: Any) -> None:
@@ -281,7 +260,9 @@ CASES = {
     "unequal batches": Case(
         reduced(), data=lambda rank: [(x[rank:], y[rank:]) for x, y in data(rank)]
     ),
-    "leaves": Case(with_leaves, data=lambda rank: data(7), sizes=(1, 2, 3)),
+    "leaves": Case(
+        of_layers(partial(network, 9), in_leaves), data=lambda rank: data(7), sizes=(1, 2, 3)
+    ),
     "no_sync of shards": Case(accumulating(fl.fully_shard, 400_000), data=few),
     "no_sync at times": Case(
         accumulating(fl.distribute_module_grads, 9),

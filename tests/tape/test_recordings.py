@@ -1,7 +1,5 @@
 """What a captured step is: a method, a part of another one, copied, checked, collected, shared."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

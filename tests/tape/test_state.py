@@ -1,7 +1,5 @@
 """State: where a step finds its arrays, what it puts in their places, and what changes them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from operator import attrgetter

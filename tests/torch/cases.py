@@ -3,8 +3,6 @@
 Every one of these passes on gloo as well.
 """
 
-from __future__ import annotations
-
 import _thread
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks that have torch, for the tests of this folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,8 +4,6 @@ Reads tasks from its input, a line of JSON each, and answers each by one: what b
 That spares each test the import of torch, which takes seconds.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import faulthandler

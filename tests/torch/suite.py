@@ -4,8 +4,6 @@ It runs where torch is installed. What torch runs with gloo, or with MPI alone, 
 this backend: where the suite asks for theirs by name, it is read as if it asked for this one.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

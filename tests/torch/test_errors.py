@@ -1,7 +1,5 @@
 """What is raised on each rank where something is wrong, in the types of torch."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How programs of torch find the backend, and what starts them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -14,6 +12,8 @@ import pytest
 from harness.environments import ROOT
 from tests.torch.conftest import free_port, interpreter
 
+FLRUN, TORCHRUN = "flashlight_py.launch", "torch.distributed.run"
+slow = pytest.mark.slow
 LOADED = """
 import sys, warnings
 import torch, torch.distributed as dist
@@ -54,6 +54,16 @@ def ran(*command: object, folder: Path, **environ: str) -> str:
     done = subprocess.run([interpreter(), *map(str, command)], check=False, **how)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
+
+
+def started(
+    module: str, text: str, *options: object, folder: Path, args: tuple[str, ...] = ()
+) -> str:
+    """Return what ``text``, a program, prints on ranks that ``module`` starts."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "program.py"
+    program.write_text(text)
+    return ran("-m", module, *options, program, *args, folder=folder)
 
 
 @pytest.fixture
@@ -102,14 +112,12 @@ print(caught[0].message)
     assert "torch does not take the backend 'flashlight': TypeError: no such argument" in words
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("is_static", [False, True])
 def test_torchrun_restarts_ranks(tmp_path: Path, is_static: bool) -> None:
     how = f"--master-port={free_port()}" if is_static else "--standalone"
-    program = tmp_path / "program.py"
-    program.write_text(RESTARTED)
     more = "--nproc-per-node=3", "--max-restarts=3", "--monitor-interval=0.2"
-    said = ran("-m", "torch.distributed.run", how, *more, program, folder=tmp_path)
+    said = started(TORCHRUN, RESTARTED, how, *more, folder=tmp_path)
     assert said.count("sum 9 after 2") == 3
 
 
@@ -127,26 +135,21 @@ sys.stdout.write(f"{total} after {restarts}\\n")
 """
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("how", ["", "--standalone", "--master-port"])
 def test_torchrun_starts_programs_without_torch(tmp_path: Path, how: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(OURS)
     option = [f"{how}={free_port()}" if how == "--master-port" else how] if how else []
     option += ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"]
-    said = ran("-m", "torch.distributed.run", *option, program, "fail", folder=tmp_path)
+    said = started(TORCHRUN, OURS, *option, folder=tmp_path, args=("fail",))
     assert said.count("2 after 1") == 2
 
 
-@pytest.mark.slow
+@slow
 def test_torchrun_starts_them_on_several_nodes(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(OURS)
     option = "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=run"
-    where = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    command = "-m", "torch.distributed.run", *option, where, program
+    command = TORCHRUN, OURS, *option, f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(2) as nodes:
-        said = list(nodes.map(lambda _: ran(*command, folder=tmp_path), range(2)))
+        said = list(nodes.map(lambda node: started(*command, folder=tmp_path / node), "ab"))
     assert [each.count("4 after 0") for each in said] == [2, 2]
 
 
@@ -165,24 +168,20 @@ print(f"sum {x[0]:g} {fl.all_reduce(np.ones(1))[0]:g}")
 """
 
 
-@pytest.mark.slow
+@slow
 def test_flrun_starts_programs_that_meet_by_torchs_variables(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(ENVIRONMENT)
-    said = ran("-m", "flashlight_py.launch", "-n", 2, program, folder=tmp_path)
+    said = started(FLRUN, ENVIRONMENT, "-n", 2, folder=tmp_path)
     assert said.count("sum 2 2") == 2
     ssh = tmp_path / "ssh"
     ssh.write_text('exec sh -c "$2"')
     over = "--hosts", "a,b", "--ssh", f"sh {ssh}"
-    said = ran("-m", "flashlight_py.launch", *over, program, folder=tmp_path)
+    said = started(FLRUN, ENVIRONMENT, *over, folder=tmp_path)
     assert said.count("sum 2 2") == 2
 
 
-@pytest.mark.slow
+@slow
 def test_flrun_starts_programs_of_torch(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(MET)
-    said = ran("-m", "flashlight_py.launch", "-n", 3, program, folder=tmp_path)
+    said = started(FLRUN, MET, "-n", 3, folder=tmp_path)
     assert said.count("sum 3") == 3
 
 
@@ -203,18 +202,13 @@ work = operations[sys.argv[1]]()
 if "destroyed" in sys.argv:
     dist.destroy_process_group()
 """
-slow = pytest.mark.slow
-
-
 SLOW_OPERATIONS = [pytest.param(each, marks=slow) for each in ("whole", "list", "receive")]
 
 
 @pytest.mark.parametrize("end", [pytest.param("left", marks=slow), "destroyed"])
 @pytest.mark.parametrize("operation", ["gaps", *SLOW_OPERATIONS])
 def test_a_program_ends_with_an_open_operation(tmp_path: Path, operation: str, end: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(OPEN)
-    ran("-m", "flashlight_py.launch", "-n", 2, program, operation, end, folder=tmp_path)
+    started(FLRUN, OPEN, "-n", 2, folder=tmp_path, args=(operation, end))
 
 
 CALLING_BACK = """
@@ -240,20 +234,17 @@ sys.exit(0)
 
 @pytest.mark.parametrize("when", [pytest.param("at once", marks=slow), "begun"])
 def test_a_callback_ends_before_the_program(tmp_path: Path, when: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(CALLING_BACK)
-    said = ran("-m", "flashlight_py.launch", "-n", 2, program, when, folder=tmp_path)
+    said = started(FLRUN, CALLING_BACK, "-n", 2, folder=tmp_path, args=(when,))
     assert when == "at once" or said.count("called back") == 2
 
 
 @slow
 def test_ranks_join_and_leave_at_once(tmp_path: Path) -> None:
     """Rank 0, whose process keeps torch's store, ends when no other rank needs the store."""
-    program = tmp_path / "program.py"
-    program.write_text(
+    program = (
         "import torch.distributed as dist, flashlight_py.torch\n"
         "dist.init_process_group('flashlight')\n"
         "dist.destroy_process_group()\n"
     )
     for _ in range(5):
-        ran("-m", "flashlight_py.launch", "-n", 4, program, folder=tmp_path)
+        started(FLRUN, program, "-n", 4, folder=tmp_path)

@@ -1,7 +1,5 @@
 """torch's own suite passes on this backend, wherever it does on gloo; see ``suite``."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -10,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.environments import PEERS, ROOT, python_of
+from harness.environments import ROOT
+from tests.torch.conftest import interpreter
 
 WORDS = "asks for the words of gloo's own errors; ours name the ranks that are missing as well"
 SPARSE = "sums sparse tensors, which are refused"
@@ -27,14 +26,11 @@ LISTED = {
 
 def ended(folder: Path, backend: str, ranks: int, *options: str) -> dict[str, dict[str, str]]:
     """Return why tests were skipped, failed or passed, by that word and their name."""
-    python = python_of(PEERS["torch"], ROOT)
-    if isinstance(python, str):
-        pytest.skip(f"needs torch: {python}")
     file, log = folder / f"{backend}.json", folder / f"{backend}.txt"
     given = backend, "--ranks", str(ranks), "--json", str(file), *options
     with log.open("w") as output:
         process = subprocess.Popen(
-            [str(python), "-m", "tests.torch.suite", *given],
+            [interpreter(), "-m", "tests.torch.suite", *given],
             cwd=ROOT,
             stdout=output,
             stderr=output,

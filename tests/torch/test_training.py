@@ -1,7 +1,5 @@
 """What torch builds on its collectives gives what it gives on gloo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -207,7 +207,7 @@ def astype(x: Input, dtype: Any) -> Variable:
 
 
 def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the sum over ``axis``."""
+    """Return the sum over ``axis``; a missing or repeated dimension is a ValueError."""
     x = as_float32(x)
     array = x.data
     axes = _axes(axis, array.ndim)
@@ -315,7 +315,7 @@ def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> V
 
 
 def cumsum(x: Input, axis: int) -> Variable:
-    """Return the sums of all elements up to each one along ``axis``, as a new array."""
+    """Return the sums up to each element along ``axis``, new; no such axis is a ValueError."""
     x = as_float32(x)
     (place,) = _axes(axis, x.data.ndim)
     back = (*(slice(None),) * place, slice(None, None, -1))

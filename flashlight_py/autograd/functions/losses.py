@@ -18,12 +18,16 @@ from flashlight_py.structure import require
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``exp(x) / sum(exp(x))`` along ``axis``, which must exist, of the same shape; new."""
+    """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape.
+
+    Raises:
+        ValueError: there is no such axis, or it has no element.
+    """
     return _softmax("softmax", x, axis)
 
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``log(softmax(x))`` along ``axis``, which must exist, of the same shape; new."""
+    """Return ``log(softmax(x))`` along ``axis``, new; shape and errors as :func:`softmax`."""
     return _softmax("log_softmax", x, axis)
 
 
@@ -278,7 +282,8 @@ def connectionist_temporal_classification(
 
     Raises:
         TypeError: targets or lengths are no integers.
-        ValueError: the shapes do not fit, something is out of range, or the batch is empty.
+        ValueError: the shapes do not fit, the batch is empty, a target or length is out of range,
+            or the reduction is unknown.
     """
     given = real(as_float32(log_probabilities))
     check_reduction(reduction)

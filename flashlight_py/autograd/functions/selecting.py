@@ -22,6 +22,7 @@ def where(condition: Input, a: Operand, b: Operand) -> Variable:
 
     Raises:
         TypeError: the condition has no truth values, or neither is a variable.
+        ValueError: the shapes do not broadcast.
     """
     x, y = as_pair(a, b)
     holds = _beside(condition, x.data)

@@ -1,7 +1,5 @@
 """What goes wrong between ranks, and what they are told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -143,34 +141,18 @@ def _reduce() -> None:
         dist.all_reduce(ONES(10))
 
 
-def _wait() -> None:
-    dist.all_reduce(ONES(10), async_op=True).wait()
-
-
-def _wait_for_future() -> None:
-    dist.all_reduce(ONES(10), async_op=True).get_future().wait()
-
-
 def _wait_for_what_follows() -> None:
     begun = dist.all_reduce(ONES(10), async_op=True)
     begun.get_future().then(lambda future: future.value()[0] + 1).wait()
 
 
-def _receive() -> None:
-    dist.recv(ONES(10), 1)
-
-
-def _barrier() -> None:
-    dist.barrier()
-
-
-WAYS = {
+WAYS: dict[str, Callable[[], Any]] = {
     "all_reduce": _reduce,
-    "wait": _wait,
-    "future": _wait_for_future,
+    "wait": lambda: dist.all_reduce(ONES(10), async_op=True).wait(),
+    "future": lambda: dist.all_reduce(ONES(10), async_op=True).get_future().wait(),
     "then": _wait_for_what_follows,
-    "recv": _receive,
-    "barrier": _barrier,
+    "recv": lambda: dist.recv(ONES(10), 1),
+    "barrier": dist.barrier,
 }
 
 

@@ -1,7 +1,5 @@
 """Ways to meet, to leave, and to make groups."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

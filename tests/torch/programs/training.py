@@ -1,7 +1,5 @@
 """What torch builds on its collectives, each beside the same on gloo."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile
@@ -211,12 +209,8 @@ def functional(rank: int) -> Result:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
     for one, other in zip(eager, compiled, strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-    assert gathered_size(eager[1]) == 4 * size
+    assert eager[1].numel() == 4 * size
     return {str(number): torch.as_tensor(value) + 0 for number, value in enumerate(eager)}
-
-
-def gathered_size(x: torch.Tensor) -> int:
-    return x.numel()
 
 
 def differentiated(rank: int) -> Result:
