@@ -236,8 +236,8 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
         CollectiveTimeoutError: a rank (named) did not arrive in time.
         DistributedError: as for :func:`all_reduce`.
     """
-    native = (world_fast if group is None else of(group).fast).barrier
-    if timeout is None and native() is None:
+    fast = world_fast if group is None else of(group).fast
+    if timeout is None and fast.barrier() is None:
         return
     members = of(group)
     with refusing(members, BARRIER):
