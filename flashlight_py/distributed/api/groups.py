@@ -78,7 +78,7 @@ def split(
     Args:
         color: any integer; None: this rank joins no group, and gets one that it is not in.
         key: any integer.
-        timeout, group: as for :func:`new_group`.
+        timeout, group: in seconds, and the parent; as for :func:`new_group`.
 
     Returns:
         This rank's new group; see :func:`new_group`.
