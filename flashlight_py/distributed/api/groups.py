@@ -236,8 +236,10 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
         CollectiveTimeoutError: a rank (named) did not arrive in time.
         DistributedError: as for :func:`all_reduce`.
     """
-    fast = world_fast if group is None else of(group).fast
-    if timeout is None and fast.barrier() is None:
+    if (
+        timeout is None
+        and (world_fast.barrier if group is None else of(group).fast.barrier)() is None
+    ):
         return
     members = of(group)
     with refusing(members, BARRIER):
