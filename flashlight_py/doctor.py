@@ -49,16 +49,14 @@ _PACKAGES = {
     "cloudpickle": ("notebook", "spawn of functions of notebooks"),
 }
 _DRIVER = Path("/proc/driver/nvidia/version")
-# Containers have 64 MB by default, too little for gradients.
-ENOUGH_BYTES = 256 << 20
-# An attacker who records a start can try out all shorter secrets without a connection.
-_SHORTEST = 16
+ENOUGH_BYTES = 256 << 20  # containers have 64 MB by default, too little for gradients
+_SHORTEST = 16  # an attacker who records a start can try out all shorter secrets
 # States; only FAILED makes the exit code 1.
 OK, MISSING, WARNING, FAILED = "ok", "missing", "warning", "FAILED"
 _GRACE_SECONDS = 10.0  # of a launcher that ends its ranks
 MPI_SECONDS = 60.0  # at most, to load MPI or to ask mpirun for its version
 _RANK = ("-m", "flashlight_py.doctor", "--rank")
-# The variables by which mpirun tells a process its rank: no command of the doctor is a rank.
+# Variables in which mpirun passes a rank: no command of the doctor is a rank.
 _RANK_VARIABLES = ("PMI", "PMIX_", "OMPI_COMM_", "HYDRA_", "MPI_LOCAL")
 
 
@@ -225,11 +223,11 @@ def interface(wanted: str) -> tuple[str, str, str]:
     if addresses:
         choice = f" ({wanted})" if wanted else f", by the route to them; up are: {names}"
         return OK, f"{addresses[0]} between hosts{choice}", ""
-    if wanted:
-        detail = f"{wanted} is neither an interface nor an address of this host (up are: {names})"
-        return FAILED, detail, "name one of them"
-    remedy = "one host needs none; for several: params={'INTERFACE': ...} or FLASHLIGHT_INTERFACE"
-    return MISSING, "none that other hosts could reach is up", remedy
+    if not wanted:
+        remedy = "one host needs none; else params={'INTERFACE': ...} or FLASHLIGHT_INTERFACE"
+        return MISSING, "none that other hosts could reach is up", remedy
+    detail = f"{wanted} is neither an interface nor an address of this host (up are: {names})"
+    return FAILED, detail, "name one of them"
 
 
 def job_secret() -> tuple[str, str, str]:
@@ -302,9 +300,8 @@ def broken_promises(folder: Path) -> Iterator[str]:
     states, count = [file.stat() for file in files], len(os.listdir(folder))
     for file in files:
         file.unlink()
-    problem = f"{len(files)} new files, and the listing has {count}"
     removed = "removed files are still listed" if os.listdir(folder) else ""
-    yield removed if count == len(files) else problem
+    yield removed if count == len(files) else f"{len(files)} new files, the listing has {count}"
     users, modes = {state.st_uid for state in states}, {oct(state.st_mode) for state in states}
     problem = f"our files belong to users {users} with modes {modes}, expected 1 user and 600"
     yield "" if len(users) == 1 and all(mode.endswith("00") for mode in modes) else problem
@@ -476,9 +473,9 @@ def reduce_arrays(name: str, backend: str, timeout: str) -> dict[str, Any]:
     seconds = [_seconds(device, nbytes, times) for nbytes, times in _SIZES.items()]
     path = fl.describe().splitlines()[-1 if name == "nccl" else 1].partition(": ")[2]
     facts = {"seconds": seconds, "ranks": fl.get_world_size(), "path": path}
-    shown = facts if fl.is_main_process() else {}
+    is_first = fl.is_main_process()
     fl.distributed_shutdown()
-    return shown
+    return facts if is_first else {}
 
 
 def _seconds(device: str, nbytes: int, times: int) -> float:

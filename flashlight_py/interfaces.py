@@ -33,8 +33,7 @@ class Interface(NamedTuple):
 def interfaces() -> list[Interface]:
     """Return the addresses of interfaces that are up, IPv4 before IPv6; none of a loopback or link.
 
-    An interface whose cable is unplugged, or that has nobody to talk to, as a bridge of containers
-    where none runs, is not up.
+    An interface without a cable, or a bridge without a container, is not up.
     """
     return [
         Interface(name, address)
@@ -117,9 +116,8 @@ def listen_everywhere(port: int, backlog: int) -> system.Socket:
 def keep_port() -> system.Socket:
     """Return a socket that has a free port of this host, and does not listen there.
 
-    Nobody is given that port who asks for any. A program that asks for it by its number, and lets
-    addresses be reused, as servers do, can listen there: so it is free for the one that is told of
-    it, where a port that was merely looked for could be somebody else's by then.
+    The kernel gives the port to no program that asks for any. A program that asks for its number
+    and reuses addresses, as servers do, can listen there.
     """
     both = system.has_dualstack_ipv6()
     kept = system.Socket(AF_INET6 if both else AF_INET, SOCK_STREAM)

@@ -1,10 +1,8 @@
 """The operating system as the control plane sees it: clocks, sockets, threads, processes.
 
-Rendezvous, launcher, start and the handling of failures take these from here alone, but for files
-and what only ``spawn`` and the main thread of flrun do; and at each call by the module's name
-(``system.monotonic()``), so that tests/simulation can put others in their place: hosts, a network
-and a time of its own. Here they are the standard library's, and cost
-nothing. Constants, and functions that ask the system nothing, are taken from the library itself.
+Rendezvous, launcher, start and the handling of failures use these functions by the module's name
+(``system.monotonic()``), so that tests/simulation can replace them by hosts, a network and a time
+of its own. Exceptions are files, and what only ``spawn`` and the main thread of flrun do.
 """
 
 from __future__ import annotations

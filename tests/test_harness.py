@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
+import flashlight_py as fl
 from tests.conftest import Pools
 from tests.distributed import leftovers
+from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import (
     RankPool,
     RanksFailedError,
     living_processes,
     run_outcomes,
     run_ranks,
+    run_survivors,
 )
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -162,6 +165,22 @@ def test_outcomes_distinguish_results_exceptions_exits_and_signals() -> None:
     killed = run_outcomes(be_killed, 2, 0, init=None)
     assert killed[0].signal == signal.SIGKILL
     assert killed[1].ok
+
+
+def test_survivors_are_the_ranks_beside_the_one_that_is_killed() -> None:
+    assert run_survivors(be_killed, 2, 0, 0, init=None) == [None]
+    with pytest.raises(RanksFailedError, match="rank 1 does not like this"):
+        run_survivors(raise_on, 2, 0, 1, init=None)
+
+
+@pytest.mark.parametrize("word", ["a"])
+@on_ranks(("single", 1), ("shm", 2), fresh=True, env={"MY_WORD": "b"})
+def test_what_each_rank_does_is_a_test_with_parameters_and_fixtures(
+    rank: int, size: int, word: str, tmp_path: Path
+) -> None:
+    assert (rank, size) == (fl.get_world_rank(), fl.get_world_size())
+    assert (word, os.environ["MY_WORD"]) == ("a", "b")
+    assert tmp_path.is_dir()
 
 
 def test_outcomes_never_accept_a_stuck_rank() -> None:

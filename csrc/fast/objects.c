@@ -336,7 +336,11 @@ static PyObject *result_of(const object_call *call) {
     if (alone || (!gathers(call) && is_root(call))) {
       PyObject *own = call->object;
       if (call->verb == FL_SCATTER_OBJECT) own = PyList_GetItem(own, call->binding->rank);
-      result = own == NULL ? NULL : Py_BuildValue("[O]", own);
+      result = own == NULL ? NULL : PyList_New(1);
+      if (result != NULL) {
+        Py_INCREF(own);
+        PyList_SetItem(result, 0, own);
+      }
     } else {
       if (call->verb == FL_BROADCAST_OBJECT && made.row->id == made.id) made.row->bytes = (int64_t)all.bytes;
       result = objects_of(call, &all);

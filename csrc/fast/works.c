@@ -271,7 +271,7 @@ static PyObject *is_completed(PyObject *self, PyObject *args) {
 /* Whether it has ended without an error that wait() would raise. */
 static PyObject *has_ended_well(PyObject *self, PyObject *args) {
   (void)args;
-  const work_object *work = (work_object *)self;
+  work_object *work = (work_object *)self;
   return PyBool_FromLong(work->forks != forks || has_ended(work) || status_of(work, 0) == FL_OK);
 }
 

@@ -1,9 +1,8 @@
 """The verbs as a table: what each takes and writes, and in what its ranks may differ.
 
-One row describes a verb to everything that has to do with verbs in general: preparing arguments
-(``verb_call.py``), the native signature, the flight record, comparing the calls of ranks, wording
-(``call.py``), the methods of ``ProcessGroup``, tests and benchmarks. The meaning of verbs is in
-``combining.py``.
+Everything that handles all verbs reads it: preparation of arguments (``verb_call.py``), native
+signatures, flight records, comparison and wording of calls (``call.py``), tests and benchmarks.
+``combining.py`` says what the verbs compute.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ class Verb:
         return self.writes.endswith("array")
 
     def shape(self, shape: tuple[int, ...], size: int, rows: int | None) -> tuple[int | None, ...]:
-        """Return the shape of the result: of an array of ``shape``, on ``size`` ranks.
+        """Return the shape of the result of an array of ``shape`` on ``size`` ranks.
 
-        ``rows`` are those of this rank, where parts are unequal. The first dimension is None where
-        it is known only when all ranks have called.
+        ``rows`` are those of this rank, if parts are unequal. A first dimension is None if it is
+        known only after all ranks have called.
         """
         if self.cuts and self.reduces:
             return (shape[0] // size if rows is None else rows, *shape[1:])

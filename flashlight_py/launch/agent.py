@@ -1,7 +1,7 @@
-"""The agent runs the ranks of a host for the launcher: in its process, or at the end of a pipe.
+"""The agent runs the ranks of a host for the launcher: in its process, or over ssh.
 
-The launcher starts ``python -m flashlight_py.launch.agent`` over ssh; standard input and output are
-the connection. ``channel`` describes the messages.
+The launcher starts ``python -m flashlight_py.launch.agent``; standard input and output are the
+connection. ``channel`` describes the messages.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class Agent:
             self.report("ready", attempt, [], [])
             return
         sockets = [self._ends.enter_context(keep_port())]
-        if needs_port:
-            # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
+        if needs_port:  # rank 0 inherits a listening socket, so that nobody can take the port
             self._listener = self._ends.enter_context(listen_everywhere(0, _BACKLOG))
             sockets.append(self._listener)
         # The first one is the address at which ssh came, as sshd says (ssh(1)).

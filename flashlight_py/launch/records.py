@@ -14,8 +14,6 @@ from flashlight_py.launch.loop import Poll
 MOST_BYTES, MOST_BYTES_OF_HOST = 4 << 20, 64 << 20
 
 
-# Ranks notify their agent through a pipe that they inherit: a program may choose the folder, and
-# nothing has to be removed afterwards.
 class Notes:
     """A pipe by which the ranks of a host say where they have written their flight records."""
 

@@ -56,12 +56,11 @@ def spawn(
     """Run ``fn(rank, *args)`` in new processes of this machine, with the world initialised.
 
     Blocks until every rank has returned. Each process is a fresh interpreter that imports this
-    program's script, as under another name, without running what stands under
-    ``if __name__ == "__main__":``; there the call of ``spawn`` belongs. The ranks print to this
-    process's standard output and error; where ``sys.stdout`` or ``sys.stderr`` is replaced, as in a
-    notebook, it is written there, line by line behind ``[rank]``, as it arrives. No process is left
-    behind, also when a rank or this process is killed: the ranks end with this process. It may
-    itself be a rank of another world.
+    program's script under another name, without the code under ``if __name__ == "__main__":``,
+    where the call of ``spawn`` belongs. The ranks print to this process's standard output and
+    error; if ``sys.stdout`` or ``sys.stderr`` is replaced, as in a notebook, lines are written
+    there behind ``[rank]``. No process is left behind, even if a rank or this process is killed.
+    This process may itself be a rank of another world.
 
     Unless the environment says otherwise, OMP_, OPENBLAS_ and MKL_NUM_THREADS of each rank are
     the number of usable cores divided by ``nprocs``.
@@ -72,11 +71,9 @@ def spawn(
         args: further arguments of ``fn``, the same for every rank, sent by pickle.
         nprocs: number of processes; default the cores that this process may use.
         params: of :func:`flashlight_py.distributed_init`, without FILE_PATH.
-        timeout: seconds that the whole run may take, from the first process to the last
-            result, restarts included; default no limit.
-        max_restarts: how often all ranks are started again, as new processes, when one has failed
-            and all have ended; FLASHLIGHT_RESTART_COUNT of the ranks counts, from 0 on. Each
-            failure before the last is logged as a warning.
+        timeout: seconds for the whole run, with restarts; default no limit.
+        max_restarts: maximum number of restarts of all ranks after a failure, which is logged as a
+            warning. FLASHLIGHT_RESTART_COUNT of the ranks counts them, from 0 on.
 
     Returns:
         The results of the ranks' calls, in rank order.
@@ -87,9 +84,8 @@ def spawn(
         ValueError: ``nprocs``, ``timeout``, ``params`` or ``max_restarts`` make no sense. No
             process was started.
         RankFailedError: in the last attempt, a rank raised (the message holds its traceback),
-            exited or was killed. The first cause is named, not the PeerLostErrors that follow from
-            it; the other ranks have been ended, by SIGTERM (it raises SystemExit there) and after 5
-            seconds by SIGKILL.
+            exited or was killed. The first cause is named, not PeerLostErrors that follow from it.
+            The other ranks were ended by SIGTERM (SystemExit there), after 5 seconds by SIGKILL.
         TimeoutError: ``timeout`` has passed; the ranks have been ended.
         OSError: the system starts no more processes, or what the ranks print cannot be written to
             a replaced ``sys.stdout`` or ``sys.stderr``; the ranks have been ended.

@@ -116,12 +116,13 @@ class RepeatedCalls:
     """Repeats ``calls`` with the ``array`` and ``out`` of each, in a group or the present world."""
 
     def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
-        self._group, self.__name__ = None if group is members_of(None) else group, name
+        is_world = group is members_of(None)
+        self._group, self.__name__ = None if is_world else group, name
+        self._fast = world_fast if is_world else group.fast
         self._calls = [replace(call, array=None, out=None) for call in calls]
         call = calls[0]  # native code compares names of operations by identity
         op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
         self._rest = op, call.scale, call.root, 0, not call.blocking
-        self._fast = world_fast if self._group is None else group.fast
 
     def __call__(self, *arrays: Any) -> Any:
         call = self._calls[0]

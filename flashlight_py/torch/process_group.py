@@ -1,8 +1,7 @@
 """A process group of torch.distributed, whose collectives are ours.
 
-Its methods are called by torch's functions (in Python), and by DDP and the functional collectives
-(in C++); their meaning is torch's. A tensor in one piece goes straight to native code; lists of
-tensors travel as one piece of memory.
+Functions of torch, DDP and functional collectives call its methods. A contiguous tensor goes
+straight to native code; lists of tensors travel as one array.
 """
 
 from __future__ import annotations
@@ -511,8 +510,7 @@ class FlashlightGroup(dist.ProcessGroup):
     def _backend_of(self, device: torch.device) -> Any:
         """Return torch's backend for another device than the CPU; None: it has none.
 
-        Process groups written in Python replace those of torch whole, so that of
-        ``"cpu:flashlight,cuda:nccl"`` has to begin NCCL's itself: at the first such tensor.
+        A process group in Python replaces torch's, so it starts NCCL's at the first such tensor.
         """
         kind = device.type
         if kind not in self._others:

@@ -21,10 +21,9 @@ _GIVEN, _ABORTED = b"+", b"!"
 class TorchStore(Store):
     """The ranks that have ``store``, a ``torch.distributed.Store``, in common.
 
-    ``timeout`` (seconds) bounds each exchange. Rank 0 puts the secret there by which ranks know
-    each other later: a process that can read the store can join. Ranks that were here before and
-    are gone may have left keys, as where torchrun restarts all: those of one meeting are below its
-    secret, and rank 0 shows each of the others that it is here now.
+    ``timeout`` (seconds) bounds each exchange. Rank 0 stores the secret of the job: a process that
+    can read the store can join. The keys of one meeting are below its secret, because ranks from
+    before a restart by torchrun may have left keys.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:

@@ -64,7 +64,8 @@ def ranks_in(*worlds: World, slow: Sequence[World] = ()) -> Any:
     ``slow`` are marked so.
     """
     marked = [pytest.param(world, marks=pytest.mark.slow) for world in slow]
-    return pytest.fixture(scope="module", params=[*worlds, *marked], ids=_world_id)(_ranks)
+    params = [*worlds, *marked] or None  # of an empty list, tests would be skipped
+    return pytest.fixture(scope="module", params=params, ids=_world_id)(_ranks)
 
 
 def _world_id(world: tuple[Any, ...]) -> str:

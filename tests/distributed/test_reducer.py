@@ -1,11 +1,15 @@
 """Both reducers give the scaled sum of every array that was added, whatever the buckets."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flashlight_py as fl
+from flashlight_py.distributed.reducers.reducer import plan_buckets
 
 
 def reduce_many(rank: int, size: int, kind: str, options: dict[str, Any]) -> None:
@@ -65,3 +69,21 @@ def test_a_reducer_refuses_what_all_reduce_refuses() -> None:
     for reducer in (fl.InlineReducer(1.0), fl.CoalescingReducer(1.0)):
         with pytest.raises(TypeError, match="list"):
             reducer.add([1.0])
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 60))
+def test_a_plan_is_complete_within_the_limit_and_has_no_bucket_too_many(
+    sizes: list[int], limit: int
+) -> None:
+    plan = plan_buckets(sizes, limit)
+    assert [index for bucket in plan for index in bucket] == list(range(len(sizes)))
+    for bucket in plan:
+        assert bucket
+        assert sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1
+    for bucket, after in itertools.pairwise(plan):  # closed as the next array does not fit
+        assert sum(sizes[i] for i in bucket) + sizes[after[0]] > limit
+
+
+def test_a_limit_of_buckets_is_positive() -> None:
+    with pytest.raises(ValueError, match="must"):
+        plan_buckets([1], 0)

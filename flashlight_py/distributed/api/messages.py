@@ -37,8 +37,8 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
             call of the group if the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = (world_fast if group is None else of(group).fast).collective
-    if native(SEND.code, x, None, None, None, dst, tag, False) is NotImplemented:
+    fast = world_fast if group is None else of(group).fast
+    if fast.collective(SEND.code, x, None, None, None, dst, tag, False) is NotImplemented:
         _message(send, x, dst, tag, group)
 
 
@@ -68,8 +68,8 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(RECV.code, x, None, partial, None, src, tag, False)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(RECV.code, x, None, partial, None, src, tag, False)
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -84,8 +84,8 @@ def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(SEND.code, x, None, None, None, dst, tag, True)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(SEND.code, x, None, None, None, dst, tag, True)
     return _message(isend, x, dst, tag, group) if y is NotImplemented else y
 
 
@@ -102,8 +102,8 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(RECV.code, x, None, partial, None, src, tag, True)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(RECV.code, x, None, partial, None, src, tag, True)
     return _message(irecv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -145,8 +145,8 @@ def sendrecv(
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
-    native = (world_fast if group is None else of(group).fast).sendrecv
-    y = native(x, dst, out, src, tag, other)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.sendrecv(x, dst, out, src, tag, other)
     if y is not NotImplemented:
         return y
     members, both_ops = of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))

@@ -64,8 +64,8 @@ def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = Fals
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op)
     if y is not NotImplemented:
         return y
     return collective(group, BROADCAST, x, root=root, async_op=async_op)
@@ -94,8 +94,8 @@ def all_gather(
             is raised after all ranks have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op)
     if y is not NotImplemented:
         return y
     return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
@@ -119,8 +119,8 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(GATHER.code, x, out, "sum", 1.0, root, 0, async_op)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(GATHER.code, x, out, "sum", 1.0, root, 0, async_op)
     if y is not NotImplemented:
         return y
     return collective(group, GATHER, x, root=root, out=out, async_op=async_op)
@@ -163,8 +163,8 @@ def scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if rows is None:
-        native = (world_fast if group is None else of(group).fast).collective
-        y = native(SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op)
+        fast = world_fast if group is None else of(group).fast
+        y = fast.collective(SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op)
         if y is not NotImplemented:
             return y
     members = of(group)
@@ -220,8 +220,8 @@ def all_to_all(
     """
     if not return_rows:
         parts: Any = "sum" if rows is None else rows
-        native = (world_fast if group is None else of(group).fast).collective
-        y = native(ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op)
+        fast = world_fast if group is None else of(group).fast
+        y = fast.collective(ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op)
         if y is not NotImplemented:
             if rows is not None and y is not out is not None:
                 members = of(group)

@@ -178,8 +178,8 @@ def _words_of(error: Exception) -> bytes:
 def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:
     """Return the list of what comes to this rank, which has ``given``; None: nothing does."""
     try:
-        native = (world_fast if group is None else of(group).fast).objects
-        come = native(verb.code, given, root)
+        fast = world_fast if group is None else of(group).fast
+        come = fast.objects(verb.code, given, root)
     except BaseException as error:
         if not isinstance(error, Exception):  # as objects were pickled, or made again
             of(group).end(error)

@@ -110,8 +110,8 @@ def all_reduce(
         _copied(x, out, group)
         x = out
     # A local variable: before Python 3.12 a call of fast.collective(...) takes 15 ns more.
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op)
     if y is not NotImplemented:
         return y
     return collective(group, ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
@@ -154,8 +154,8 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(REDUCE.code, x, None, op, scale, root, 0, async_op)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(REDUCE.code, x, None, op, scale, root, 0, async_op)
     if y is not NotImplemented:
         return y
     return collective(group, REDUCE, x, root=root, op=op, scale=scale, async_op=async_op)
@@ -196,8 +196,8 @@ def reduce_scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if rows is None:
-        native = (world_fast if group is None else of(group).fast).collective
-        y = native(REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op)
+        fast = world_fast if group is None else of(group).fast
+        y = fast.collective(REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op)
         if y is not NotImplemented:
             return y
     how: dict[str, Any] = {"scale": scale, "op": op, "rows": rows, "out": out}
@@ -226,8 +226,8 @@ def scan(
         >>> fl.scan(np.array([1.0, 2.0]))  # one process
         array([1., 2.])
     """
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(SCAN.code, x, None, op, scale, 0, 0, async_op)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(SCAN.code, x, None, op, scale, 0, 0, async_op)
     if y is not NotImplemented:
         return y
     return collective(group, SCAN, x, op=op, scale=scale, async_op=async_op)
@@ -347,8 +347,8 @@ def all_reduce_multiple(
             sent.
     """
     limit = of(group).packed_bytes[bool(async_op)] if contiguous else -1
-    native = (world_fast if group is None else of(group).fast).collective
-    y = native(ALL_REDUCE.code, xs, limit, op, scale, 0, 0, async_op)
+    fast = world_fast if group is None else of(group).fast
+    y = fast.collective(ALL_REDUCE.code, xs, limit, op, scale, 0, 0, async_op)
     if type(y) is list:
         return y
     if y is NotImplemented:

@@ -70,10 +70,9 @@ def _key(texts: Sequence[bytes], key: bytes) -> bytes:
 class GlooBackend(NativeBackend):
     """The ranks of ``store``, which connect when they need each other; collective, blocking.
 
-    Those that every small collective needs connect at once, unless ``lazily``. ``address`` is what
-    the sockets are bound to, of one family on all ranks. ``timeout`` (seconds) bounds an operation,
-    ``joining`` connecting. Both ends of each connection prove that they know ``key``, which is that
-    of the job.
+    Pairs that every small collective needs connect at once, unless ``lazily``. Sockets are bound to
+    ``address``, of one family on all ranks. ``timeout`` (seconds) bounds an operation, ``joining``
+    connecting. Both ends of a connection prove that they know ``key``, that of the job.
 
     Ranks with equal ``hosts`` share a host. A host that is silent for ``host_timeout`` seconds is
     lost (csrc/gloo/heartbeat.h); the longest timeout of all ranks counts, 0 is no limit. If the
@@ -130,10 +129,7 @@ class GlooBackend(NativeBackend):
         return Kin(self, ranks, (count << _RANK_BITS | self.places[ranks[0]]) << 1, is_all)
 
     def part(self, store: Store, timeout: float) -> GlooBackend:
-        """Return a backend of some of these ranks, those of ``store``; see ``Kin``.
-
-        Nothing is exchanged. It is to be used when all have it.
-        """
+        """Return a backend of the ranks of ``store``; see ``Kin``. Use it once all have theirs."""
         return _Part(self, store, timeout)
 
     def _create(self, address: str) -> Any:
@@ -205,10 +201,7 @@ class GlooBackend(NativeBackend):
         self._do("watch_hosts", self.group, self.ffi.new("fl_hosts *", known), *connecting)
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return why the group cannot be used any more; see ``Backend``.
-
-        Of ranks of other machines the end is not known before something waits for them.
-        """
+        """See ``Backend``. The end of ranks of other machines is known once something waits."""
         dead = self._dead(doing)
         return super().lost(doing) or dead  # who could say why it ended said so before
 

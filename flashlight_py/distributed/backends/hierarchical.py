@@ -67,8 +67,8 @@ class HierarchicalBackend(Backend):
         between: joins local rank i of all hosts; None where some host has no such rank.
         flat: joins all ranks, for verbs that gain nothing from the hierarchy.
         timeout: seconds that ``inside`` allows each operation; hosts wait a little longer.
-        checked: compare what ranks call before anything moves. Otherwise what differs between
-            hosts breaks the group, at once or after the timeout.
+        checked: compare calls before data moves. Otherwise a mismatch between hosts breaks the
+            group, at once or after the timeout.
     """
 
     kind = DistributedBackend.GLOO

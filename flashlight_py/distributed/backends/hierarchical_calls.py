@@ -1,8 +1,7 @@
 """Arrays between hosts: small ones travel with the comparison of the calls, in its one exchange.
 
-Of large ones each byte crosses the network once for each other host: an array is reduced inside
-each host first, or collected there. Then leader i of every host exchanges section i of it with its
-counterparts, so that all links and cores are busy, and the sections are shared inside the host.
+A large array is reduced or collected inside each host. Then leader i of each host exchanges section
+i with the others, which uses all links and cores, and the sections are shared inside the host.
 """
 
 from __future__ import annotations

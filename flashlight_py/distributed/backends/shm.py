@@ -41,9 +41,9 @@ _log = logging.getLogger("flashlight_py")
 class ShmBackend(NativeBackend):
     """The ranks of ``store``, which must all run on this host; collective, blocking.
 
-    ``timeout`` (seconds) bounds each wait of an operation. With ``at_once`` no call of this rank
-    ends before all others have made it. Where all share the memory of a group already, their
-    messages go through that (``Store.near``).
+    ``timeout`` (seconds) bounds each wait of an operation. With ``at_once`` no call ends before all
+    ranks have made it. Messages go through the memory of a larger group, if there is one
+    (``Store.near``).
 
     Raises:
         BackendUnavailableError: the native extension is missing, or the shared memory cannot be
@@ -70,10 +70,7 @@ class ShmBackend(NativeBackend):
             self._do("compare_at_once", self.group)
 
     def kin(self, ranks: Sequence[int], count: int, first: int) -> Kin | None:
-        """Return that ``ranks`` of the memory are to be a group, some of a larger one.
-
-        That has this ``count`` on its first rank, of this number in the world.
-        """
+        """Return ``ranks`` of the memory as a group, numbered by ``count`` of its first rank."""
         number = (count << _RANK_BITS | first) << 1
         fits = first >> _RANK_BITS == 0 and number < 1 << 32
         return Kin(self, ranks, number, False) if fits else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -52,8 +52,6 @@ class Matched(NamedTuple):
     rows: int
 
 
-# ``part_of``: the exchange of lengths that an object verb begins with looks like a call of users.
-# Taken for one it would give wrong numbers and leave the ranks out of step, so ranks compare it.
 @dataclass(slots=True)
 class Call:
     """A call of ``verb``, as one rank makes it.
@@ -61,8 +59,8 @@ class Call:
     Args:
         array: the array that is sent, filled, or both. It is C-contiguous, in native byte order,
             and writable if the verb writes to it. For a scatter: all parts, of shape (size, *part),
-            on the root. None on the other ranks of a scatter, for a barrier and for a refusal. For
-            a broadcast it is None on receiving ranks if the backend ``finds_shape``.
+            on the root. None on the other ranks of a scatter, for a barrier and for a refusal, and
+            on receiving ranks of a broadcast if the backend ``finds_shape``.
         op: the operation. Only prefix verbs pass ``AVG``; other verbs pass ``SUM`` and a scale.
         peer: the other rank of a message.
         rows: the number of rows of each rank, if the parts are unequal.
@@ -71,7 +69,8 @@ class Call:
         blocking: whether the caller waits at once, so the backend may use the caller's thread.
         seconds: the time limit in seconds; None: the timeout of the group.
         part_of: the composed operation that this call is a step of, one of ``COMPOSED``. The call
-            matches only steps of the same operation on other ranks.
+            matches only steps of the same operation on other ranks: without that, the exchange of
+            an object verb would match a call of users, and return wrong numbers.
         partial: whether a receive accepts fewer rows than ``array`` has; they fill its first rows.
         patience: seconds until a receive ends without a message and returns None; negative: no
             limit.
@@ -83,12 +82,12 @@ class Call:
             compare by itself and may use arrays on a GPU. If shapes may differ, the result is the
             first dimension of every rank; for a scatter, the dtype and shape of a part on the root;
             for other verbs None.
-        is_ahead: whether a comparison ends before the other ranks join, in a backend of
-            the kind ``ComparesAhead``, which compares it later.
         holds: the dtype and shape that ``array`` represents, if they differ from its own: dates are
             reduced as integers, and parts of a scatter may carry their dtype.
         refusal: the reason why this rank rejects its arguments. The rank joins the call, so that
             the other ranks raise ``MismatchError``; no data moves and no rank waits.
+        is_ahead: whether a comparison ends before the other ranks join, in a backend that
+            ``compares_ahead``; ``Backend.look_back`` compares it later.
     """
 
     verb: Verb
@@ -209,6 +208,9 @@ def array_in_words(kind: str, shape: Sequence[object]) -> str:
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
+MessageKind: TypeAlias = Literal["send", "recv"] | Callable[..., Any]
+
+
 class _Fields(NamedTuple):
     kind: Literal["send", "recv"]
     x: Any
@@ -223,7 +225,7 @@ class P2POp(_Fields):
     Args:
         kind: ``"send"`` or ``"recv"``; or, as in PyTorch, ``fl.isend`` or ``fl.irecv``.
         x: the array that is sent, or filled in place.
-        peer: the other rank; None: nobody, as MPI's PROC_NULL. A receive from any rank is
+        peer: the other rank; None: no rank, like MPI's PROC_NULL. A receive from any rank is
             ``fl.irecv(x, None)``.
         tag: a number from 0 to 2**31 - 1.
         partial: for ``"recv"``: fewer rows may arrive than ``x`` has.
@@ -236,15 +238,15 @@ class P2POp(_Fields):
 
     # A tuple, which csrc/fast reads fast.
     def __new__(
-        cls,
-        kind: Literal["send", "recv"] | Callable[..., Any],
-        x: Any,
-        peer: int | None,
-        tag: int = 0,
-        partial: bool = False,
+        cls, kind: MessageKind, x: Any, peer: int | None, tag: int = 0, partial: bool = False
     ) -> P2POp:
         if kind not in ("send", "recv"):
-            kind = _kind_of(kind)
+            name = getattr(kind, "__name__", None)
+            if name not in ("isend", "irecv"):
+                raise ValueError(
+                    f"P2POp: kind must be 'send' or 'recv', or isend or irecv; got {kind!r}"
+                )
+            kind = "send" if name == "isend" else "recv"
         if type(peer) is not int:
             peer = _plain(peer)
         if type(tag) is not int:
@@ -261,14 +263,6 @@ class P2POp(_Fields):
 
     def __repr__(self) -> str:
         return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
-
-
-def _kind_of(verb: Any) -> Literal["send", "recv"]:
-    """Return the kind of a message that the function ``isend`` or ``irecv`` would begin."""
-    name = getattr(verb, "__name__", None)
-    if name not in ("isend", "irecv"):
-        raise ValueError(f"P2POp: kind must be 'send' or 'recv', or isend or irecv; got {verb!r}")
-    return "send" if name == "isend" else "recv"
 
 
 def _plain(number: Any) -> Any:

@@ -111,9 +111,9 @@ def as_number(verb: str, x: Any) -> tuple[Array, Callable[[], Any]]:
 def require_bits(
     verb: str, x: Any, op: ReduceOp | None = None, scale: float = 1.0, size: int = 1
 ) -> None:
-    """Refuse a Python int whose reduction could pass 64 bits, where NumPy's would wrap around.
+    """Reject a Python int whose reduction could pass 64 bits: NumPy's would wrap around.
 
-    Each rank looks at its own, as if all ``size`` had the same: then none passes.
+    Each rank checks its own number as if all ``size`` ranks had the same; then no sum passes.
     """
     if type(x) is not int:
         return
@@ -132,16 +132,12 @@ def require_bits(
         )
 
 
-# Solutions that NumPy tries, of what is as hard as any puzzle for some strides: some milliseconds.
-# Arrays that indexing makes need few.
+# Limit on NumPy's search for an overlap, which takes exponential time for some strides: some ms.
 _MOST_WORK = 100_000
 
 
 class Apart:
-    """The arrays that are passed to ``verb``: those that it writes share no memory with others.
-
-    Two that do would be written twice, or read while they are written.
-    """
+    """The arrays that are passed to ``verb``: those that it writes share no memory with others."""
 
     def __init__(self, verb: str, outs: int = 0) -> None:
         """The first ``outs`` arrays belong to ``out``, the others to ``x``."""
@@ -152,9 +148,9 @@ class Apart:
         self._count = 0
 
     def add(self, array: Array, writes: bool = True, beside: int = -1) -> None:
-        """Add an array; it is compared with its neighbours in memory only.
+        """Add an array and compare it with its neighbours in memory.
 
-        It may share memory with the one at the place ``beside``.
+        It may share memory with the array number ``beside``.
         """
         place, self._count = self._count, self._count + 1
         start, end = _bounds(array)

@@ -380,7 +380,7 @@ def _note(error: BaseException, group: str) -> None:
 
 
 def leave_to_python(more: int) -> None:
-    """Leave native calls of all threads to Python: 1 at the start of a recording, -1 at its end."""
+    """Leave native calls of all threads to Python: 1 as a profile or recording begins, else -1."""
     global _listeners  # noqa: PLW0603  (rings that are made meanwhile must know)
     with _leaving:
         _listeners += more

@@ -121,9 +121,8 @@ def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
 class Sharing(NamedTuple):
     """The groups of ranks that share memory with each other, in the order of their first ranks.
 
-    ``of`` is the number of each rank's group. ``across`` are ranks with the same number in their
-    groups: those of number 0, 1 and so on, as long as all groups have one. ``apart`` says why there
-    are no fewer groups.
+    ``of`` is the number of each rank's group. ``across[i]`` are the ranks that are number i in
+    their groups, while all groups have one. ``apart`` says why there are no fewer groups.
     """
 
     groups: Sequence[Sequence[int]]
@@ -152,12 +151,10 @@ class Sharing(NamedTuple):
 def ranks_by_memory(store: Store) -> Sharing:
     """Return which ranks share memory with each other, and why no more. Collective.
 
-    Each rank puts a secret into a small file in shared memory; a rank that can read it shares it.
-    The files are gone on return. A rank that cannot make one is alone. Ranks whose environment has
-    different values of FLASHLIGHT_MEMORY_DOMAIN are kept apart, as if on different hosts.
-
-    The reason is empty unless two ranks of one host, which could share memory, do not: it names
-    the first rank that shares none with the first one of its host.
+    Each rank puts a secret into a small file in shared memory, for the ranks that can read it; a
+    rank without such a file is alone. Different values of FLASHLIGHT_MEMORY_DOMAIN keep ranks apart
+    like different hosts. The reason names the first rank that shares no memory with the first rank
+    of its host, or is empty.
     """
     nonce = system.random_bytes(16).hex()
     domain = system.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
@@ -223,10 +220,9 @@ def _why_unreadable(offer: Sequence[str], own_domain: str) -> str:
 class Card(NamedTuple):
     """The addresses of a rank, as it reports them.
 
-    ``host`` is equal for ranks that the loopback joins, ``name`` for people, ``has`` says which
-    interfaces are there. ``asked`` is what the user wants, ``wanted`` the addresses that this
-    means. ``own`` are the host's, ``sources`` those from which packets to its peers leave, the best
-    first, and ``ends`` those of connections, as in ``Store``.
+    ``host`` identifies the host, ``name`` is for people, ``has`` lists its interfaces and ``own``
+    its addresses. ``asked`` is the user's interface, ``wanted`` its addresses, ``sources`` those of
+    packets to its peers, the best first, and ``ends`` those of connections, as in ``Store``.
     """
 
     host: str
@@ -239,10 +235,8 @@ class Card(NamedTuple):
     ends: Mapping[str, Sequence[Any]] = {}
 
 
-# The address of the default route may be a NAT's, equal on all hosts, and neither names nor route
-# tables say so: the one to use has carried a connection that both ends see alike. Ranks know all
-# addresses of all before anything connects, so an impossible route is an error at once, with its
-# reason.
+# The address of the default route may be a NAT's, equal on all hosts. Use one of a connection that
+# both ends see alike. Ranks know all addresses first, so an impossible route is an error at once.
 def address_between_hosts(
     store: Store,
     hosts: Sequence[str],
@@ -252,9 +246,8 @@ def address_between_hosts(
 ) -> str:
     """Return this rank's address for connections with other hosts. Collective, blocking.
 
-    ``hosts`` are the identities of the ranks' hosts, of which there are several, ``own`` what
-    ``own_addresses`` returns on each, and ``shared`` those of them that several hosts have;
-    ``interface`` is what the user asks for here, or "".
+    ``hosts`` identify the hosts of the ranks, ``own`` are their ``own_addresses``, ``shared`` those
+    of several hosts, and ``interface`` is the user's, or "".
 
     Raises:
         RendezvousError: on every rank, where there is no address that other hosts could reach.
@@ -358,9 +351,8 @@ def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
     """Return, by host, its addresses that connect it with another, and those of it that do not.
 
-    Where both hosts say the same of both ends, nothing in between translates. One that is not among
-    the host's own is valid on one link alone, as a name of mDNS may mean: only with a zone. Of
-    those that rank 0 sees as others it is said as which.
+    Nothing in between translates if both hosts report the same ends. An address that is not among
+    the host's own needs a zone. For translated addresses, also return what rank 0 sees.
     """
     proven: dict[str, list[str]] = {card.host: [] for card in cards}
     translated: dict[str, dict[str, str]] = {card.host: {} for card in cards}

@@ -447,9 +447,9 @@ class Progress:
                 _abandoned.append((calls, requests))  # requests alone let go of their arrays
 
     def wait(self, operation: Operation, end: float | None) -> bool:
-        """Step until ``operation`` has ended, or until the clock (``time.monotonic``) says ``end``.
+        """Step until ``operation`` has ended, or until ``end``, a time of ``time.monotonic``.
 
-        While nothing else is under way it is its calls' comparison that is waited for, asleep.
+        If no other operation is pending, sleep until the comparison of its call has ended.
         """
         alone = self._pending() == 1
         left = None if end is None else max(0.0, end - time.monotonic())

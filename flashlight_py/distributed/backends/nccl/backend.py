@@ -85,11 +85,10 @@ class NcclBackend(Backend):
         self.communicator.timeout = seconds
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``.
+        """See ``Backend``. NCCL chooses the order of a reduction's terms.
 
-        The order of a reduction's terms is NCCL's own. Gathers, a scatter, an all_to_all and
-        messages block until every rank has called (a message: its peer), even if not ``blocking``:
-        the host must know the sizes.
+        The host must know sizes and peers, so gathers, scatter, all_to_all and messages block until
+        every rank (a message: its peer) has called, even if not ``blocking``.
         """
         if call.refusal:
             self._comparing.refuse(call)
@@ -393,10 +392,7 @@ class NcclBackend(Backend):
             self._flights.add(DeviceFlight(name, event, ()))
 
     def _connect(self, verb: str, steps: Iterable[Step]) -> None:
-        """Send a byte to each rank, and from each, to which ``steps`` have the first message.
-
-        NCCL connects two ranks at their first message, for which one has to wait for the other.
-        """
+        """Exchange a byte with each rank to which ``steps`` have the first message: it connects."""
         ends = [(kind, peer) for kind, *_, peer in steps if kind >= launching.SEND]
         messages = {end for end in ends if end[1] != self.rank}
         first = sorted(messages - self._connected)

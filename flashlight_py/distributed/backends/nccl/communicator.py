@@ -238,10 +238,9 @@ class Communicator:
         self._abort_child()
 
     def close(self, is_idle: bool = True) -> bool:
-        """Finalize and free the communicator, if all ranks do so within seconds; else abort it.
+        """Finalize and free the communicator, or abort it; return whether it was finalized.
 
-        Returns whether it was finalized. The caller holds ``lock``. ``is_idle``: the device has
-        ended all collectives.
+        The caller holds ``lock``. ``is_idle``: the device has ended all collectives.
         """
         with self._using:
             if self.handle == self.nccl.ffi.NULL:
@@ -263,10 +262,9 @@ class Communicator:
         return False
 
     def _abort_child(self) -> None:
-        """Abort the second communicator when no thread launches on it.
+        """Abort the second communicator when no thread launches on it, which uses its memory.
 
-        The abort of the first one has set the flag that both share: kernels end, and so does each
-        wait of a launch. A thread inside a launch still uses the memory of the second one.
+        The abort of the first one has set the flag that both share, so each launch ends.
         """
         if self.child == self.nccl.ffi.NULL:
             return

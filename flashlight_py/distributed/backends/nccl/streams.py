@@ -121,10 +121,7 @@ class Flights:
 
 
 class NcclWatchdog:
-    """A thread that ends a communicator whose collective cannot end, or must not.
-
-    It looks at the oldest collective on its way, a few times a second, until ``stop``.
-    """
+    """A thread that ends a communicator whose oldest collective cannot end, until ``stop``."""
 
     def __init__(
         self,
