@@ -11,22 +11,22 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashlight_py"
 FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # that one is generated
-SOURCES = {".py", ".c", ".cc", ".h", ".inc", ".pml", ".supp", ".txt"}
+SOURCES = {".py", ".c", ".cc", ".h", ".inc", ".mk", ".pml", ".supp", ".txt"}
 
 # Maximum number of lines of files and folders. Blank lines, comments and docstrings count. In csrc
 # and tests all sources count, in the package Python alone, without stubs.
 LIMITS = {
     "flashlight_py": 52_290,
-    "flashlight_py/distributed": 18_650,
+    "flashlight_py/distributed": 18_390,
     "flashlight_py/parallel": 6_267,
     "flashlight_py/launch flashlight_py/engines": 4_000,
     "flashlight_py/autograd flashlight_py/nn flashlight_py/optim": 7_750,
     "flashlight_py/tagi": 5_188,
     "flashlight_py/tape": 3_979,
     "flashlight_py/torch": 1_207,
-    "csrc": 23_610,
+    "csrc": 22_340,
     "csrc/tape": 1_934,
-    "tests": 78_210,
+    "tests": 75_100,
     "README.md": 110,
 }
 

@@ -78,7 +78,7 @@ def split(
     Args:
         color: any integer; None: this rank joins no group, and gets one that it is not in.
         key: any integer.
-        timeout, group: as for :func:`new_group`.
+        timeout, group: in seconds, and the parent; as for :func:`new_group`.
 
     Returns:
         This rank's new group; see :func:`new_group`.
@@ -236,8 +236,10 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
         CollectiveTimeoutError: a rank (named) did not arrive in time.
         DistributedError: as for :func:`all_reduce`.
     """
-    fast = world_fast if group is None else of(group).fast
-    if timeout is None and fast.barrier() is None:
+    if (
+        timeout is None
+        and (world_fast.barrier if group is None else of(group).fast.barrier)() is None
+    ):
         return
     members = of(group)
     with refusing(members, BARRIER):

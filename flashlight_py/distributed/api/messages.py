@@ -37,8 +37,9 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
             call of the group if the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    fast = world_fast if group is None else of(group).fast
-    if fast.collective(SEND.code, x, None, None, None, dst, tag, False) is NotImplemented:
+    if (world_fast.collective if group is None else of(group).fast.collective)(
+        SEND.code, x, None, None, None, dst, tag, False
+    ) is NotImplemented:
         _message(send, x, dst, tag, group)
 
 
@@ -68,8 +69,9 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    fast = world_fast if group is None else of(group).fast
-    y = fast.collective(RECV.code, x, None, partial, None, src, tag, False)
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
+        RECV.code, x, None, partial, None, src, tag, False
+    )
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -84,8 +86,9 @@ def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    fast = world_fast if group is None else of(group).fast
-    y = fast.collective(SEND.code, x, None, None, None, dst, tag, True)
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
+        SEND.code, x, None, None, None, dst, tag, True
+    )
     return _message(isend, x, dst, tag, group) if y is NotImplemented else y
 
 
@@ -102,8 +105,9 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    fast = world_fast if group is None else of(group).fast
-    y = fast.collective(RECV.code, x, None, partial, None, src, tag, True)
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
+        RECV.code, x, None, partial, None, src, tag, True
+    )
     return _message(irecv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -145,8 +149,9 @@ def sendrecv(
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
-    fast = world_fast if group is None else of(group).fast
-    y = fast.sendrecv(x, dst, out, src, tag, other)
+    y = (world_fast.sendrecv if group is None else of(group).fast.sendrecv)(
+        x, dst, out, src, tag, other
+    )
     if y is not NotImplemented:
         return y
     members, both_ops = of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))

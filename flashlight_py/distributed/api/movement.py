@@ -64,8 +64,9 @@ def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = Fals
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    fast = world_fast if group is None else of(group).fast
-    y = fast.collective(BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op)
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
+        BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, BROADCAST, x, root=root, async_op=async_op)
@@ -94,8 +95,9 @@ def all_gather(
             is raised after all ranks have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    fast = world_fast if group is None else of(group).fast
-    y = fast.collective(ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op)
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
+        ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
@@ -119,8 +121,9 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    fast = world_fast if group is None else of(group).fast
-    y = fast.collective(GATHER.code, x, out, "sum", 1.0, root, 0, async_op)
+    y = (world_fast.collective if group is None else of(group).fast.collective)(
+        GATHER.code, x, out, "sum", 1.0, root, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, GATHER, x, root=root, out=out, async_op=async_op)
@@ -163,8 +166,9 @@ def scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if rows is None:
-        fast = world_fast if group is None else of(group).fast
-        y = fast.collective(SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op)
+        y = (world_fast.collective if group is None else of(group).fast.collective)(
+            SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op
+        )
         if y is not NotImplemented:
             return y
     members = of(group)
@@ -220,8 +224,9 @@ def all_to_all(
     """
     if not return_rows:
         parts: Any = "sum" if rows is None else rows
-        fast = world_fast if group is None else of(group).fast
-        y = fast.collective(ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op)
+        y = (world_fast.collective if group is None else of(group).fast.collective)(
+            ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op
+        )
         if y is not NotImplemented:
             if rows is not None and y is not out is not None:
                 members = of(group)

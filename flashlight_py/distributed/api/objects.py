@@ -178,8 +178,9 @@ def _words_of(error: Exception) -> bytes:
 def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:
     """Return the list of what comes to this rank, which has ``given``; None: nothing does."""
     try:
-        fast = world_fast if group is None else of(group).fast
-        come = fast.objects(verb.code, given, root)
+        come = (world_fast.objects if group is None else of(group).fast.objects)(
+            verb.code, given, root
+        )
     except BaseException as error:
         if not isinstance(error, Exception):  # as objects were pickled, or made again
             of(group).end(error)
