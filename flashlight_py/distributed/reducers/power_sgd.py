@@ -38,7 +38,7 @@ class PowerSGDCompression(Compression):
     of its bucket is dropped.
 
     Args:
-        rank: columns of the thin matrices, at least 1. More are closer, and more bytes.
+        rank: columns of the thin matrices, at least 1. More are more exact, and more bytes.
         start_step: steps (from 0) that are reduced exactly before compression begins. Early
             gradients change fast; some hundred exact steps often help.
         min_compression: a matrix is compressed if that makes it smaller by this factor or more,
