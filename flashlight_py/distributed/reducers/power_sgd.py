@@ -173,8 +173,10 @@ class PowerSGDCompression(Compression):
                 f"needs {like.dtype} {shape}; the state is that of other arrays, or this hook "
                 "serves two reducers: give each one of its own"
             )
-        self._state[name] = to_device(found, device_of(like))
-        return self._state[name]
+        if device_of(found) != device_of(like):
+            found = to_device(found, device_of(like))
+        self._state[name] = found
+        return found
 
     def _message(
         self, bucket: Bucket, shapes: Sequence[tuple[int, ...]]
