@@ -402,18 +402,6 @@ class _Noted:
     __slots__ = ()
     __init_subclass__ = object.__init_subclass__  # classes of users see no subclass
 
-    @property
-    def grad(self) -> Any:
-        if here.recorder is not None and self not in here.recorder.grads_set:
-            here.recorder.grads_read.add(self)
-        return super().grad  # type: ignore[misc]
-
-    @grad.setter
-    def grad(self, grad: Any) -> None:
-        if here.recorder is not None:
-            here.recorder.grads_set.add(self)
-        super(_Noted, type(self)).grad.__set__(self, grad)  # type: ignore[misc]
-
 
 def note_gradients(variables: Iterable[Variable], on: bool) -> None:
     """Let this thread's recorder note, or not, which gradients of ``variables`` are read and set.
@@ -427,8 +415,19 @@ def note_gradients(variables: Iterable[Variable], on: bool) -> None:
 
 
 @functools.cache
-def _noted_kind(kind: type[Variable]) -> Any:
-    members = {"__slots__": (), "__new__": lambda _, *args, **options: kind(*args, **options)}
+def _noted_kind(kind: Any) -> Any:
+    def read(variable: Variable) -> Any:
+        if here.recorder is not None and variable not in here.recorder.grads_set:
+            here.recorder.grads_read.add(variable)
+        return own.__get__(variable)  # no super(): on another thread the class may change meanwhile
+
+    def write(variable: Variable, grad: Any) -> None:
+        if here.recorder is not None:
+            here.recorder.grads_set.add(variable)
+        own.__set__(variable, grad)
+
+    own, make = kind.grad, lambda _, *args, **options: kind(*args, **options)
+    members = {"__slots__": (), "__new__": make, "grad": property(read, write)}
     return type(kind.__name__, (_Noted, kind), members)
 
 
