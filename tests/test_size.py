@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashlight_py"
 FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # that one is generated
-SOURCES = {".py", ".c", ".cc", ".h", ".inc", ".pml", ".supp", ".txt"}
+SOURCES = {".py", ".c", ".cc", ".h", ".inc", ".mk", ".pml", ".supp", ".txt"}
 
 # Maximum number of lines of files and folders. Blank lines, comments and docstrings count. In csrc
 # and tests all sources count, in the package Python alone, without stubs.

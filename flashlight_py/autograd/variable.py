@@ -338,7 +338,7 @@ class Variable(Leaf):
 
 
 def input(array: Array) -> Variable:
-    """Return a leaf without gradient that shares ``array``, of any shape and dtype: a model's data.
+    """Return a leaf without gradient that shares ``array``, of any shape and dtype, such as data.
 
     Raises:
         TypeError: not an array.

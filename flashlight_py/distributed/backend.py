@@ -48,7 +48,7 @@ class Backend(abc.ABC):
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start calls of one verb, all blocking or none, as one; the result is a list."""
+        """Start several calls, all blocking or none, as one; the result is a list."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:

@@ -134,7 +134,8 @@ def _parser() -> argparse.ArgumentParser:
 
 # Variables of torchrun for defaults of options. Kubeflow sets them in each pod.
 _POD_OPTIONS = {
-    **{"n": "PET_NPROC_PER_NODE", "nnodes": "PET_NNODES"},
+    "n": "PET_NPROC_PER_NODE",
+    "nnodes": "PET_NNODES",
     "max_restarts": "PET_MAX_RESTARTS",
 }
 

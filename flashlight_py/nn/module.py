@@ -2,16 +2,16 @@
 
 import copy
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from flashlight_py import structure
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import Array, device_of, floating, is_floating, may_become, to_device
-from flashlight_py.structure import Structured
+from flashlight_py.structure import Structured, count
 
 SomeModule = TypeVar("SomeModule", bound="Module")
 Result_co = TypeVar("Result_co", covariant=True)
@@ -81,7 +81,7 @@ class Module(Structured, ABC):
                 if isinstance(value, Module):
                     yield name, value
             elif isinstance(value, _CONTAINERS) and value and name != self._unsearched:
-                containers += [(name, value)] if _holds_module(value) else []
+                containers += [(name, value)] if _holds_module(self, value) else []
         met = set(map(id, vars(self).values())) if containers else set()
         for name, value in containers:
             yield from _modules_in(value, name, met)
@@ -303,38 +303,37 @@ class Module(Structured, ABC):
                 setattr(module, name, change(getattr(module, name)))
 
 
-def _holds_module(container: Any) -> bool:
-    """Return whether a module is in it or in containers in it.
+def _holds_module(owner: Module, container: Any) -> bool:
+    """Return whether a module is in ``container``, of ``owner``, or in containers in it.
 
     More than 100 items, such as a vocabulary, are searched once for each length and structure.
     """
-    known = _searched.get(id(container))
-    if known is not None and known[:2] == (structure.count[0], len(container)):
+    key, now = (id(owner), id(container)), (int(count[0]), len(container))
+    known = _searched.get(key)
+    if known is not None and known[0]() is owner and known[1] == now:
         return known[2]
-    containers, met, items = [container], {id(container)}, 0
-    is_found = False
+    containers, met, items, is_found = [container], {id(container)}, 0, False
     for each in containers:
         values = each.values() if isinstance(each, dict) else each
         items += len(values)
-        for kind in set(map(type, values)):
-            if Module in kind.__mro__:
-                is_found = True
-            elif issubclass(kind, _CONTAINERS):
+        kinds = set(map(type, values))
+        if is_found := any(Module in kind.__mro__ for kind in kinds):
+            break
+        for kind in kinds:
+            if issubclass(kind, _CONTAINERS):
                 inner = [x for x in values if type(x) is kind and id(x) not in met]
                 containers += inner
                 met.update(map(id, inner))
-        if is_found:
-            break
     if items > 100:
         if len(_searched) > 100:
-            _searched.clear()  # of containers that are no more
-        _searched[id(container)] = int(structure.count[0]), len(container), is_found
+            _searched.clear()  # of modules that are no more
+        _searched[key] = weakref.ref(owner), now, is_found
     return is_found
 
 
-# By the id of a large container: the structure, its length, and whether it holds a module. A new
-# container in an attribute changes the structure, so an id belongs to one container.
-_searched: dict[int, tuple[int, int, bool]] = {}
+# By the ids of a module and a large container: the module, the structure and length at the search,
+# and the result. The module is compared because a copy of another one may have the ids later.
+_searched: dict[tuple[int, int], tuple[weakref.ref[Module], tuple[int, int], bool]] = {}
 
 
 def _modules_in(container: Any, path: str, met: set[int]) -> Iterator[tuple[str, Module]]:

@@ -225,7 +225,7 @@ def give_state(
         plan = _plans.get(module)
         if sort_keys or plan is None or not plan.is_of(state):
             plan = plan_of(tree, sort_keys)
-            if not sort_keys and sum(array.nbytes for array in plan.arrays) <= _KEPT_BYTES:
+            if plan.is_of(state) and sum(array.nbytes for array in plan.arrays) <= _KEPT_BYTES:
                 _plans[module] = plan
         return plan
 

@@ -388,5 +388,5 @@ def test_the_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, co
 def test_one_rank_takes_addresses() -> None:
     x = by_address(np.ones(3, np.float32))
     given = ALL_REDUCE.code, x, None, "sum", 1.0, 0, 0, False
-    fl.barrier()  # the first call takes no short way
+    fl.barrier()  # the first call takes no fast path
     assert current_world().group.fast.collective(*given) is x

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.failures import watchdog
 from flashlight_py.distributed.start import initialize
+from flashlight_py.distributed.start.settings import Settings
 from tests.distributed.harness import mpirun_command, run_ranks
 from tests.distributed.jobs import free_port
 
@@ -171,3 +173,25 @@ def test_a_start_that_fails_at_its_end_leaves_nothing_and_is_reported(tmp_path: 
     reported, _ = run_ranks(fail_at_the_end_of_the_start, 2, str(tmp_path), init=None)
     assert "lost rank 1" in reported
     assert "it raised OSError: [Errno 24] Too many open files" in reported
+
+
+def test_ranks_are_notified_if_a_failed_start_cannot_be_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where Ctrl-C arrives while the connections of a start that has failed are closed."""
+    reasons: list[str] = []
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt("again")
+
+    def fail(new: initialize.NewWorld) -> None:
+        new.undo.callback(interrupt)
+        raise OSError("a full disk")
+
+    monkeypatch.setattr(initialize, "STEPS", (fail,))
+    store: Any = SimpleNamespace(abort=reasons.append)
+    before = held()
+    with pytest.raises(KeyboardInterrupt, match="again"):
+        initialize.meet(lambda: store, Settings())
+    assert reasons == ["KeyboardInterrupt: again"]
+    assert held() == before

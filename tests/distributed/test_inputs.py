@@ -143,7 +143,7 @@ def test_rows_that_do_not_fit_are_raised_once_and_no_result_is_lost(
 
 def test_a_result_that_cannot_be_brought_home_is_never_reported_as_done() -> None:
     columns = np.ones((4, 4))[:, ::2]
-    fl.barrier()  # the first call takes no short way, and others leave a sum where it lies
+    fl.barrier()  # the first call takes no fast path, and others leave a sum where it lies
     work = fl.all_reduce(columns, op="lor", async_op=True)
     columns.flags.writeable = False  # one may not, while it is on its way
     for _ in range(2):

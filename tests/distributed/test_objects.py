@@ -158,10 +158,10 @@ def test_objects_of_all_lengths(ranks: Any) -> None:
     ranks.run(objects_of_all_lengths)
 
 
-def the_short_way(rank: int, size: int) -> None:
+def on_the_fast_path(rank: int, size: int) -> None:
     """One native call does each verb, and is what the record shows."""
     group = current_world().group
-    known = [None, NotImplemented, ..., [], (1, 2)]  # also what the short way itself may return
+    known = [None, NotImplemented, ..., [], (1, 2)]  # also what the fast path itself may return
     for verb, given, wanted in [
         (journal.BROADCAST_OBJECT, known, [known]),
         (journal.ALL_GATHER_OBJECT, rank, [*range(size)]),
@@ -184,7 +184,7 @@ def the_short_way(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_the_short_way(pool: Any, backend: str) -> None:
-    pool(3, params={"BACKEND": backend}).run(the_short_way)
+    pool(3, params={"BACKEND": backend}).run(on_the_fast_path)
 
 
 class Interrupted:

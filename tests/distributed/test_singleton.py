@@ -204,7 +204,7 @@ def test_who_has_forgotten_nothing_is_not_warned(
 
 
 def recorded(rank: int, size: int) -> list[dict[str, Any]]:
-    """Return the record of a call by the short way, and of one that is left to the long one."""
+    """Return the record of a call on the fast path, and of one that is left to Python."""
     fixed = np.ones(3)
     fixed.setflags(write=False)
     with pytest.raises(ValueError, match="read-only"):

@@ -1,6 +1,8 @@
 """Layers, losses and initial values."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -142,3 +144,9 @@ def test_modules_take_arrays_as_input(training: bool) -> None:
     assert loss.calc_grad == training
     with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
         model([[1.0, 2.0]])
+
+
+def test_all_layers_are_listed_also_before_they_are_imported() -> None:
+    code = "from flashlight_py import nn; names = dir(nn)\n"
+    code += "assert {*nn.__all__} <= {*names} and len({*names}) == len(names)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -283,6 +283,15 @@ y = list(dict(Held().named_parameters()))
         expected = ["words.w7.0", "names.1000", "layers.0.1", "layers.2.1", "late.100"]
         assert names_of(model) == expected
 
+    @pytest.mark.parametrize("made_again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+    def test_modules_are_found_in_copies_in_the_memory_of_another_list(
+        self, made_again: Any
+    ) -> None:
+        original = Free(items=[ReLU() for _ in range(101)])
+        for _ in range(200):
+            assert names_of(Free(items=["word"] * 101)) == []
+            assert len(names_of(made_again(original))) == 101
+
     @pytest.mark.parametrize(
         ("items", "name"),
         [

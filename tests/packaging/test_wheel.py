@@ -12,7 +12,7 @@ from tests.packaging.building import Wheel, copy_of_sources, empty_environment, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-OTHERS_LEFT_OUT = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "TREE", "OPTIM")}
+OTHERS_LEFT_OUT = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "OPTIM")}
 
 # Trains on 2 ranks which find each other through a file; prints the libraries of Gloo in use.
 TRAIN = """

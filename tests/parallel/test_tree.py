@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 import flashlight_py as fl
 from flashlight_py.parallel.agreement import by_rank, differences, digest
+from flashlight_py.parallel.synchronize import _plans, give_state
 from flashlight_py.parallel.tree import (
     TreeBuffers,
     decode_numbers,
@@ -91,6 +92,15 @@ def test_a_kept_plan_is_not_that_of_other_arrays() -> None:
     plan = plan_of({"a": read_only})
     read_only.flags.writeable = False
     assert not plan.is_of({"a": read_only})
+
+
+def test_only_a_plan_of_numpy_arrays_is_kept() -> None:
+    """A plan with numbers or arrays of a GPU is not used again and would keep its buffers."""
+    module, array = fl.nn.ReLU(), np.zeros(3)
+    give_state(module, {"array": array, "number": 3}, 0, None)
+    assert module not in _plans
+    give_state(module, {"array": array}, 0, None)
+    assert _plans[module].arrays == [array]
 
 
 def test_digests_depend_on_places_and_lengths() -> None:

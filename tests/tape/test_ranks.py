@@ -421,7 +421,7 @@ def profile_replays(rank: int, size: int, path: str) -> None:
     step = fl.capture(lambda x: fl.all_reduce(x * 2, scale=1 / size))
     step(np.ones(3))
     with mock.patch("flashlight_py.distributed.groups.membership.Membership.run", None):
-        step(np.ones(3))  # which goes the short way
+        step(np.ones(3))  # which takes the fast path
     with fl.profile(path):
         fl.capture(lambda x: x + 1)(np.ones(3))  # a recording that ends before the profile
         assert_same_bits(np.full(3, 2.0), step(np.ones(3)))

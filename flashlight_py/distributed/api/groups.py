@@ -116,7 +116,7 @@ def grid(
 
     Args:
         shape: extents, whose product is the size of the group. None or -1 in place of some: they
-            are computed, near each other and the larger ones first, like by MPI_Dims_create.
+            are computed, near each other and the larger ones first, as MPI_Dims_create does.
         periodic: whether the two ends of a dimension are neighbours: of all, or one for each.
         group: the process group, default the world.
 

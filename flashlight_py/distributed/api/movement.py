@@ -51,11 +51,10 @@ _DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the s
 def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = False) -> X | Work[X]:
     """Send every rank the ``x`` of rank ``root``, in place.
 
-    ``group`` and ``async_op``, here and below, are those of :func:`all_reduce`.
-
     Args:
         x: array of any dtype without objects; the same shape and dtype on every rank. Or a number.
         root: rank in the group.
+        group, async_op: as for :func:`all_reduce`.
 
     Returns:
         ``x``, or the root's number; or the ``Work``. Blocks unless ``async_op``.
@@ -85,6 +84,7 @@ def all_gather(
         out: array of the result's shape that is filled instead of a new one, which saves the
             allocation of large results; a list of them for a list. It may share memory with ``x``,
             which is copied then.
+        group, async_op: as for :func:`all_reduce`.
 
     Returns:
         A new array of the kind of ``x``, of shape ``(sum of first dimensions, *x.shape[1:])``, or
@@ -112,6 +112,7 @@ def gather(
         x: array, as for :func:`all_gather`.
         root: rank in the group that gets the result.
         out: on ``root``, array that is filled, as for :func:`all_gather`; ignored elsewhere.
+        group, async_op: as for :func:`all_reduce`.
 
     Returns:
         On ``root`` a new array, as of :func:`all_gather`, or ``out``; elsewhere None; or the
@@ -153,6 +154,7 @@ def scatter(
         rows: number of rows of the first dimension for each rank, if the parts are unequal; the
             same on every rank. The ranks compare them first, so that the call blocks until every
             rank has called, also with ``async_op``.
+        group, async_op: as for :func:`all_reduce`.
 
     Returns:
         This rank's part, a new array of the kind of ``xs`` (of NumPy for None), or ``out``; or the
@@ -206,6 +208,7 @@ def all_to_all(
             does; the numbers may differ. The ranks exchange them first, so that the call blocks
             until every rank has called, also with ``async_op``.
         return_rows: also return how many rows each rank has sent here. Ranks may differ in it.
+        group, async_op: as for :func:`all_reduce`.
 
     Returns:
         A new array of the kind of ``x``, of its shape if parts are equal, or ``out``; for a list

@@ -142,11 +142,12 @@ def reduce(
     """Combine ``x`` of all ranks; afterwards rank ``root`` holds ``scale`` times the result.
 
     In place on ``root``; the arrays of the other ranks stay as they are. The result has the bits of
-    :func:`all_reduce`, which also describes the other arguments.
+    :func:`all_reduce`.
 
     Args:
         x: array; the same shape and dtype on every rank. Or a number.
         root: rank in the group.
+        op, scale, group, async_op: as for :func:`all_reduce`.
 
     Returns:
         ``x``, or for a number the result on ``root`` and ``x`` elsewhere; or the ``Work``. Blocks

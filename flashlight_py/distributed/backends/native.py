@@ -53,13 +53,7 @@ from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Match
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
 from flashlight_py.distributed.calls.fast_path import CallJournal, EntryPoints, FastPath, dropped
 from flashlight_py.distributed.failures import abort
-from flashlight_py.distributed.failures.journal import (
-    NATIVE,
-    OBJECTS,
-    SENDRECV,
-    Ring,
-    forked,
-)
+from flashlight_py.distributed.failures.journal import NATIVE, OBJECTS, SENDRECV, Ring, forked
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work

@@ -375,9 +375,9 @@ class Terms(NamedTuple):
 def pack_terms(array: Array, op: ReduceOp) -> Terms:
     """Return what a backend reduces in place of ``array`` by ``op``.
 
-    That is ``array`` packed; for logical operations its truth values; for dates their numbers. Not
-    a time is the least number and wins: for a maximum all numbers are reduced by one, so that it
-    wraps around to the largest.
+    That is ``array`` packed; for logical operations its truth values; for dates their numbers. NaT
+    is the least number and must win: for a maximum, 1 is subtracted from all numbers, which makes
+    NaT the largest.
     """
     packed = pack(array)
     if array.dtype.kind in "mM":

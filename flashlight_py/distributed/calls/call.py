@@ -87,7 +87,7 @@ class Call:
         refusal: the reason why this rank rejects its arguments. The rank joins the call, so that
             the other ranks raise ``MismatchError``; no data moves and no rank waits.
         is_ahead: whether a comparison ends before the other ranks join, in a backend that
-            ``compares_ahead``; ``Backend.look_back`` compares it later.
+            ``ComparesAhead`` (nccl/comparing.py), which compares it later.
     """
 
     verb: Verb

@@ -50,8 +50,8 @@ class SharesMemory(Protocol):
 def available(ranks: int = 1) -> tuple[int, str]:
     """Return how many bytes this process may still take, and what limits them, in words.
 
-    Each of ``ranks`` of this machine may, each in a control group of its own. Caches of files count
-    as free, and swap too, except for the limits of control groups.
+    Each of ``ranks`` on this machine may take as many, each in its own control group. Caches of
+    files count as free, and swap too, except for the limits of control groups.
     """
     free: list[tuple[int, str]] = _known(_of_machine, ranks)
     for limit in _limits(ROOT):

@@ -38,7 +38,7 @@ class PowerSGDCompression(Compression):
     of its bucket is dropped.
 
     Args:
-        rank: columns of the thin matrices, at least 1. More are closer, and more bytes.
+        rank: columns of the thin matrices, at least 1. More are more exact, and more bytes.
         start_step: steps (from 0) that are reduced exactly before compression begins. Early
             gradients change fast; some hundred exact steps often help.
         min_compression: a matrix is compressed if that makes it smaller by this factor or more,
@@ -173,8 +173,10 @@ class PowerSGDCompression(Compression):
                 f"needs {like.dtype} {shape}; the state is that of other arrays, or this hook "
                 "serves two reducers: give each one of its own"
             )
-        self._state[name] = to_device(found, device_of(like))
-        return self._state[name]
+        if device_of(found) != device_of(like):
+            found = to_device(found, device_of(like))
+        self._state[name] = found
+        return found
 
     def _message(
         self, bucket: Bucket, shapes: Sequence[tuple[int, ...]]

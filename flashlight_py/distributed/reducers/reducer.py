@@ -32,9 +32,9 @@ class Filling:
         self._items: list[Any] = []
 
     def add(self, item: Any, size: int, kind: object = None) -> list[Any]:
-        """Take an item of ``size`` bytes; return the bucket before it, empty if it belongs to it.
+        """Take an item of ``size`` bytes; return the bucket that it closes, or an empty list.
 
-        It does not if it does not fit, or if the items of the bucket are of another ``kind``.
+        An item closes the bucket if it does not fit, or if the bucket's items are of another kind.
         """
         ends = self._items and (kind != self._kind or self._bytes + size > self._limit)
         ended = self.take() if ends else []

@@ -79,7 +79,7 @@ def distributed_init(
             (at that port of rank 0's host; rank and size passed, or the environment's), and
             ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that BACKEND).
         world_rank: this process's rank, from 0; only for FILE_SYSTEM, ``"tcp://HOST:PORT"`` and
-            MASTER_ADDR in ``params``.
+            MASTER_ADDR in ``params``. MPI ignores it.
         world_size: number of processes; for the same methods.
         params: keys of ``DistributedConstants``: FILE_PATH; MASTER_ADDR and MASTER_PORT (as
             ``"tcp://HOST:PORT"``; the environment may say one of them); TIMEOUT (seconds, default
@@ -131,10 +131,11 @@ def meet(create: StoreFactory, settings: Settings) -> World:
     new.store.host_timeout = settings.host_timeout
     abort.install()  # before MPI adds to it
     try:
-        for step in STEPS:
-            step(new)
+        with new.undo:
+            for step in STEPS:
+                step(new)
+            new.undo.pop_all()
     except BaseException as error:
-        new.undo.close()
         abort.uninstall()
         if isinstance(error, UnavailableEverywhereError):
             new.store.close()
