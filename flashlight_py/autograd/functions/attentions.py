@@ -85,7 +85,7 @@ def self_attention(
     work = _Attention(list(parts), mask, causal, dropout, None, packed)
     out = work.forward().transpose(0, 2, 1, 3).reshape(batch, positions, width // 3)
 
-    def back(grad: Array) -> tuple[Array]:
+    def back(grad: Array) -> Any:
         grad = grad.reshape(batch, positions, heads, -1).transpose(0, 2, 1, 3)
         found = work.backward(grad)
         if len(found) > 1:
