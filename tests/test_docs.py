@@ -220,6 +220,11 @@ def test_commands_of_the_readme_exist() -> None:
         assert f'"{option}"' in source, option
 
 
+def test_the_changelog_begins_with_the_version_of_the_package() -> None:
+    versions = re.findall(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] in ("Unreleased", fl.__version__)
+
+
 @pytest.mark.parametrize("document", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs"])
 def test_links_between_documents_lead_somewhere(document: str) -> None:
     path = ROOT / document

@@ -8,6 +8,8 @@ import functools
 import importlib
 import inspect
 import os
+import reprlib
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -106,7 +108,17 @@ def on_ranks(
 
 
 def _on_rank(rank: int, size: int, module: str, name: str, *args: Any) -> None:
-    getattr(importlib.import_module(module), name).__wrapped__(rank, size, *args)
+    try:
+        getattr(importlib.import_module(module), name).__wrapped__(rank, size, *args)
+    except AssertionError as error:
+        if not error.args:  # pytest adds the values to an assert in its own process only
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            error.args = (", ".join(f"{k}={_SHORT.repr(v)}" for k, v in frame.f_locals.items()),)
+        raise
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 300
 
 
 DTYPES = [

@@ -15,6 +15,21 @@ ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 5), ("hierarchical", 4), ("
 
 
 @on_ranks()
+def test_means_and_what_rank_0_has_of_an_exscan(rank: int, size: int) -> None:
+    averages = np.array([[rank, 2 * rank]], np.float16)
+    assert fl.scan(averages, op="avg").tolist() == [[rank / 2, rank]]
+    assert fl.exscan(np.array(float(rank)), op="avg") == ((rank - 1) / 2 if rank else 0)
+    for op, scale, later, first in (
+        ("max", 2, 10, -(2**63)),
+        ("lor", 1, 1, 0),
+        ("sum", 2, 10 * rank, 0),
+    ):
+        x = np.array([5, 5])[::2]  # not contiguous
+        assert fl.exscan(x, op=op, scale=scale) is x
+        assert x[0] == (later if rank else first), op
+
+
+@on_ranks()
 def test_of_numbers(rank: int, size: int) -> None:
     assert fl.scan(1) == rank + 1
     assert fl.exscan(2.5) == 2.5 * rank
