@@ -2,7 +2,7 @@
 
 Compiles native/stores.cc and runs it in turns, since the answer depends on where the scheduler,
 and a hypervisor, has put the two cores; prints a Markdown table with the range over the rounds.
-This is what csrc/shm/choice.h finds out while it runs.
+This is what csrc/common/choice.h finds out while it runs.
 """
 
 import argparse

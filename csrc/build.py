@@ -1,8 +1,7 @@
-"""The native extensions: of what each is made, for setup.py.
+"""The native extensions: the sources and flags of each, for setup.py.
 
-EXTENSIONS read NumPy arrays by themselves. BINDINGS are descriptions of CFFI, in API mode, but for
-that of NCCL: its declarations become a Python module, as the library is opened when a run asks for
-it. All are abi3.
+EXTENSIONS use NumPy's C API. BINDINGS are CFFI's descriptions in API mode. Only NCCL's declarations
+become a Python module, because a run opens that library when it needs it. All extensions are abi3.
 """
 
 from pathlib import Path
@@ -18,10 +17,10 @@ HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), ROOT / "flashlight_py/optim
 C = ["-O3", "-fvisibility=hidden"]
 # No contraction into fused multiply-adds: the same bits on every machine.
 CPP = [*C, "-std=c++17", "-ffp-contract=off"]
-# No errno and no traps: square roots and comparisons are vectors.
+# Without errno and traps GCC computes square roots and comparisons in vectors.
 KERNELS = [*CPP, "-fno-math-errno", "-fno-trapping-math"]
-# Functions in Python that libraries call: whether a signal handler has asked to stop, and where the
-# program calls.
+# Python functions that the libraries call: whether a signal handler has raised, and the line of the
+# user's call.
 INTERRUPTED, WHERE = "int fl_interrupted(void);", "void fl_where(fl_site *);"
 
 
@@ -32,7 +31,7 @@ def files(*patterns: str) -> list[str]:
 
 
 def options(sources: list[str], flags: list[str]) -> dict[str, Any]:
-    """Return what setuptools is told of an extension."""
+    """Return the arguments of an extension, as setuptools names them."""
     return {
         "sources": sources,
         "depends": sorted(str(path.relative_to(ROOT)) for path in HEADERS),
@@ -60,7 +59,7 @@ def binding(
     called: list[str] | None = None,
     **more: Any,
 ) -> FFI:
-    """Return CFFI's description; ``called`` are the functions that Python has."""
+    """Return CFFI's description; ``called`` declares Python functions that C calls."""
     ffi = FFI()
     for path in declarations:
         ffi.cdef((CSRC / path).read_text())

@@ -4,7 +4,7 @@
 // Arguments: verb (fl_verb), bytes, ranks, calls. Prints for each rank, in microseconds, the least time of a
 // call, the quantiles 10, 50 and 90 %, and the mean of all, which is what a loop sees.
 //
-// g++ -std=c++17 -O3 -pthread -I. benchmarks/native/calls.cc csrc/common/[!cm]*.cc csrc/common/matching.cc \
+// g++ -std=c++17 -O3 -pthread -I. benchmarks/native/calls.cc csrc/common/[!c]*.cc \
 //   csrc/reduce/*.cc $(ls csrc/shm/*.cc | grep -v capi) -o calls
 #include <sched.h>
 #include <sys/mman.h>
@@ -23,12 +23,11 @@
 namespace {
 
 constexpr double kSeconds = 60;
-constexpr int kFloat32 = 11;
 
 fl_signature call_of(int verb, size_t bytes, int ranks) {
   fl_signature s{};
   s.verb = verb;
-  s.dtype = kFloat32;
+  s.dtype = FL_FLOAT32;
   s.scale = 1;
   s.itemsize = sizeof(float);
   s.ndim = 1;
@@ -65,7 +64,7 @@ void run(const std::string& path, int rank, int ranks, int verb, size_t bytes, i
   void* into = gathers ? static_cast<void*>(&room) : output.data();
   std::vector<double> took(calls);
   const double tick = ticks_per_microsecond();
-  group.run(barrier, nullptr, nullptr, -1, kSeconds);
+  group.run({barrier, nullptr, nullptr, -1, kSeconds});
   const int64_t began = fl_ticks();
   for (double& one : took) {
     const int64_t start = fl_ticks();
@@ -75,7 +74,7 @@ void run(const std::string& path, int rank, int ranks, int verb, size_t bytes, i
     }
     one = static_cast<double>(fl_ticks() - start) / tick;
   }
-  group.run(barrier, nullptr, nullptr, -1, kSeconds);
+  group.run({barrier, nullptr, nullptr, -1, kSeconds});
   const double mean = static_cast<double>(fl_ticks() - began) / tick / calls;
   std::sort(took.begin(), took.end());
   const auto quantile = [&](double part) { return took[static_cast<size_t>(part * (calls - 1))]; };

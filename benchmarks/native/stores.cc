@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../csrc/shm/copying.h"
+#include "../../csrc/common/copying.h"
 
 namespace {
 

@@ -26,7 +26,7 @@ class Affine(Plain):
         self.bias = param(np.zeros(shape, np.float32)) if bias else None
         self.eps = eps
 
-    def of_channels(self, x: Input) -> Variable:
+    def _of_channels(self, x: Input) -> Variable:
         x = as_variable(x)
         if x.ndim < 2 or x.shape[1] != self.channels:
             raise ValueError(
@@ -82,7 +82,7 @@ class GroupNorm(Affine):
             raise ValueError(f"GroupNorm: {channels} channels are not divisible by {groups} groups")
 
     def forward(self, x: Variable) -> Variable:
-        return F.group_norm(self.of_channels(x), self.groups, self.weight, self.bias, self.eps)
+        return F.group_norm(self._of_channels(x), self.groups, self.weight, self.bias, self.eps)
 
 
 class LocalBatchNorm(Affine):
@@ -104,16 +104,16 @@ class LocalBatchNorm(Affine):
 
     def forward(self, x: Variable) -> Variable:
         """Return ``x`` normalized; in training, running statistics are changed in place."""
-        x = self.of_channels(x)
+        x = self._of_channels(x)
         if not self.training and self.track_statistics:
             running = self.running_mean, self.running_var
             return F.batch_norm(x, self.weight, self.bias, *running, self.eps)
         given = x, self.weight, self.bias, None, None
         out, mean, variance = batch_norm_with_moments(*given, self.eps)
-        self.track(mean, variance, x.size // self.channels)
+        self._track(mean, variance, x.size // self.channels)
         return out
 
-    def track(self, mean: Array, variance: Array, count: int | Array) -> None:
+    def _track(self, mean: Array, variance: Array, count: int | Array) -> None:
         """Move the running statistics towards those of ``count`` values per channel."""
         if self.track_statistics:
             variance = variance * (count / (count - 1))

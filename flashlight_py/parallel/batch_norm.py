@@ -45,7 +45,7 @@ class BatchNorm(LocalBatchNorm):
         if not self.sync or (self.track_statistics and not self.training):
             return super().forward(x)
         with refusing(group_or_world(None), "BatchNorm", given=[x], first=True):
-            return self._synchronized(self.of_channels(x))
+            return self._synchronized(self._of_channels(x))
 
     def _synchronized(self, x: Variable) -> Variable:
         xp, axes = array_module(x.data), (0, *range(2, x.ndim))
@@ -60,7 +60,7 @@ class BatchNorm(LocalBatchNorm):
         mean = sums[: self.channels] / count
         deviation = wide - F.reshape(mean, shape)
         variance = all_reduce(F.sum(deviation * deviation, axes)) / count
-        self.track(mean.data, variance.data, count)
+        self._track(mean.data, variance.data, count)
         scale = 1 / F.sqrt(variance + self.eps)
         if self.weight is not None:
             scale = scale * self.weight
