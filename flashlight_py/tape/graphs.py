@@ -473,8 +473,8 @@ def record(recorder: Recorder, stack: ExitStack) -> None:
     """Let ``recorder`` note the verbs, optimizers and gradients of this thread in ``stack``."""
     leave_to_python(1)
     stack.callback(leave_to_python, -1)
-    note_gradients(recorder.variables, True)
     stack.callback(note_gradients, recorder.variables, False)
+    note_gradients(recorder.variables, True)
     here.recorder = recorder
     stack.callback(setattr, here, "recorder", None)
 

@@ -18,7 +18,6 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -27,7 +26,6 @@ import numpy as np
 
 from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.graph import Leaf
 from flashlight_py.distributed.internal import leave_to_python
 from flashlight_py.structure import here
 from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
@@ -398,7 +396,11 @@ class CtrlC:
         self._waits = False
 
 
-_GRAD = Leaf.__dict__["grad"]  # the slot that the property hides
+class _Noted:
+    """First base of a class of noted variables; ``type(variable)(array)`` is not noted."""
+
+    __slots__ = ()
+    __init_subclass__ = object.__init_subclass__  # classes of users see no subclass
 
 
 def note_gradients(variables: Iterable[Variable], on: bool) -> None:
@@ -408,28 +410,25 @@ def note_gradients(variables: Iterable[Variable], on: bool) -> None:
     """
     for variable in variables:
         kind: Any = type(variable)
-        if on is not ("grad" in vars(kind)):
-            variable.__class__ = _noted_kind(kind) if on else kind.__base__
+        if on is not issubclass(kind, _Noted):
+            variable.__class__ = _noted_kind(kind) if on else kind.__bases__[1]
 
 
 @functools.cache
-def _noted_kind(kind: type[Variable]) -> Any:
-    members = {"__slots__": (), "grad": property(_read_grad, _set_grad)}
-    return type(kind.__name__, (kind,), members)
+def _noted_kind(kind: Any) -> Any:
+    def read(variable: Variable) -> Any:
+        if here.recorder is not None and variable not in here.recorder.grads_set:
+            here.recorder.grads_read.add(variable)
+        return own.__get__(variable)  # no super(): on another thread the class may change meanwhile
 
+    def write(variable: Variable, grad: Any) -> None:
+        if here.recorder is not None:
+            here.recorder.grads_set.add(variable)
+        own.__set__(variable, grad)
 
-def _read_grad(variable: Variable) -> Any:
-    recorder = here.recorder
-    if recorder is not None and variable not in recorder.grads_set:
-        recorder.grads_read.add(variable)
-    return _GRAD.__get__(variable)
-
-
-def _set_grad(variable: Variable, grad: Any) -> None:
-    recorder = here.recorder
-    if recorder is not None:
-        recorder.grads_set.add(variable)
-    _GRAD.__set__(variable, grad)
+    own, make = kind.grad, lambda _, *args, **options: kind(*args, **options)
+    members = {"__slots__": (), "__new__": make, "grad": property(read, write)}
+    return type(kind.__name__, (_Noted, kind), members)
 
 
 def user_frame(libraries: tuple[str, ...] = _LIBRARIES) -> tuple[Any, int]:
@@ -481,7 +480,7 @@ def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
     numbers = [number for number, each in enumerate(args) if _has_numbers(each)]
     is_changed = function in _WRITE_TO_FIRST and 0 in numbers  # which raises
     if numbers and (is_python or function in _MIND_NUMBERS or is_changed):
-        return partial(_call_with_numbers, function, numbers)
+        return functools.partial(_call_with_numbers, function, numbers)
     return function
 
 

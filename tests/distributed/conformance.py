@@ -118,7 +118,7 @@ def _on_rank(rank: int, size: int, module: str, name: str, *args: Any) -> None:
 
 
 _SHORT = reprlib.Repr()
-_SHORT.maxother = _SHORT.maxstring = 300
+_SHORT.maxother = _SHORT.maxstring = 1000  # as long as our errors are
 
 
 DTYPES = [

@@ -183,7 +183,7 @@ def on_the_fast_path(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_the_short_way(pool: Any, backend: str) -> None:
+def test_objects_on_the_fast_path(pool: Any, backend: str) -> None:
     pool(3, params={"BACKEND": backend}).run(on_the_fast_path)
 
 
@@ -221,7 +221,7 @@ def one_rank_through_python(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_with_and_without_the_short_way(pool: Any, backend: str) -> None:
+def test_ranks_with_and_without_the_fast_path(pool: Any, backend: str) -> None:
     pool(3, params={"BACKEND": backend}).run(one_rank_through_python)
 
 

@@ -69,6 +69,36 @@ def test_an_activation_may_be_the_first_layer() -> None:
     step(net, RNG.standard_normal((5, 3)))
 
 
+def test_layers_can_be_prepared_first() -> None:
+    prepared, other = network(CNN), network(CNN)
+    prepared.preinit_layer()
+    equal(step(prepared, IMAGES), step(other, IMAGES))
+
+
+def test_threads_change_nothing() -> None:
+    """There the first batch of a BatchNorm2d counts by how many threads there are."""
+    one, four = (network("Linear(3, 4), BatchNorm2d(4), Linear(4, 1)") for _ in range(2))
+    one.set_threads(1)
+    four.set_threads(4)
+    x = RNG.standard_normal((6, 3))
+    equal(step(one, x), step(four, x))
+    equal(one.state_dict(), four.state_dict())
+
+
+def test_norms_report_their_statistics() -> None:
+    net = network("Linear(8, 4), LayerNorm((4,)), BatchNorm2d(4), Linear(4, 1)")
+    step(net, IMAGES.reshape(-1, 8))
+    assert list(net.get_norm_mean_var()) == ["BatchNorm2d()_2"]
+
+
+def test_two_activations_in_a_row_are_both_differentiated() -> None:
+    """There the second one's slope takes the place of the first one's."""
+    net = network("LeakyReLU(), LeakyReLU()")
+    mean, variance = net(np.array([[-2.0, 3.0]]), np.ones((1, 2)))
+    equal((mean, variance), ([[-0.02, 3]], [[1e-4, 1]]), 1e-6)
+    equal(net.output_z_buffer.jcb, [0.01, 1], 1e-6)
+
+
 @pytest.mark.parametrize("layers", [CNN, "Linear(64, 5), Tanh(), Linear(5, 2)"])
 def test_layouts_and_dtypes_do_not_matter(layers: str) -> None:
     """There strides are ignored, and float64 is refused by a list of C++ signatures."""

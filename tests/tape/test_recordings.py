@@ -284,6 +284,37 @@ def test_a_recording_sees_its_own_thread_alone() -> None:
     assert step.replays == 1
 
 
+def test_a_variable_of_a_subclass_is_itself_again_after_its_recording() -> None:
+    subclasses = []
+
+    class Named(fl.Variable):
+        def __init_subclass__(cls) -> None:
+            subclasses.append(cls)
+
+        @property
+        def grad(self) -> Any:
+            return fl.Variable.grad.__get__(self)
+
+        @grad.setter
+        def grad(self, grad: Any) -> None:
+            fl.Variable.grad.__set__(self, grad)  # type: ignore[attr-defined]
+
+    weight = Named(np.ones(3), calc_grad=True)
+
+    @fl.capture
+    def step(x: np.ndarray) -> Any:
+        weight.grad = None
+        loss = (weight * x).sum()
+        loss.backward()
+        assert type(type(weight)(np.ones(3))) is Named
+        return loss
+
+    for x in X[:4]:
+        step(x)
+        assert (type(weight), step.reason, subclasses) == (Named, "", [])
+        np.testing.assert_allclose(weight.grad, x.sum(0))
+
+
 def interrupt(at: int, step: Callable[[Any], Any]) -> int:
     """Press Ctrl-C in one line of those that begin and end a recording; return their number."""
     count = 0

@@ -85,13 +85,13 @@ def self_attention(
     work = _Attention(list(parts), mask, causal, dropout, None, packed)
     out = work.forward().transpose(0, 2, 1, 3).reshape(batch, positions, width // 3)
 
-    def back(grad: Array) -> tuple[Array]:
+    def back(grad: Array) -> Any:
         grad = grad.reshape(batch, positions, heads, -1).transpose(0, 2, 1, 3)
         found = work.backward(grad)
         if len(found) > 1:
             xp = array_module(grad)
             found = (xp.stack(found).transpose(1, 3, 0, 2, 4).reshape(x.shape),)
-        return found  # type: ignore[return-value]
+        return found
 
     return record_jointly("self_attention", narrowed(out, x.data), back, x)
 

@@ -204,7 +204,7 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
     Both have the same shape and are 0 to 1; it is a ValueError otherwise, also for nan.
     """
 
-    def logs(xp: Any, p: Array) -> tuple[Array, Array]:
+    def logs(xp: Any, p: Array) -> Any:
         above, below = p > 0, p < 1
         log = xp.maximum(xp.log(xp.where(above, p, 1)), -100)
         log_of_rest = xp.maximum(xp.log1p(-xp.where(below, p, 0)), -100)

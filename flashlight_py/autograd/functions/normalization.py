@@ -206,7 +206,7 @@ def _normalized(
         out = out if w is None else out * w.reshape(of_parameter)
         out = (out if b is None else out + b.reshape(of_parameter)).reshape(shape)
 
-    def back(grad: Array) -> tuple[Array, Array, Array]:
+    def back(grad: Array) -> Any:
         grad, w = laid_out(widened(grad)), _values(given[0], dtype)
         if run is not None:
             made = (shape, dtype), *((inner, dtype),) * 2
