@@ -3,8 +3,9 @@
 /* Run an operation on the caller's thread. If it has ended well and there is nothing to fetch, the result is
    NULL; else it is a handle: of a failure, of what was received, or of an operation that runs. With `async`, or
    if others that were started must come first, it runs on one of the group's own threads. `data` and `output`
-   must stay alive and untouched until it has ended. `site` is where the program calls; NULL: not known.
-   `seconds` bounds an operation, from when it begins to run; in shared memory each of its waits.
+   must stay alive and untouched until it has ended. `site` is where the program calls; NULL: not known, and
+   shared memory asks fl_on_mismatch. `seconds` bounds an operation, from when it begins to run; in shared
+   memory each of its waits.
    Collectives run in the order in which they are called. Messages run beside them, and are matched by peer and
    tag in the order in which they are called.
 
