@@ -1,9 +1,9 @@
 """Every exception that flashlight_py raises on purpose.
 
 Wrong arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that
-passed them, and ``MismatchError`` with its reason on the others. Failures between processes raise
-one of these; the class says whose fault it is, the message says what was being done, on which rank
-of how many, what was expected, what was received, and what to do next.
+passed them, and ``MismatchError`` with its reason on the other ranks. Failures between processes
+raise an exception of this module. Its class names the kind of failure; its message states the
+operation, rank and number of ranks, the expected and the received value, and the remedy.
 """
 
 from collections.abc import Sequence

@@ -15,8 +15,7 @@ def gradcheck(
     """Compare the gradients of ``function`` with central differences, or raise.
 
     The result is weighted with fixed numbers and summed, so that it may have any shape. Every
-    element of every array, of which copies are used, is moved by ``step`` to both sides: meant for
-    small arrays.
+    element of every array, of which copies are used, is moved by ``step`` to both sides.
 
     Args:
         function: takes one variable per array; must return the same result for the same input and

@@ -167,8 +167,7 @@ class Walk:
         """Put into ``counts``, which is empty, how many edges lead to each target below ``roots``.
 
         Not below ``ends``; roots and ends that no edge leads to have 0. ``counts`` is complete even
-        if this raises, because it tells who waits for a gradient. The walk takes note of the parts
-        on the way.
+        if this raises: it shows which nodes wait. The walk takes note of the parts on the way.
         """
         wrong, now = "", Changes.count
         for root in roots:

@@ -5,6 +5,8 @@ of a captured step. Callers compute the same in array operations if there is non
 arrays, other dtypes, and a package without extensions.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -65,8 +65,7 @@ class Variable(Leaf):
 
         Raises:
             TypeError: the new value is no array, or of another dtype.
-            ValueError: the new array has another shape, or the variable is a parameter of a
-                sharded module.
+            ValueError: the new array has another shape, or this is a parameter of a sharded module.
         """
         return self.data
 
@@ -206,8 +205,7 @@ class Variable(Leaf):
         """Call ``hook(self)`` in every backward pass once this leaf's gradient is complete.
 
         The pass then goes on, so the parameters of the last layer come first. The hook may read and
-        replace ``grad``. Registering another one replaces it. A pass without the variable does not
-        call it.
+        replace ``grad``. A new hook replaces the old one. Passes without the variable skip it.
 
         Raises:
             TypeError: ``hook`` is not callable.

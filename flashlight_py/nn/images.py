@@ -20,8 +20,7 @@ class Conv2D(Plain):
     The weight ``[out_channels, in_channels / groups, kernel height, kernel width]`` starts uniform
     within ``sqrt(3 / fan_in)`` of 0, the bias ``[out_channels]`` uniform within ``1 /
     sqrt(fan_in)``, as in flashlight; ``fan_in`` is how many elements an output is made of, and
-    ``dtype`` the parameters' dtype. ``kernel`` is the size of windows in pixels, a number or a pair
-    (down, across).
+    ``dtype`` the parameters' dtype. ``kernel``: pixels of a window, a number or (down, across).
 
     Raises:
         ValueError: a size is too small, or ``groups`` does not divide the channels; when called:

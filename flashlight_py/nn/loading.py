@@ -33,8 +33,7 @@ def load_torch(
             ``lambda name: name.removeprefix("model.")``.
 
     Returns:
-        The names that are missing in ``state`` and those of it that are unexpected; two empty lists
-        if it is strict.
+        The names that ``state`` lacks, and its unexpected names; two empty lists if it is strict.
 
     Raises:
         TypeError: ``module`` is no Module, ``state`` is no state dict, or an entry is no array, or

@@ -186,8 +186,7 @@ class Module(Structured, ABC):
     def clone(self: SomeModule) -> SomeModule:
         """Return a copy with arrays of its own: without gradients, gradient hooks and history.
 
-        Parameters that are used twice are so in the copy. The copy of a sharded module is not
-        sharded.
+        Parameters that are used twice are so in the copy. A sharded module's copy is not sharded.
         """
         return copy.deepcopy(self)
 

@@ -100,9 +100,9 @@ def join(
 ) -> Iterator[Joined]:
     """Within the context, ranks may run different numbers of backward passes, also none at all.
 
-    ``with fl.join(module) as joined:`` goes around the loop over a rank's batches. A rank whose
-    loop has ended stays at the end of the ``with`` and contributes zeros to the others' reductions,
-    until all have ended. Every gradient is the average weighted by the counts passed to
+    ``with fl.join(module) as joined:`` encloses the loop over a rank's batches. A rank whose loop
+    has ended waits at the end of the ``with`` and adds zeros to the reductions of the other ranks
+    until all loops have ended. Every gradient is the average weighted by the counts passed to
     :meth:`Joined.count`: the sum of count * gradient over the ranks, divided by the sum of the
     counts. At the end all parameters and buffers (and the optimizer's state) become those of the
     lowest rank that trained to the last, but for what ``distribute_module_grads`` ignores.

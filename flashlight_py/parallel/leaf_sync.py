@@ -214,7 +214,7 @@ class LeafSync(GradientPass[Unit]):
 
     @as_one
     def _use_numbers(self, leaf: int | None) -> None:
-        """Let random numbers be those of ``leaf``; None: those of before."""
+        """Draw random numbers of ``leaf`` from now on; None restores the earlier generator."""
         random.use(None if leaf is None else [self._key, leaf])
 
     def _end(self) -> None:

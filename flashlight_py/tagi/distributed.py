@@ -60,11 +60,10 @@ class DDPConfig:
 class DDPSequential:
     """A network that is trained by all ranks together, each on its own samples.
 
-    Collective, blocking: every rank passes the same network. Parameters and running statistics
-    become those of rank 0, whatever each has drawn. From then on ``backward()`` is collective: the
-    sums of every parameter, also inside blocks, are added up over the ranks while the pass goes on,
-    and when it returns they are the same on every rank, bit by bit. So ``step()`` is the same as
-    well.
+    Collective, blocking: every rank passes the same network. All ranks receive the parameters and
+    running statistics of rank 0. From then on ``backward()`` is collective: during the pass, the
+    sums of every parameter, also inside blocks, are added up over the ranks. When it returns, they
+    have the same bits on every rank. Therefore ``step()`` has the same result on every rank.
 
     With ``average=False`` training is that of one process with all ranks' samples in one batch,
     however unequal their shares; the step's bound is that of all samples together. (An LSTM that

@@ -3,6 +3,8 @@
 The results are new arrays. float16 is computed in float32 and rounded once.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

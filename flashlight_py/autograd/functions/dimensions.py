@@ -5,6 +5,8 @@ that does not exist, or is named twice, is a ValueError. Reductions are new arra
 ``keepdims`` the reduced dimensions stay, of size 1.
 """
 
+from __future__ import annotations
+
 import builtins
 import math
 import string
@@ -196,8 +198,7 @@ def _as_index(where: Any, array: Array) -> Any:
 def astype(x: Input, dtype: Any) -> Variable:
     """Return ``x`` cast to ``dtype``, as a new array; its gradient has ``x``'s dtype.
 
-    ``"bfloat16"`` is the dtype of ml_dtypes. The result has no gradient if its dtype is not
-    floating.
+    ``"bfloat16"`` is the dtype of ml_dtypes. A result that is not floating has no gradient.
     """
     x = as_variable(x)
     array = x.data.astype(device.bfloat16() if dtype == "bfloat16" else dtype)
@@ -495,8 +496,7 @@ def matmul(a: Operand, b: Operand) -> Variable:
     """Return ``a @ b`` with NumPy's rules, as a new array; of narrow dtypes as :func:`linear`.
 
     ``a`` has shape ``[..., n, k]``, or ``[k]``, a row; ``b`` ``[..., k, m]``, or ``[k]``, a column.
-    Leading dimensions broadcast. The result, ``[..., n, m]``, lacks the dimension of a row or
-    column.
+    Leading dimensions broadcast. The result, ``[..., n, m]``, lacks that of a row or column.
 
     Raises:
         ValueError: the inner sizes differ, or an operand has no dimensions.
@@ -558,8 +558,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
     def vjp(place: int, grad: Array) -> Any:
         """Return an operand's gradient: the same sum, with ``grad`` in its place.
 
-        A letter of it alone was summed over: its elements have equal gradients. Off a diagonal they
-        are 0.
+        A letter of it alone was summed over: its elements have equal gradients, 0 off a diagonal.
         """
         xp, operands, others = array_module(grad), list(arrays), list(used)
         operands[place], others[place] = widened(grad), result

@@ -5,6 +5,8 @@ one of them a variable. The shapes must broadcast (else ``ValueError``). A numbe
 the other operand.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

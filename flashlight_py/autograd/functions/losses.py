@@ -3,6 +3,8 @@
 ``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``; float16 is computed in float32.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

@@ -327,9 +327,9 @@ class NativeBackend(Backend):
     ) -> Work:
         """Have the library run ``call``, described by ``like`` (else its array).
 
-        ``root`` is the number that ranks compare (else that of the root, or the tag). ``data`` and
-        ``room`` are what the library gets in place of the addresses of array and output, ``keep``
-        what must live as long as the operation, ``result`` what the Work returns (else the array).
+        The ranks compare ``root`` (default: the rank of the root, or the tag). The library gets
+        ``data`` and ``room`` instead of the addresses of array and output. ``keep`` lives as long
+        as the operation. The Work returns ``result`` (default: the array).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
         verb, array = call.verb, call.array

@@ -68,9 +68,9 @@ def light_work(fast: Any) -> Any:
 class NativeWork(Work):
     """A handle on a native operation; keeps the arrays alive that it works on.
 
-    ``result`` is what a wait returns, or what that is to be made of: of a call with the array
-    ``like`` and perhaps with ``out``, by or from ``root``. ``made`` is a gather's where all have
-    the same number of rows. In place of an array there may be what stands for one.
+    A wait returns ``result``, or makes the result of it: for a call with the array ``like`` and
+    perhaps ``out``, by or from ``root``. ``made`` is the result of a gather if all ranks have the
+    same number of rows. A description of an array may replace the array.
     """
 
     id = 0  # of the call in the backend's journal, where native code has started and recorded it

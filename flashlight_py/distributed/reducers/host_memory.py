@@ -72,9 +72,9 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
 def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -> Array:
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
-    The ranks must share memory. The others read what one writes; nothing orders the two but what
-    the ranks do besides. ``what`` they are for says who lacks memory; and there has to be some for
-    what the host has mapped besides and nobody has written yet, ``unwritten`` bytes.
+    The ranks must share memory. All ranks read what one rank writes; the caller must order reads
+    and writes. ``what`` names the purpose in errors. The host must also have ``unwritten`` bytes,
+    the part of its other mappings that no rank has written yet.
 
     Raises:
         OutOfMemoryError: there is no memory for them; raised on every rank.
