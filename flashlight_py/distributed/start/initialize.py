@@ -19,8 +19,7 @@ from flashlight_py.cores import fair_share
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.call import SHUTDOWN, Call
 from flashlight_py.distributed.constants import DistributedInit
-from flashlight_py.distributed.failures import abort, watchdog
-from flashlight_py.distributed.failures.flight_record import Flight, default_folder, new_job
+from flashlight_py.distributed.failures import abort, flight_record
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
@@ -169,10 +168,12 @@ def enter(world: World, settings: Settings) -> None:
 
 def _watch(world: World, settings: Settings) -> None:
     """Write this rank's last calls to the folder of ``settings`` when something goes wrong."""
-    group, where = world.group, settings.trace_dir
-    folder = default_folder(world.job) if where is None else Path(where)
+    job, group, where = world.job, world.group, settings.trace_dir
+    folder = flight_record.default_folder(job) if where is None else Path(where)
     if where != "":
-        watchdog.start(Flight(folder, group.rank, group.size, world.job, where is not None))
+        is_chosen = where is not None
+        flight = flight_record.Flight(folder, group.rank, group.size, job, is_chosen)
+        flight_record.start(flight)
 
 
 def distributed_shutdown() -> None:
@@ -224,7 +225,7 @@ def _close_at_exit() -> None:
 
 
 def _close(group: ProcessGroup) -> None:
-    watchdog.stop()
+    flight_record.stop()
     set_world(None)
     group.close()
     membership.close_all()
@@ -250,7 +251,7 @@ def exchange_facts(new: NewWorld) -> None:
     store = new.store
     host = host_identity().decode(errors="backslashreplace")
     bits = sum(1 << core for core in os.sched_getaffinity(0))
-    job = new_job() if store.rank == 0 else ""
+    job = flight_record.new_job() if store.rank == 0 else ""
     card = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
     texts = store.exchange(json.dumps(card).encode())
     # Even if others can overhear the exchange, they cannot make this key without the secret.
