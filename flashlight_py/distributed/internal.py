@@ -45,6 +45,7 @@ from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import (
     NEXT_SECONDS,
+    Roster,
     Store,
     Waiting,
     host_identity,

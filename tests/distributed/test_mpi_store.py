@@ -157,7 +157,7 @@ def test_ranks_of_several_hosts_meet_at_another_address_than_the_loopback() -> N
     script = """
 from flashlight_py.distributed.rendezvous import mpi_store
 store.close()
-mpi_store.host_identity = lambda: bytes([store.rank])
+mpi_store.host_identity = lambda: str(store.rank)
 store = MpiStore(20.0)
 ends = [here for here, _ in store.ends.values()] if store.exchange(b"") else []
 say("127.0.0.1" in str(ends))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,8 @@ __all__ = ["port"]
 @pytest.fixture
 def ranks(port: int) -> Iterator[Ranks]:
     """Ranks that meet at ``port`` of the loopback address."""
-    started = Ranks(store="tcp", host="127.0.0.1", port=port)
-    try:
+    with closing(Ranks(store="tcp", host="127.0.0.1", port=port)) as started:
         yield started
-    finally:
-        started.close()
 
 
 def test_the_port_is_free_again_at_once(ranks: Ranks) -> None:
@@ -40,8 +38,7 @@ def test_whose_time_is_up_first_reports_who_is_missing(ranks: Ranks) -> None:
 
 
 def test_a_second_rank_0_finds_the_port_in_use(ranks: Ranks) -> None:
-    server = ranks.start(0, 2)
-    server.await_event("constructed")
+    server = ranks.start_ready(0, 2)
     assert "port is in use" in ranks.start(0, 2).refusal()
     assert closed([server, ranks.start(1, 2)])
 
@@ -62,8 +59,7 @@ STRANGERS = {
 
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kind: str) -> None:
-    server = ranks.start(0, 2)
-    server.await_event("constructed")
+    server = ranks.start_ready(0, 2)
     with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
         stranger.sendall(STRANGERS[kind])
         assert closed([server, ranks.start(1, 2)])
@@ -76,14 +72,11 @@ def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kin
 
 
 def test_a_flood_of_silent_strangers_does_not_keep_a_rank_out(ranks: Ranks, port: int) -> None:
-    server = ranks.start(0, 2)
-    server.await_event("constructed")
-    strangers = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(200)]
-    try:
+    server = ranks.start_ready(0, 2)
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
         assert closed([server, ranks.start(1, 2)])
-    finally:
-        for stranger in strangers:
-            stranger.close()
 
 
 def test_another_program_at_the_port_is_recognised(ranks: Ranks, port: int) -> None:
@@ -126,14 +119,13 @@ def test_a_socket_that_was_handed_over_is_used_and_nothing_else_is(
         assert not handed.get_inheritable()
 
 
-def test_an_address_of_another_host_is_refused(port: int) -> None:
-    with pytest.raises(RendezvousError, match="MASTER_ADDR is no address of this host"):
-        TcpStore("192.0.2.1", port, 0, 2, 1.0)
-
-
-def test_a_name_that_does_not_resolve_is_refused(port: int) -> None:
-    with pytest.raises(RendezvousError, match="resolve"):
-        TcpStore("no-such-host.invalid", port, 0, 2, 1.0)
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [("192.0.2.1", "is no address of this host"), ("no-such-host.invalid", "cannot resolve")],
+)
+def test_rank_0_cannot_listen_at_another_host(port: int, host: str, why: str) -> None:
+    with pytest.raises(RendezvousError, match=why):
+        TcpStore(host, port, 0, 2, 1.0)
 
 
 @pytest.mark.parametrize(("port_", "rank"), [(0, 0), (65536, 0), (1234, 2)])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py import system
+from flashlight_py.distributed.rendezvous.store import Roster
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import is_own
 
@@ -43,6 +44,11 @@ def proof(key: bytes, *facts: bytes) -> bytes:
     """Return 32 bytes that only who knows ``key`` can make of ``facts``: an HMAC of SHA-256."""
     framed = b"".join(len(fact).to_bytes(8, "big") + fact for fact in facts)
     return hmac.digest(key, b"flashlight_py" + framed, "sha256")
+
+
+def derived_key(payloads: Roster, key: bytes) -> bytes:
+    """Return a key that all who know ``key`` and have the same ``payloads`` make alike."""
+    return proof(key, payloads.body)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.failures.agreement import between_hosts
 from flashlight_py.distributed.groups.membership import Joiner
 from flashlight_py.distributed.memory import topology
-from flashlight_py.distributed.rendezvous.store import Store, SubStore, derived
+from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
@@ -100,7 +100,7 @@ def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choi
         except BackendUnavailableError as error:
             problem = str(error)
     problems = store.exchange(problem.encode(errors="backslashreplace"))
-    if failed := derived(problems, _first_text):
+    if failed := problems.derived(_first_text):
         inside.close()
         why = f"shared memory cannot be used: {failed}"
         return Choice(_gloo(store, settings), why, failed)
