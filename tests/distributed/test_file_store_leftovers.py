@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -201,6 +202,15 @@ def test_kill_9_between_any_two_file_operations(
             assert outcome == "closed" or f"rank {victim}" in outcome, outcome
         ranks.run(3)
         assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_long_before_the_timeout(ranks: Ranks, victim: int) -> None:
+    """60 s of timeout exceed the deadline of the test: only noticing the death can pass."""
+    started = ranks.start_all(3, {victim: {"hold": "exchanged 0"}}, timeout=60.0)
+    started[victim].await_event("exchanged 0")
+    started.pop(victim).kill()
+    assert all(re.search(f"rank {victim} of 3.* has died", rank.refusal()) for rank in started)
 
 
 def test_a_whole_run_killed_again_and_again_does_not_stop_the_next(
