@@ -152,9 +152,12 @@ def test_os_environ_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, 40001, ("10.0.0.1", "fd00::1")),
         ({"MASTER_PORT": "40002"}, 40002, ()),
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "40002"}, 40002, ()),
+        ({"MASTER_ADDR": "127.0.0.1"}, 40000, ()),
+        ({"FLASHLIGHT_PORT": ""}, 40000, ("10.0.0.1", "fd00::1")),
+        ({"FLASHLIGHT_ADDRESSES": ""}, 40000, ()),
     ],
 )
-def test_our_port_counts_while_master_port_is_the_one_set_with_it(
+def test_our_port_and_addresses_count_if_master_addr_and_port_were_set_with_them(
     change: dict[str, str], port: int, addresses: tuple[str, ...]
 ) -> None:
     """An inner launcher sets another one, on the same host, and inherits ours."""

@@ -6,10 +6,9 @@ import stat
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from flashlight_py.distributed.rendezvous import secret
@@ -217,40 +216,6 @@ def test_the_kernel_says_whose_a_connection_is() -> None:
             theirs = client.getsockname()
             client.close()
             assert user_of(theirs, end.getsockname()) is None, "nobody's, and not root's"
-
-
-# Each is sent at once, or with a pause between its parts.
-HELLO_BYTES = HEADER.pack(b"FLrv", 4, HELLO, 32) + bytes(32)
-NOISE: dict[str, list[bytes]] = {
-    "nesting": [b"[" * 100_000],
-    "nesting as a greeting": [HELLO_BYTES, HEADER.pack(b"FLrv", 4, PROOF, 4000) + b"[" * 4000],
-    "surrogates": [
-        HELLO_BYTES,
-        HEADER.pack(b"FLrv", 4, PROOF, 38) + bytes(32) + b"\xed\xa0\x80\\ud",
-    ],
-    "a negative length": [struct.pack("!4sHHq", b"FLrv", 4, HELLO, -1)],
-    "a huge length": [HEADER.pack(b"FLrv", 4, HELLO, 1 << 62) + bytes(100)],
-    "two greetings": [HELLO_BYTES * 2],
-    "a flood of messages": [HEADER.pack(b"FLrv", 4, HELLO, 0) * 60_000],
-    "a proof without a challenge": [HEADER.pack(b"FLrv", 4, PROOF, 32) + bytes(32)],
-    "half a message": [HELLO_BYTES[:20]],
-    "an old greeting": [HEADER.pack(b"FLrv", 1, HELLO, 2) + b"{}"],
-    "random": [np.random.default_rng(1).bytes(5000)],
-    "nothing": [],
-}
-
-
-def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> None:
-    """All of it at the same time, and all stay as long as they are let."""
-    ranks.start_ready(0, 3)
-    with ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection((HERE, port))) for _ in NOISE]
-        for turn in range(2):
-            for parts, stranger in zip(NOISE.values(), strangers, strict=True):
-                with suppress(OSError):  # it was dropped
-                    stranger.sendall(b"".join(parts[turn : turn + 1]))
-            ranks.start(1 + turn, 3).await_event("constructed")
-        assert closed(ranks.all)
 
 
 NONSENSE = [

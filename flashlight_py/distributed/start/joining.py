@@ -144,15 +144,7 @@ def _gloo(
         return part
     _native.load("gloo")
     one_host = all(host == store.hosts[0] for host in store.hosts)
-    return GlooBackend(
-        store,
-        topology.address_inside(settings.interface) if one_host else settings.address,
-        settings.timeout,
-        settings.joining_seconds,
-        settings.job_key,
-        store.hosts,
-        settings.host_timeout,
-        lazily,
-        is_watched,
-        at_once,
-    )
+    own = topology.address_inside(settings.interface) if one_host else settings.address
+    seconds = settings.timeout, settings.joining_seconds
+    hosts = store.hosts, settings.host_timeout
+    return GlooBackend(store, own, *seconds, settings.job_key, *hosts, lazily, is_watched, at_once)
