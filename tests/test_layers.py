@@ -265,7 +265,7 @@ def test_optional_libraries_are_imported_where_they_are_used() -> None:
 # Of the control plane; what is about processes of this machine alone is left out.
 CONTROL_PLANE = (
     *("interfaces", "distributed.rendezvous", "distributed.start", "distributed.memory.topology"),
-    *("distributed.failures.agreement", "distributed.failures.watchdog"),
+    *("distributed.failures.agreement", "distributed.failures.flight_record"),
     *(f"launch.{name}" for name in ("agent", "channel", "failures", "hosts")),
     *(f"launch.{name}" for name in ("job", "loop", "output", "ranks", "records", "supervisor")),
 )
