@@ -10,6 +10,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.rendezvous import environment
+from tests.distributed.conformance import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,8 @@ OPS = {
 }
 
 
-def reduced_by_other_names(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_names_of_operations_of_others(rank: int, size: int) -> None:
     for op, ours in OPS.items():
         for x in (np.arange(3) + rank, np.arange(6).reshape(2, 3).T + rank):
             expected = fl.all_reduce(x.copy(), op=ours)  # type: ignore[arg-type]
@@ -66,11 +68,10 @@ def reduced_by_other_names(rank: int, size: int) -> None:
     assert v.grad.tolist() == [1 / size] * size
 
 
-def test_names_of_operations_of_others(pool: Any) -> None:
-    pool(2).run(reduced_by_other_names)
-
-
-def misnamed(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_a_wrong_keyword_raises_type_error_on_its_rank_before_the_call_counts(
+    rank: int, size: int
+) -> None:
     if rank == 0:
         with pytest.raises(TypeError, match="unexpected keyword argument 'src'"):
             fl.broadcast(np.ones(2), src=0)  # type: ignore[call-overload]
@@ -79,11 +80,8 @@ def misnamed(rank: int, size: int) -> None:
     assert fl.all_reduce(1) == size
 
 
-def test_a_wrong_keyword_raises_type_error_on_its_rank_before_the_call_counts(pool: Any) -> None:
-    pool(2).run(misnamed)
-
-
-def reduced_elsewhere(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_a_result_may_go_elsewhere(rank: int, size: int) -> None:
     x = np.arange(3.0) + rank
     x.flags.writeable = False
     out = np.empty(3)
@@ -99,10 +97,6 @@ def reduced_elsewhere(rank: int, size: int) -> None:
             fl.all_reduce(x, out=place if rank == 0 else out)
     with pytest.raises(TypeError, match="takes an array, got int"):
         fl.all_reduce(3, out=out)
-
-
-def test_a_result_may_go_elsewhere(pool: Any) -> None:
-    pool(2).run(reduced_elsewhere)
 
 
 def test_a_read_only_array_is_refused() -> None:
