@@ -177,13 +177,6 @@ def test_shm_that_cannot_be_is_refused_on_every_rank(rank: int, size: int, tmp_p
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
 
 
-@pytest.mark.parametrize("odd", [{1}, {2, 3, 4}], ids=["within a host", "between hosts"])
-@on_ranks(("hierarchical", 5), fresh=True)
-def test_a_mismatch_reaches_every_rank_of_every_host(rank: int, size: int, odd: set[int]) -> None:
-    with pytest.raises(fl.errors.MismatchError):
-        fl.all_reduce(np.zeros(5 if rank in odd else 4))
-
-
 def test_parts_cover_an_array() -> None:
     for count in (0, 1, 7, 1000):
         for leaders in (1, 2, 3, 8):
