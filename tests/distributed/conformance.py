@@ -402,35 +402,6 @@ def dropped_work_is_safe(rank: int, size: int) -> None:
     assert np.all(x == size)
 
 
-def broadcast_from_each(rank: int, size: int, name: str, count: int) -> None:
-    for root in range(size):
-        for layout in ("contiguous", "strided"):
-            x = lay_out(values(rank, (count,), name), layout)
-            assert fl.broadcast(x, root=root) is x
-            assert_equal(x, values(root, (count,), name), f"{count} {name} from {root}")
-
-
-def all_gather_unequal(rank: int, size: int, name: str, rows: int) -> None:
-    shapes = [(rows * r, 3) for r in range(size)]
-    everyone = [values(r, shapes[r], name) for r in range(size)]
-    for layout in ("contiguous", "fortran"):
-        x = lay_out(everyone[rank], layout)
-        assert_equal(fl.all_gather(x), np.concatenate(everyone), f"{rows} rows of {name}")
-        assert_equal(x, everyone[rank], "the argument stays")
-    assert np.array_equal(fl.all_gather(np.array(rank)), np.arange(size))
-
-
-def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
-    everyone = [values(r, (rows * size, 2), name) for r in range(size)]
-    mine = [array[rows * rank : rows * (rank + 1)] for array in everyone]
-    for op in ops_of(name):
-        x = lay_out(everyone[rank], "fortran")
-        part = fl.reduce_scatter(x, op=op)
-        expected = combined(mine, op, 1.0)
-        assert_equal(part, expected, f"reduce_scatter {op} {name}")
-        assert_equal(x, everyone[rank], "the argument stays")
-
-
 def ring_of_messages(rank: int, size: int, count: int) -> None:
     """Each sends to the next; even ranks send first."""
     x = values(rank, (count,), "float32")
