@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed import conformance
-from tests.distributed.conformance import on_ranks, ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in, world_of
 from tests.distributed.harness import run_outcomes, run_ranks, run_survivors
 from tests.distributed.told import told_now_or_later
 
 BACKENDS = ["gloo", "shm"]
 SHM, MPI = (pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "mpi"))
+EVERY = pytest.mark.parametrize("backend", ["gloo", SHM, MPI])
 ranks = ranks_in(*((b, n) for b in ("gloo", "mpi") for n in (2, 3)), slow=[("shm", 2), ("shm", 3)])
 pairs = on_ranks(("gloo", 2), ("mpi", 2), slow=[("shm", 2)])
 
@@ -29,17 +29,6 @@ pairs = on_ranks(("gloo", 2), ("mpi", 2), slow=[("shm", 2)])
 @pytest.fixture(params=["gloo", SHM])
 def params(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"BACKEND": request.param}
-
-
-@pytest.fixture(params=["gloo", SHM, MPI])
-def world(request: pytest.FixtureRequest) -> dict[str, Any]:
-    if request.param == "mpi":
-        pytest.importorskip("mpi4py")
-    return conformance.BACKENDS[request.param][1]
-
-
-def with_timeout(world: dict[str, Any], seconds: float) -> dict[str, Any]:
-    return {**world, "params": {**world.get("params", {}), "TIMEOUT": seconds}}
 
 
 def all_first(places: int = 1) -> list[int]:
@@ -243,13 +232,14 @@ def stay_away(rank: int, size: int, seconds: float) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_stays_away_is_named_after_the_timeout(world: Any) -> None:
-    outcomes = run_outcomes(stay_away, 3, 4.0, **with_timeout(world, 1))
+@EVERY
+def test_a_rank_that_stays_away_is_named_after_the_timeout(backend: str) -> None:
+    outcomes = run_outcomes(stay_away, 3, 4.0, **world_of(backend, TIMEOUT=1))
     for rank in (0, 2):
         text = outcomes[rank].value
         assert f"rank {rank} of 3: rank 1 did not join within 1 seconds" in text
     # In shared memory who comes late finds all calls there, and is in time.
-    assert outcomes[1].value == "stayed away" or world["params"]["BACKEND"] == "shm"
+    assert outcomes[1].value == "stayed away" or backend == "shm"
 
 
 def stop_in_the_middle(rank: int, size: int, meeting: str) -> str:
@@ -277,8 +267,7 @@ def stop_in_the_middle(rank: int, size: int, meeting: str) -> str:
 )
 def test_a_stopped_rank_is_named_with_what_it_joined_last(backend: str, tmp_path: Path) -> None:
     os.mkfifo(meeting := str(tmp_path / "meeting"))
-    world = with_timeout(conformance.BACKENDS[backend][1], 1)
-    texts = run_ranks(stop_in_the_middle, 3, meeting, **world)
+    texts = run_ranks(stop_in_the_middle, 3, meeting, **world_of(backend, TIMEOUT=1))
     late = [text for text in texts if text.startswith("timeout: ")]
     assert late, texts  # the second receives the failure of the first
     for text in late:
@@ -300,9 +289,10 @@ def barrier_with_timeout(rank: int, size: int, seconds: float) -> str:
     return str(caught.value)
 
 
-def test_a_barrier_has_a_timeout_of_its_own(world: Any) -> None:
-    seconds = 3.0 if "init" in world else 1.5
-    outcomes = run_outcomes(barrier_with_timeout, 2, seconds, **world)
+@EVERY
+def test_a_barrier_has_a_timeout_of_its_own(backend: str) -> None:
+    seconds = 3.0 if backend == "mpi" else 1.5
+    outcomes = run_outcomes(barrier_with_timeout, 2, seconds, **world_of(backend))
     assert "rank 1 did not join within 0.5 seconds" in outcomes[0].value
 
 
@@ -341,8 +331,9 @@ def interrupted(rank: int, size: int) -> str:
     return "interrupted"
 
 
-def test_waiting_answers_ctrl_c(world: Any) -> None:
-    assert run_outcomes(interrupted, 2, **world)[0].value == "interrupted"
+@EVERY
+def test_waiting_answers_ctrl_c(backend: str) -> None:
+    assert run_outcomes(interrupted, 2, **world_of(backend))[0].value == "interrupted"
 
 
 @pairs
