@@ -12,9 +12,9 @@ PyObject *entry_type(void);
    as many rows as arrive, the result is another array. */
 PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
 
-/* all_reduce of the arrays of a list: the list; or NotImplemented as native_uneven. Asynchronous: a tuple of a
-   Work and a list, of each packed message (its array, the arrays that are in it). Arrays of at most as many
-   bytes as the number in the place of `out` are packed; negative: none is. */
+/* all_reduce of the arrays of a list: the list; or NotImplemented as native_uneven. Asynchronous: a Work; or a
+   tuple of that and a list, of each packed message (its array, the arrays that are in it). Small arrays are
+   packed if True is in the place of `out`. */
 PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
 /* Begin the messages of `ops`, a list of P2POp: their Work; NotImplemented as native_uneven. */
