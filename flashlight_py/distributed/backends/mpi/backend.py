@@ -28,8 +28,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi.gpu_side import MpiGpuBackend
 from flashlight_py.distributed.backends.mpi.leaving import UNFINISHED, Leaving, end_the_job
-from flashlight_py.distributed.backends.mpi.movement import Steps, on_device
-from flashlight_py.distributed.backends.mpi.verb_steps import VerbSteps
+from flashlight_py.distributed.backends.mpi.verb_steps import Steps, VerbSteps, on_device
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend

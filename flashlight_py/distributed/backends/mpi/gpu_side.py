@@ -10,7 +10,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.mpi.movement import settle
+from flashlight_py.distributed.backends.mpi.verb_steps import settle
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend

@@ -38,6 +38,8 @@ _UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 _SOON = 0.001
 _INTERVAL = 0.0005
 _LOOK_INTERVAL = 0.2
+# CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
+LOOK_SECONDS = 0.0002
 _MOST_SCALED_SUMS = 64
 # Seconds that an orderly shutdown may take before the communicator is aborted.
 FINALIZE_SECONDS = 5.0
@@ -350,6 +352,15 @@ class Communicator:
 def _as_scalar(scale: float, dtype: str) -> NDArray[np.uint8]:
     """Return the bytes of ``scale`` in ``dtype``; integers wrap as on the CPU, through int64."""
     kind = np.dtype(dtype)
-    if kind.kind in "iu":
-        return np.array([int(scale)], np.int64).astype(kind).view(np.uint8)
-    return np.array([scale], kind).view(np.uint8)
+    value = np.int64(int(scale)) if kind.kind in "iu" else scale
+    return np.array([value]).astype(kind).view(np.uint8)
+
+
+def poll(is_over: Callable[[], bool], seconds: float) -> bool:
+    """Block until ``is_over`` returns true, at most for ``seconds``; return whether it has."""
+    end = time.monotonic() + seconds
+    while not is_over():
+        if not time.monotonic() < end:  # also if the limit is not a number
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.communicator import Communicator, poll
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures.wording import NOTHING_CHANGED
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, VERBS, Verb
@@ -33,7 +33,6 @@ from flashlight_py.errors import (
 # Seconds that the others have to answer when one of them seems to be missing. They ask as well,
 # as soon as their own watchdog finds that the collective does not end.
 _DIAGNOSIS_SECONDS = 2.0
-_LOOK_SECONDS = 0.0002
 _ENDING_SECONDS = 1.0  # of a process whose sockets are closed already
 _ENDS_OF_GROUPS = (MismatchError, PeerLostError, CollectiveTimeoutError, GroupClosedError)
 
@@ -138,11 +137,9 @@ class Comparisons:
 
     def finish(self, seconds: float | None = None) -> None:
         """Block until all that was posted has been compared, but for each at most ``seconds``."""
-        end = math.inf if seconds is None else time.monotonic() + seconds
-        while not self.look_back() and self._communicator.broken is None:
-            if time.monotonic() > end:
-                return
-            time.sleep(_LOOK_SECONDS)
+        is_over = lambda: self.look_back() or self._communicator.broken is not None  # noqa: E731
+        if not poll(is_over, math.inf if seconds is None else seconds):
+            return
         while (work := self.oldest()) is not None:
             if _failure(work, seconds) is not None and not work.is_completed():
                 return
@@ -226,11 +223,9 @@ class Comparisons:
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
         """Return the lost rank, for up to ``seconds`` if only NCCL has noticed its end so far."""
-        broken, end = self._communicator.broken, time.monotonic() + seconds
-        while (lost := self._cpu.lost("NCCL")) is None and isinstance(broken, PeerLostError):
-            if time.monotonic() > end:
-                return None
-            time.sleep(_LOOK_SECONDS)
+        if isinstance(self._communicator.broken, PeerLostError):
+            poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
+        lost = self._cpu.lost("NCCL")
         return lost if isinstance(lost, PeerLostError) else None
 
 
