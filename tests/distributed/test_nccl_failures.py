@@ -97,8 +97,8 @@ def nccl() -> Nccl:
 
 
 def communicator(nccl: Nccl, timeout: float = 0.05, splits: bool = False) -> Communicator:
-    library = StandInLibrary(ffi, nccl, "stand-in", 22703)
-    made = Communicator(library, bytes(range(128)), 0, 2, timeout, splits)
+    library = StandInLibrary(ffi, nccl, "stand-in", 22703, "" if splits else "a test")
+    made = Communicator(library, bytes(range(128)), 0, 2, timeout)
     made.who_is_missing = lambda: (None, "rank 1 is missing")
     return made
 

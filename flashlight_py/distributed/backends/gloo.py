@@ -218,12 +218,15 @@ class GlooBackend(NativeBackend):
 
     def take_along(self, other: NativeBackend) -> None:
         """Have ``other`` end too when hosts are lost, also while nobody asks this group."""
-        give_up = other.ffi.addressof(other.lib, "fl_give_up")
-        addresses = [int(other.ffi.cast("uintptr_t", each)) for each in (give_up, other.group)]
-        function = self.ffi.cast("int (*)(void *, const char *)", addresses[0])
+        if other is self:
+            return
+        give_up = other._address_of(other.ffi.addressof(other.lib, "fl_give_up"))
+        function = self.ffi.cast("int (*)(void *, const char *)", give_up)
+        pointer = self.ffi.cast("void *", other._address_of(other.group))
         self._kept.append(other.group)  # it is freed after this one
-        pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
-        self._do("take_along", self.group, function, pointer, advice.encode())
+        self._do(
+            "take_along", self.group, function, pointer, f". {HOST_ADVICE}. {UNUSABLE}".encode()
+        )
 
 
 class _Part(GlooBackend):

@@ -23,7 +23,8 @@ from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls, SmallCalls
+from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, called_at, caller
@@ -86,34 +87,29 @@ class HierarchicalBackend(Backend):
     ) -> None:
         self.rank, self.size = rank, flat.size
         self.hosts = [list(host) for host in hosts]
+        self._host = next(host for host in self.hosts if rank in host)
         self._inside, self._between, self._flat = inside, between, flat
         self.network = flat.network
         if inside.memory is not None:
-            own = next(host for host in self.hosts if rank in host)
-            places = dict(zip(own, inside.near, strict=True))
+            places = dict(zip(self._host, inside.near, strict=True))
             self.memory = inside.memory
             self.near = [places.get(each, -1) for each in range(self.size)]
-        team = object()
-        take_along = getattr(flat, "take_along", None)
-        for part in (inside, between):
-            if take_along is not None and isinstance(part, NativeBackend):
-                take_along(part)
         self._parts = [part for part in (inside, between, flat) if part is not None]
+        team = object()
         for part in self._parts:
             part.team = team
+            if isinstance(part, NativeBackend) and isinstance(flat, GlooBackend):
+                flat.take_along(part)
         self._checked = checked
         self._agreement = Agreement(inside, between, flat)
-        self._small = SmallCalls(rank, hosts)
-        ahead = self._agreement.runs_ahead
-        self._large = LargeCalls(rank, hosts, inside, between, ahead)
+        self._calls = HostCalls(rank, hosts, inside, between, self._agreement.runs_ahead)
         self._allow(timeout)
-        self._host = next(host for host in self.hosts if rank in host)
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
         self._steps: dict[Verb, Callable[[Call], Any]] = {
-            ALL_REDUCE: self._large.all_reduce,
-            BROADCAST: self._large.broadcast,
-            REDUCE: self._large.reduce,
-            REDUCE_SCATTER: self._large.reduce_scatter,
+            ALL_REDUCE: self._calls.all_reduce,
+            BROADCAST: self._calls.broadcast,
+            REDUCE: self._calls.reduce,
+            REDUCE_SCATTER: self._calls.reduce_scatter,
             ALL_GATHER: self._all_gather,
         }
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
@@ -134,7 +130,7 @@ class HierarchicalBackend(Backend):
         self.timeout = self._agreement.timeout = seconds
         # Work after agreeing takes longer than agreeing, and a local peer may wait for another host
         # that does it: a rank that waits for the late rank itself reports it first.
-        self._far = self._large.far = between_hosts(seconds, 3 if self._checked else 1)
+        self._far = self._calls.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:
         if call.verb.is_message:
@@ -188,7 +184,7 @@ class HierarchicalBackend(Backend):
         if not self._checked:
             load = Load(len(call.array))
             self._rows = self._agreement.meet(call.verb.name, load, None).lengths
-        return self._large.all_gather(call, self._rows)
+        return self._calls.all_gather(call, self._rows)
 
     def _flatly(self, call: Call) -> Any:
         """Have the backend that joins all ranks do it: the hierarchy would save nothing."""
@@ -255,9 +251,9 @@ class HierarchicalBackend(Backend):
         try:
             if not self._checked:
                 return run()
-            found = self._agreement.reach(call, number, self._small.load(call))
-            if self._small.has(call, found):
-                return self._small.take(call, found)
+            found = self._agreement.reach(call, number, self._calls.load(call))
+            if self._calls.has(call, found):
+                return self._calls.take(call, found)
             self._rows = found.lengths
             return run()
         except MismatchError as error:

@@ -22,7 +22,7 @@ from flashlight_py.distributed.backends.nccl.communicator import (
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once, compared
 from flashlight_py.distributed.backends.nccl.launching import Launcher, Step
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, NcclForm, form_of
+from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, form_of
 from flashlight_py.distributed.backends.nccl.streams import (
     MOST_UNFINISHED,
     DeviceFlight,
@@ -436,10 +436,14 @@ class NcclBackend(Backend):
         scale, rest = (call.scale, 1.0) if call.op is ReduceOp.SUM else (1.0, call.scale)
 
         def steps(seen: Sequence[tuple[Array, Array]]) -> list[Step]:
-            return [
-                self._reducing(call, kind, *pair, form, scale, root)
-                for pair, form in zip(seen, forms, strict=True)
-            ]
+            made = list[Step]()
+            for (source, target), form in zip(seen, forms, strict=True):
+                rule, count = OPS[call.op], target.size * form.parts
+                if scale != 1.0:
+                    rule = self.communicator.scaled_sum(call.name, scale, form.dtype, form.code)
+                ends = _address(source), _address(target)
+                made.append((kind, *ends, count, form.code, rule, root))
+            return made
 
         if rest == 1.0 and not any(form.widened for form in forms):
             return self._launch(call, steps(pairs), arrays, result)
@@ -458,22 +462,6 @@ class NcclBackend(Backend):
                     scale_in_place(target, rest)
 
         return self._launch(call, (), arrays, result, prepare=prepare, finish=finish)
-
-    def _reducing(
-        self,
-        call: Call,
-        kind: int,
-        source: Array,
-        target: Array,
-        form: NcclForm,
-        scale: float,
-        root: int,
-    ) -> Step:
-        """Return the step that reduces ``source`` to ``target``, times ``scale``."""
-        rule, count = OPS[call.op], target.size * form.parts
-        if scale != 1.0:
-            rule = self.communicator.scaled_sum(call.name, scale, form.dtype, form.code)
-        return kind, _address(source), _address(target), count, form.code, rule, root
 
 
 def _address(array: Array) -> int:

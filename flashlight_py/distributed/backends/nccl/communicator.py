@@ -64,13 +64,7 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        nccl: NcclLibrary,
-        unique_id: bytes,
-        rank: int,
-        size: int,
-        timeout: float,
-        splits: bool = False,
+        self, nccl: NcclLibrary, unique_id: bytes, rank: int, size: int, timeout: float
     ) -> None:
         self.nccl, self.lib = nccl, nccl.lib
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -87,17 +81,16 @@ class Communicator:
         self.look: Callable[[], None] | None = None
         self.captured: weakref.WeakSet[Any] = weakref.WeakSet()
         self._scaled_sums: dict[tuple[float, str], int] = {}
-        ffi = nccl.ffi
+        ffi, lib = nccl.ffi, nccl.lib
         self._state = ffi.new("ncclResult_t *")
         identity, place = ffi.new("ncclUniqueId *"), ffi.new("ncclComm_t *")
         ffi.buffer(identity)[:] = unique_id
         config = self._config(blocking=0)
-        status = self.lib.ncclCommInitRankConfig(place, size, identity[0], rank, config)
+        status = lib.ncclCommInitRankConfig(place, size, identity[0], rank, config)
         self.handle = place[0]
         self._check("init", status)
-        if splits:
+        if not nccl.slow_because:
             place[0] = ffi.NULL
-            lib = self.lib
             status = lib.ncclCommSplit(self.handle, 0, rank, place, self._config(blocking=1))
             # It reports success when it has begun, unlike the call before.
             self._check("init", lib.ncclInProgress if status == lib.ncclSuccess else status)
@@ -119,8 +112,8 @@ class Communicator:
     def call(self, verb: str, begin: Callable[[Any], int], connects: bool = False) -> None:
         """Call ``begin`` with a communicator; returns when NCCL has begun what it asks for.
 
-        ``begin`` returns a status of NCCL. ``connects``: it may have to wait until other ranks
-        connect, so it gets the communicator that does not block.
+        ``begin`` returns a status of NCCL. If it ``connects``, it may wait for other ranks, so it
+        gets the communicator that does not block.
 
         Raises:
             CollectiveTimeoutError: other ranks are needed, and they did not join in time.
@@ -149,25 +142,21 @@ class Communicator:
                 self.launching_since = math.inf
 
     def scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
-        """Return NCCL's number of the sum of ``scale`` times each rank's values; it is cached.
+        """Return NCCL's number of the sum of ``scale`` times each rank's values, which is kept.
 
-        ``code`` is NCCL's number of ``dtype``.
-
-        Raises:
-            DistributedError: NCCL refused.
+        ``code`` is NCCL's number of ``dtype``. Raises as ``call``.
         """
-        found = self._scaled_sums.get((scale, dtype))
-        if found is not None:
-            return found
-        ffi, lib = self.nccl.ffi, self.lib
-        if len(self._scaled_sums) >= _MOST_SCALED_SUMS:
-            oldest = self._scaled_sums.pop(next(iter(self._scaled_sums)))
-            self.call(verb, lambda comm: lib.ncclRedOpDestroy(oldest, comm))
-        op, scalar = ffi.new("ncclRedOp_t *"), ffi.from_buffer(_as_scalar(scale, dtype))
-        what = op, scalar, code, lib.ncclScalarHostImmediate
-        self.call(verb, lambda comm: lib.ncclRedOpCreatePreMulSum(*what, comm))
-        found = self._scaled_sums[scale, dtype] = int(op[0])
-        return found
+        sums = self._scaled_sums
+        if (scale, dtype) not in sums:
+            ffi, lib = self.nccl.ffi, self.lib
+            if len(sums) >= _MOST_SCALED_SUMS:
+                oldest = sums.pop(next(iter(sums)))
+                self.call(verb, lambda comm: lib.ncclRedOpDestroy(oldest, comm))
+            op, scalar = ffi.new("ncclRedOp_t *"), ffi.from_buffer(_as_scalar(scale, dtype))
+            what = op, scalar, code, lib.ncclScalarHostImmediate
+            self.call(verb, lambda comm: lib.ncclRedOpCreatePreMulSum(*what, comm))
+            sums[scale, dtype] = int(op[0])
+        return sums[scale, dtype]
 
     def poll(self) -> int:
         """Return the communicator's state: ncclSuccess, ncclInProgress, or a failure."""
@@ -178,11 +167,10 @@ class Communicator:
             return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
 
     def require(self, verb: str) -> None:
-        """Raise unless the communicator can be used.
+        """Raise unless the communicator can be used: what broke it, but not a second time.
 
         Raises:
-            GroupClosedError: it was closed, or broke before (which the message repeats).
-            DistributedError: it broke, and that has not been raised yet.
+            GroupClosedError: it was closed, or what broke it has been raised before.
         """
         self.require_unbroken()
         if self.broken is not None:
@@ -223,7 +211,7 @@ class Communicator:
                 )
             )
         elif state not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
-            self.fail(self.nccl.failure(self._doing(verb), state))
+            self.fail(self._failure(verb, state))
         elif time.monotonic() - min(started, self.launching_since) > self.timeout:
             self.fail(self._late(verb))
 
@@ -248,17 +236,18 @@ class Communicator:
             if self.handle == self.nccl.ffi.NULL:
                 return False
             self._release_captured()
-            lib = self.lib
-            if is_idle and self.child:
-                self._end("child", lib.ncclCommFinalize)
-                self._end("child", lib.ncclCommDestroy, forget=True)
-            status = lib.ncclCommFinalize(self.handle) if is_idle else lib.ncclInProgress
-            if status == lib.ncclInProgress and is_idle:
-                status = self._settle(min(self.timeout, FINALIZE_SECONDS))
+            lib, status = self.lib, self.lib.ncclInProgress
+            if is_idle:
+                if self.child:
+                    self._end("child", lib.ncclCommFinalize)
+                    self._end("child", lib.ncclCommDestroy, forget=True)
+                status = lib.ncclCommFinalize(self.handle)
+                if status == lib.ncclInProgress:
+                    status = self._settle(min(self.timeout, FINALIZE_SECONDS))
             if status == lib.ncclSuccess:
                 self._end("handle", lib.ncclCommDestroy, forget=True)
                 return True
-            _log.info("%s; aborting NCCL", self.nccl.failure(self._doing("close"), status))
+            _log.info("%s; aborting NCCL", self._failure("close", status))
             self._end("handle", lib.ncclCommAbort, forget=True)
         self._abort_child()
         return False
@@ -297,13 +286,10 @@ class Communicator:
             # ``look`` knows more of a rank that is late, at about the same time.
             patience = 0 if self.look is None else 3 * _LOOK_INTERVAL
             status = self._settle(self.timeout + patience, self.look)
+        if self.broken is None and status != self.lib.ncclSuccess:
+            is_late = status == self.lib.ncclInProgress
+            self.fail(self._late(verb) if is_late else self._failure(verb, status))
         if self.broken is not None:
-            raise self.error()
-        if status == self.lib.ncclInProgress:
-            self.fail(self._late(verb))
-            raise self.error()
-        if status != self.lib.ncclSuccess:
-            self.fail(self.nccl.failure(self._doing(verb), status))
             raise self.error()
 
     def _settle(self, seconds: float, look: Callable[[], None] | None = None) -> int:
@@ -334,6 +320,9 @@ class Communicator:
             "params={'TIMEOUT': seconds}"
         )
 
+    def _failure(self, verb: str, status: int) -> DistributedError:
+        return self.nccl.failure(self._doing(verb), status)
+
     def _doing(self, verb: str) -> str:
         return f"[{verb}] rank {self.rank} of {self.size}"
 
@@ -346,7 +335,7 @@ class Communicator:
             setattr(self, name, self.nccl.ffi.NULL)
         status = function(handle)
         if status not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
-            _log.warning("%s", self.nccl.failure(self._doing("close"), status))
+            _log.warning("%s", self._failure("close", status))
 
 
 def _as_scalar(scale: float, dtype: str) -> NDArray[np.uint8]:

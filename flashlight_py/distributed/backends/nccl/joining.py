@@ -125,8 +125,7 @@ def _communicator(
     """Join on every rank, or raise on every rank. Collective, blocking."""
     communicator, problem = None, None
     try:
-        splits = not nccl.slow_because
-        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining, splits)
+        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
     except DistributedError as error:
         problem = error
     try:
