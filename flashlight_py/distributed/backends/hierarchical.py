@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -157,9 +158,9 @@ class HierarchicalBackend(Backend):
 
     def _receive_open(self, call: Call) -> Work:
         claim = np.zeros(1, np.int32)
-        # Each way, and whom it knows as which rank. That between hosts knows all ranks, and what
-        # ends a receive that waits in vain.
         limit = self.timeout if call.seconds is None else call.seconds
+        # Each backend with its ranks and a limit. The one that joins all ranks comes last, as it
+        # alone ends a receive that waits in vain.
         ways: list[tuple[Backend, Sequence[int], float]] = [(self._flat, range(self.size), limit)]
         if self._inside.size > 1:
             ways.insert(0, (self._inside, self._host, _NEVER))
@@ -221,12 +222,10 @@ class HierarchicalBackend(Backend):
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread, number = self._callers.check(call.name), self.count[0]
-        running, ended = self._running, 0
-        while ended < len(running) and running[ended].is_completed():  # they end in their order
-            ended += 1
+        ended = list(takewhile(FutureWork.is_completed, self._running))  # they end in their order
         if ended:
-            self._running, known = running[ended:], (*self._failed, *running[:ended])
-            self._failed = [one for one in known if not one.has_ended_well()]
+            self._running = self._running[len(ended) :]
+            self._failed = [one for one in (*self._failed, *ended) if not one.has_ended_well()]
         try:
             self._callers.threads.add(thread)
             if call.blocking and not self._running:
@@ -292,13 +291,8 @@ class HierarchicalBackend(Backend):
                 self.end(error)
             raise
 
-    # Also ends the parts inside the host natively: a rank that waits in shared memory for one
-    # that computes, or holds the GIL, is told at once.
     def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
-        """Return that hosts are lost, if the parts have ended because of that; else ``error``.
-
-        Waits inside this host end with the part that watches the other hosts.
-        """
+        """Return that hosts are lost, if the parts have ended because of that; else ``error``."""
         if self._is_closed:
             return error
         found = self._flat.lost(doing)
@@ -315,6 +309,7 @@ class HierarchicalBackend(Backend):
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
+    # Natively too: a rank that waits in shared memory for one that computes is notified at once.
     def end(self, error: DistributedError) -> None:
         """End all backends because of ``error`` of one of them."""
         self.abort(error)
@@ -343,13 +338,11 @@ class HierarchicalBackend(Backend):
         return not is_idle or any(part.is_busy() for part in self._parts)
 
     def close(self) -> None:
-        """Close the backends, which ends pending operations, then the thread.
-
-        In a signal handler the queue of the thread may be locked, so the thread ends by itself.
-        """
+        """Close the backends, which ends pending operations, then the thread."""
         self._is_closed = True
         self._close_backends()
         thread, self._thread = self._thread, None
+        # In a signal handler its queue may be locked, so it ends by itself.
         if thread is not None and not self._callers.has_this():
             thread.shutdown(cancel_futures=True)
 
@@ -385,7 +378,7 @@ class FutureWork(Work):
 
     def has_ended_well(self) -> bool:
         """Return whether it has ended without an error that no ``wait`` has raised."""
-        if self.is_heard or not self._future.done() or self._future.cancelled():
+        if not self._future.done() or self.is_heard or self._future.cancelled():
             return self._future.done()
         return not isinstance(self._future.exception(), FAILURES)
 
@@ -444,8 +437,7 @@ class OpenReceive(Work):
         flat, lib = self._works[-1][0], _native.load("gloo")
         claim = lib.ffi.cast("int32_t *", self._claim.ctypes.data)
         while not self._is_decided():
-            left = end - time.monotonic()
-            if left <= 0:
+            if (left := end - time.monotonic()) <= 0:
                 return False
             with suppress(DistributedError):  # it is raised where it is found
                 flat.wait(min(left, _LOOK_SECONDS))  # which has to know that somebody waits
@@ -482,4 +474,4 @@ class OpenReceive(Work):
 
     def end_time(self) -> float | None:
         times = [work.end_time() for work, _ in self._works]
-        return max((time for time in times if time is not None), default=None)
+        return max(filter(None, times), default=None)

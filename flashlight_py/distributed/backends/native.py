@@ -80,11 +80,8 @@ for _verb in VERBS:
 FLAGS = bytes(_flags)
 
 
-class Describer(threading.local):
-    """Fills ``signature``, an ``fl_signature *`` of ``native``.
-
-    Each thread has one of its own: the library reads it during the whole call.
-    """
+class Describer(threading.local):  # the library reads a signature during the whole call
+    """Fills ``signature``, an ``fl_signature *`` of ``native``, of which each thread has one."""
 
     def __init__(self, native: ModuleType) -> None:
         self._ffi = native.ffi
@@ -93,8 +90,8 @@ class Describer(threading.local):
     def describe(self, call: Call, like: Array | None, code: int, root: int) -> str:
         """Write ``call`` into the signature; ``like`` has its dtype and shape.
 
-        Behind the dimensions stands the number of a dtype that the library does not know. The
-        result, empty else, is its name, or a barrier's, to go with the call in front of its line.
+        The number of a dtype that the library does not know follows the dimensions. Return the
+        name of such a dtype, or of a barrier, which precedes the line of the call; else "".
         """
         signature, name = self.signature, ""
         if like is None:
@@ -166,7 +163,7 @@ class NativeBackend(Backend):
         self._most_running = _LEAST_RUNNING
         self._next = Describer(native)  # the call that this thread is about to make
         self._callers = Callers(self.name)
-        self._first: list[Any] = []  # what is to be done before the next call
+        self._first: list[Any] = []  # collected arrays, to be forgotten before the next call
         self._step: EntryPoints | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
 
@@ -219,11 +216,7 @@ class NativeBackend(Backend):
         self._running.pop(work, None)
 
     def _do(self, name: str, group: Any, *args: Any) -> None:
-        """Call a function of the library that returns whether it has failed.
-
-        Raises:
-            DistributedError: it has.
-        """
+        """Call a function of the library; raise DistributedError if it fails."""
         if getattr(self.lib, f"fl_{name}")(group, *args):
             raise DistributedError(f"[{name}] {self.name}: the library has failed: {self.reason()}")
 
@@ -244,11 +237,8 @@ class NativeBackend(Backend):
         return self._address_of(self._here(1))
 
     def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
-        """Return the result of a blocking native call that was not simply done, or raise.
-
-        ``call`` is its root, its number in the journal, and what it may take, in seconds.
-        """
-        root, number, limit = call
+        """Return the result of a blocking native call that was not simply done, or raise."""
+        root, number, limit = call  # the second: in the journal; the last: its time, in seconds
         try:
             if verb == SENDRECV.code:
                 arrays = x, out, out
@@ -266,11 +256,8 @@ class NativeBackend(Backend):
             raise
 
     def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
-        """Return the Work of an asynchronous native call.
-
-        ``call`` is its array, out, result and room, which all must live as long, its root and peer,
-        its place in the journal, and how many collectives there were.
-        """
+        """Return the Work of an asynchronous native call."""
+        # Array, out, result and room, which must live as long; place in the journal; collectives.
         *arrays, root, peer, place, number = call
         work: Work = Done(arrays[2])
         if handle:
@@ -295,14 +282,8 @@ class NativeBackend(Backend):
         self._track(work)
         return work
 
-    def _do_first(self, group: Any) -> None:
-        """Do what ``_first`` has, of which only some libraries have anything."""
-
     def _refuse(self, call: Call) -> Work:
-        """Take part in ``call`` as one that equals no other's: the other ranks raise.
-
-        The Work raises ``MismatchError`` when they have; nobody needs to wait for it.
-        """
+        """Join ``call`` as one that equals no other's; other ranks, and the Work, raise that."""
         if self.group is None:
             return Done()  # it has ended, which the others know
         return self._launch(replace(call, blocking=False), result=None)
@@ -325,11 +306,11 @@ class NativeBackend(Backend):
         room: Any = None,
         result: Any = _ARRAY,
     ) -> Work:
-        """Have the library run ``call``, described by ``like`` (else its array).
+        """Have the library run ``call``, described by ``like`` (default: its array).
 
-        The ranks compare ``root`` (default: the rank of the root, or the tag). The library gets
-        ``data`` and ``room`` instead of the addresses of array and output. ``keep`` lives as long
-        as the operation. The Work returns ``result`` (default: the array).
+        The ranks compare ``root`` (default: the root's rank, or the tag). ``data`` and ``room``
+        replace the addresses of array and output. ``keep`` lives as long as the operation. The Work
+        returns ``result`` (default: the array).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
         verb, array = call.verb, call.array
@@ -348,7 +329,7 @@ class NativeBackend(Backend):
         try:
             self._callers.threads.add(thread)
             if self._first:
-                self._do_first(group)
+                self._forget_collected(group)
             name = self._next.describe(call, like, code, root)
             if text := call.refusal or name:
                 site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
@@ -373,12 +354,14 @@ class NativeBackend(Backend):
             self._track(work)
         return work
 
-    def _track(self, work: NativeWork) -> None:
-        """Keep the arrays of ``work``.
+    def _forget_collected(self, group: Any) -> None:
+        """Let the library forget the arrays of ``_first``, unless another thread is in a call."""
+        dropped, self._first[:] = list(self._first), []
+        self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]
 
-        The library writes into them whether or not anybody keeps the Work, also after Ctrl-C has
-        ended a blocking wait for it.
-        """
+    # The library writes into them also after Ctrl-C has ended a blocking wait.
+    def _track(self, work: NativeWork) -> None:
+        """Keep the arrays of ``work``, whether or not somebody keeps the Work."""
         self._running[work] = None
         if len(self._running) > self._most_running:
             for other in list(self._running):
@@ -466,7 +449,9 @@ class NativeBackend(Backend):
     def _swap_sections(self, call: Call) -> Work:
         """Start an all_to_all of unequal parts, of which the ranks first notify each other."""
         assert call.rows is not None
-        table = self._rows_of_all(call)
+        mine = np.array(call.rows, np.int64)
+        step = Call(ALL_GATHER, mine, seconds=call.seconds, part_of="all_to_all(rows=...)")
+        table = self.start(step).wait().reshape(self.size, self.size)
         arrive = int(table[:, self.rank].sum())
         if call.received is not None:
             call.received += table[:, self.rank].tolist()
@@ -475,13 +460,6 @@ class NativeBackend(Backend):
         if out is None or got is out:
             return work
         return Then(work, lambda _: require_length(call.name, out, arrive, self.rank, self.size))
-
-    def _rows_of_all(self, call: Call) -> Array:
-        """Return how many rows each rank (first index) has for each; blocking."""
-        mine = np.array(call.rows, np.int64)
-        step = Call(ALL_GATHER, mine, seconds=call.seconds, part_of="all_to_all(rows=...)")
-        table: Array = self.start(step).wait().reshape(self.size, self.size)
-        return table
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
         """Return ``data`` and ``keep`` of a call: ``table`` has the rows of each rank for each."""

@@ -90,12 +90,11 @@ def failure(
         last = _last_calls(backend, handle, missing, number)
         late = did_not_join(where, f"{who} did not join", limit, text, those, last)
         return CollectiveTimeoutError(late)
-    kind = DistributedError
-    if status == lib.FL_CLOSED:
-        because = f" because of {who}" if missing else ""
-        text = f"the group cannot be used any more{because}: {_WORDS_FOR_OTHERS.sub('', text)}"
-        kind = GroupClosedError
-    return kind(f"{where}: {text}")
+    if status != lib.FL_CLOSED:
+        return DistributedError(f"{where}: {text}")
+    because = f" because of {who}" if missing else ""
+    text = _WORDS_FOR_OTHERS.sub("", text)
+    return GroupClosedError(f"{where}: the group cannot be used any more{because}: {text}")
 
 
 def _ended_normally(
@@ -113,10 +112,7 @@ def _ended_normally(
 
 
 def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
-    """Return what the others are to raise: this rank's program has raised ``traceback``.
-
-    Its first line is the exception.
-    """
+    """Return what the others are to raise: ``traceback``, whose first line is the exception."""
     who = f"rank {backend.numbers[backend.rank]}"
     return _LOST + raised(who, who_that_was([backend.rank], backend.processes), traceback)
 
@@ -209,10 +205,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
 
 
 def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
-    """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
-
-    Empty where none has. Ranks of two groups are the same where their processes are.
-    """
+    """Say what ranks that are ``missing`` here have called in other groups of this process."""
     found = [(rank, _call_elsewhere(backend, rank)) for rank in missing]
     called = [f"rank {backend.numbers[rank]} called {call}" for rank, call in found if call]
     silent = [backend.numbers[rank] for rank, call in found if not call]

@@ -138,8 +138,3 @@ class ShmBackend(NativeBackend):
         whole = np.frombuffer(self.ffi.buffer(begin, stride * self.size), np.uint8)
         parts = [whole[rank * stride :][: count * dtype.itemsize] for rank in range(self.size)]
         return [part.view(dtype).reshape(shape) for part in parts]
-
-    def _do_first(self, group: Any) -> None:
-        """Let the group forget arrays that were collected, unless another thread is in a call."""
-        dropped, self._first[:] = list(self._first), []
-        self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]

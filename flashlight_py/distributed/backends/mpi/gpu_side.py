@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -66,9 +67,7 @@ class MpiGpuBackend(Backend):
             return call.array if call.verb.in_place else None
         target: Any = call.array if call.verb.in_place else call.out
         if target is None:
-            import cupy
-
-            target = cupy.asarray(result)
+            target = sys.modules["cupy"].asarray(result)
         else:
             if target.shape != result.shape:
                 require_length(call.name, target, result.shape[0], self.rank, self.size)

@@ -146,9 +146,9 @@ class Movement:
     def swap(
         self, gives: Mapping[int, Array], takes: Mapping[int, Array], number: int | None = None
     ) -> Steps:
-        """Send and receive what is for or of each rank; what is this rank's own is copied.
+        """Send and receive the parts of each rank, all at once; copy this rank's own.
 
-        All at once; those between two ranks keep their order. ``number`` is a message's of users.
+        Messages between two ranks keep their order. ``number`` is that of a message of users.
         """
         comm, me = self._comm, self._rank
         tag = _OF_PARTS if number is None else 1 + number % _LARGEST_TAG

@@ -68,8 +68,7 @@ class NcclBackend(Backend):
         self._connected: set[tuple[int, int]] = set()
         self._bytes = self._empty((2,), cupy.uint8)
         self._comparisons = Comparisons(cpu, communicator)
-        looked_at = communicator, self._flights, self._comparisons
-        self._watchdog = NcclWatchdog(cupy, device, *looked_at)
+        self._watchdog = NcclWatchdog(cupy.cuda, device, self._flights, self._comparisons)
         communicator.who_is_missing = self._comparisons.who_is_missing
         communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 
@@ -132,19 +131,19 @@ class NcclBackend(Backend):
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce to this rank's part; unequal ones are reduced one by one."""
-        array, mine = call.array, None if call.rows is None else call.rows[self.rank]
+        array, rows = call.array, call.rows or [len(call.array) // self.size] * self.size
         with self.on_device():
-            part = call.room(len(array) // self.size if mine is None else mine)
-        if call.rows is not None:
-            works = list[Work]()
-            for root, rows in enumerate(cut(array, call.rows)):
-                if root == self.rank:
-                    part[...] = rows
-                term = part if root == self.rank else rows
-                step = Call(REDUCE, term, call.op, call.scale, root, blocking=call.blocking)
-                works.append(self._reduce(step))
-            return Then(AllOf(works), lambda _: part)
-        return self._reduce_pairs(call, launching.REDUCE_SCATTER, [(array, part)], part)
+            part = call.room(rows[self.rank])
+        if call.rows is None:
+            return self._reduce_pairs(call, launching.REDUCE_SCATTER, [(array, part)], part)
+        terms = cut(array, rows)
+        part[...] = terms[self.rank]
+        terms[self.rank] = part
+        steps = [
+            Call(REDUCE, term, call.op, call.scale, root, blocking=call.blocking)
+            for root, term in enumerate(terms)
+        ]
+        return Then(AllOf(list(map(self._reduce, steps))), lambda _: part)
 
     def _reduce(self, call: Call) -> Work:
         """Reduce in place on the root; the array of every other rank stays as it is."""
@@ -231,10 +230,7 @@ class NcclBackend(Backend):
         return self._launch(call, steps, arrays, result, together=True)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
-        """Let ``run`` fill ``out`` or a new array of ``rows`` rows.
-
-        If ``out`` has another number of rows, this rank raises ValueError after the call.
-        """
+        """Let ``run`` fill ``out``, or a new array: ValueError after the call if rows differ."""
         with self.on_device():
             out, room = call.out, call.room(rows)
         work = run(room)
@@ -308,13 +304,10 @@ class NcclBackend(Backend):
     ) -> Work:
         """Launch ``steps`` on the device, several as one, unless all ``arrays`` are empty.
 
-        These are all that the device reads or writes. ``together``: as one with those of other
+        These are all that the device reads or writes. ``together``: as one with the steps of other
         ranks. ``prepare`` computes on the communication stream before, and returns the steps;
-        ``finish`` computes there afterwards. A blocking call's caller's current stream waits at
-        once; the host does so in neither case.
-
-        Raises:
-            DistributedError: as :meth:`Communicator.call`.
+        ``finish`` computes there afterwards. If the call blocks, the caller's current stream waits
+        at once; the host never waits. Raises as :meth:`Communicator.call`.
         """
         verb, kept = name or call.name, [array for array in arrays if array.size]
         communicator, launcher = self.communicator, self._launcher
@@ -366,11 +359,7 @@ class NcclBackend(Backend):
         self.communicator.captured.add(captured)
 
     def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
-        """Call ``launch`` of a graph of this group, with an event to record for the watchdog.
-
-        Raises:
-            DistributedError: the group has failed.
-        """
+        """Call ``launch`` of a graph, with an event to record; raise if the group has failed."""
         with self.communicator.lock, self.on_device():
             self.communicator.require(name)
             event = self._free_event(name)
@@ -517,11 +506,7 @@ class StreamWork(Work):
         return self.flight.ended
 
     def block(self, timeout: float = math.inf) -> None:
-        """Block the host until it has ended, well or not, for at most ``timeout`` seconds.
-
-        Raises:
-            CollectiveTimeoutError: it has not; it goes on, and can be waited for again.
-        """
+        """Block the host until it has ended, well or not; CollectiveTimeoutError: not in time."""
         if not poll(self.is_completed, timeout):
             place = f"rank {self._backend.rank} of {self._backend.size}"
             raise limit_passed(f"[{self.flight.verb}] {place}", timeout)

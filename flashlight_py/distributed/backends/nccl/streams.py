@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.work import Done, Work
@@ -123,17 +122,10 @@ class Flights:
 class NcclWatchdog:
     """A thread that ends a communicator whose oldest collective cannot end, until ``stop``."""
 
-    def __init__(
-        self,
-        cupy: Any,
-        index: int,
-        communicator: Communicator,
-        flights: Flights,
-        comparisons: Comparisons,
-    ) -> None:
-        self._runtime = cupy.cuda.runtime
-        self._device = cupy.cuda.Device(index)  # used by the thread alone
-        self._communicator, self._flights = communicator, flights
+    def __init__(self, cuda: Any, index: int, flights: Flights, comparisons: Comparisons) -> None:
+        self._runtime = cuda.runtime
+        self._device = cuda.Device(index)  # used by the thread alone
+        self._communicator, self._flights = comparisons.communicator, flights
         self._comparisons, self._next = comparisons, 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flashlight-nccl", daemon=True)
