@@ -22,6 +22,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
+from flashlight_py.distributed import verbs
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.gloo import GlooBackend
@@ -34,16 +35,6 @@ from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.agreement import Agreement, Load, between_hosts
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_room import shared_array
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BARRIER,
-    BROADCAST,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-    Verb,
-)
 from flashlight_py.distributed.work import FAILURES, Done, Then, Work, limit_passed, wait_for
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -106,12 +97,12 @@ class HierarchicalBackend(Backend):
         self._calls = HostCalls(rank, hosts, inside, between, self._agreement.runs_ahead)
         self._allow(timeout)
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
-        self._steps: dict[Verb, Callable[[Call], Any]] = {
-            ALL_REDUCE: self._calls.all_reduce,
-            BROADCAST: self._calls.broadcast,
-            REDUCE: self._calls.reduce,
-            REDUCE_SCATTER: self._calls.reduce_scatter,
-            ALL_GATHER: self._all_gather,
+        self._steps: dict[verbs.Verb, Callable[[Call], Any]] = {
+            verbs.ALL_REDUCE: self._calls.all_reduce,
+            verbs.BROADCAST: self._calls.broadcast,
+            verbs.REDUCE: self._calls.reduce,
+            verbs.REDUCE_SCATTER: self._calls.reduce_scatter,
+            verbs.ALL_GATHER: self._all_gather,
         }
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
         self._thread: futures.ThreadPoolExecutor | None = None
@@ -139,7 +130,7 @@ class HierarchicalBackend(Backend):
         if call.refusal:
             return self._refuse(call)
         run: Callable[[Call], Any] = self._steps.get(call.verb, self._flatly)
-        if call.verb is BARRIER and self._checked:
+        if call.verb is verbs.BARRIER and self._checked:
             run = lambda _: None  # noqa: E731  (to agree on it is to have arrived)
         if call.compared:
             run = self._compare
@@ -177,7 +168,7 @@ class HierarchicalBackend(Backend):
 
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
-        wanted = call.is_ragged or call.verb is SCATTER
+        wanted = call.is_ragged or call.verb is verbs.SCATTER
         return self._flatly(call) if wanted or not self._checked else None
 
     def _all_gather(self, call: Call) -> Any:
@@ -189,14 +180,14 @@ class HierarchicalBackend(Backend):
 
     def _flatly(self, call: Call) -> Any:
         """Have the backend that joins all ranks do it: the hierarchy would save nothing."""
-        seconds = self._far if call.verb is not BARRIER else call.seconds
+        seconds = self._far if call.verb is not verbs.BARRIER else call.seconds
         result = self._flat.start(replace(call, blocking=True, seconds=seconds)).wait()
         self._agreement.runs_ahead()  # a local peer may wait for its part from another host
         return result
 
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
         """Return an array in the memory of this rank's host; see ``shared_arrays``."""
-        call = Call(BARRIER, part_of=f"shared_empty({dtype} {shape})")
+        call = Call(verbs.BARRIER, part_of=f"shared_empty({dtype} {shape})")
 
         def inside() -> Array | MemoryError:
             try:

@@ -90,11 +90,12 @@ def failure(
         last = _last_calls(backend, handle, missing, number)
         late = did_not_join(where, f"{who} did not join", limit, text, those, last)
         return CollectiveTimeoutError(late)
-    if status != lib.FL_CLOSED:
-        return DistributedError(f"{where}: {text}")
-    because = f" because of {who}" if missing else ""
-    text = _WORDS_FOR_OTHERS.sub("", text)
-    return GroupClosedError(f"{where}: the group cannot be used any more{because}: {text}")
+    kind = DistributedError
+    if status == lib.FL_CLOSED:
+        because = f" because of {who}" if missing else ""
+        text = f"the group cannot be used any more{because}: {_WORDS_FOR_OTHERS.sub('', text)}"
+        kind = GroupClosedError
+    return kind(f"{where}: {text}")
 
 
 def _ended_normally(
