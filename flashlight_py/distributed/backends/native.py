@@ -6,7 +6,7 @@ Calls go there as the library takes them: a signature, addresses to read and to 
 from __future__ import annotations
 
 import functools
-import threading
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -80,60 +80,50 @@ for _verb in VERBS:
 FLAGS = bytes(_flags)
 
 
-class Describer(threading.local):  # the library reads a signature during the whole call
-    """Fills ``signature``, an ``fl_signature *`` of ``native``, of which each thread has one."""
+def described(ffi: Any, call: Call, like: Array | None, code: int, root: int) -> tuple[Any, str]:
+    """Return the signature of ``call``; ``like`` has its dtype and shape.
 
-    def __init__(self, native: ModuleType) -> None:
-        self._ffi = native.ffi
-        self.signature = self._ffi.new("fl_signature *")
-
-    def describe(self, call: Call, like: Array | None, code: int, root: int) -> str:
-        """Write ``call`` into the signature; ``like`` has its dtype and shape.
-
-        The number of a dtype that the library does not know follows the dimensions. Return the
-        name of such a dtype, or of a barrier, which precedes the line of the call; else "".
-        """
-        signature, name = self.signature, ""
-        if like is None:
-            signature.verb, signature.op, signature.root = code, call.op, root
-            signature.dtype = call.compared * codes.COMPARED
-            signature.itemsize = signature.count = 0
-            known = codes.ANY if call.finds_shape else 0
-            signature.ndim = codes.REFUSED if call.refusal else known
-            name = f"{SHUTDOWN}{NAMED}" if call.part_of == SHUTDOWN else name
-        else:
-            holds, shape = call.holds, like.shape
-            dtype = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED
-            if holds is not None or dtype == MOVED:
-                held, shape = holds or (like.dtype, shape)
-                number, text = number_of(held), name_of(held)
-                if len(names_seen) >= _SEEN:
-                    names_seen.clear()
-                names_seen[number], name = text, f"{text}{NAMED}"
-                shape = (*shape, number)
-            if call.compared:
-                dtype |= codes.COMPARED | is_cupy(like) * codes.ON_GPU
-            size = like.size, 0 if call.compared else like.itemsize
-            signature[0] = _outlined(self._ffi, shape, *size, code, dtype, call.op, root)[0]
-        signature.scale = call.scale
-        signature.part_of = _STEPS[call.part_of]
-        return name
+    The number of a dtype that the library does not know follows the dimensions. Also return the
+    name of such a dtype, or of a barrier, which precedes the line of the call; else "".
+    """
+    name, size, dtype = "", (0, 0), call.compared * codes.COMPARED
+    if like is None:
+        shape: tuple[int, ...] = ()
+        ndim = codes.REFUSED if call.refusal else codes.ANY if call.finds_shape else 0
+        if call.part_of == SHUTDOWN:
+            name = f"{SHUTDOWN}{NAMED}"
+    else:
+        holds, shape = call.holds, like.shape
+        kind = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED
+        if holds is not None or kind == MOVED:
+            held, shape = holds or (like.dtype, shape)
+            number, text = number_of(held), name_of(held)
+            if len(names_seen) >= _SEEN:
+                names_seen.clear()
+            names_seen[number], name = text, f"{text}{NAMED}"
+            shape = (*shape, number)
+        ndim, dtype = len(shape), dtype | kind
+        if call.compared:
+            dtype |= is_cupy(like) * codes.ON_GPU
+        size = like.size, 0 if call.compared else like.itemsize
+    numbers = ndim, *size, code, dtype, call.op, root, _STEPS[call.part_of]
+    # Of two zeros, which are equal, each has its own signature.
+    return _signature(ffi, shape, call.scale, math.copysign(1.0, call.scale), *numbers), name
 
 
 # From Python each field takes 50 ns or more, and a program calls the same again and again.
 @functools.lru_cache(maxsize=1024)
-def _outlined(ffi: Any, shape: tuple[int, ...], count: int, itemsize: int, *numbers: int) -> Any:
-    """Return the signature of a call, ``numbers`` its verb, dtype, op and root."""
-    signature = ffi.new("fl_signature *")
-    signature.verb, signature.dtype, signature.op, signature.root = numbers
-    signature.itemsize, signature.count, signature.ndim = itemsize, count, len(shape)
+def _signature(ffi: Any, shape: tuple[int, ...], scale: float, _: float, *numbers: int) -> Any:
+    made = ffi.new("fl_signature *")
+    made.ndim, made.count, made.itemsize, made.verb, made.dtype, *rest = numbers
+    made.scale, (made.op, made.root, made.part_of) = scale, rest
     if len(shape) > codes.DIMENSIONS:  # the last is a hash of all from there on
         number = 0
         for extent in shape[codes.DIMENSIONS - 1 :]:
             number = number * 1099511628211 + extent
         shape = (*shape[: codes.DIMENSIONS - 1], number & (2**63 - 1))
-    signature.shape[0 : len(shape)] = shape
-    return signature
+    made.shape[0 : len(shape)] = shape
+    return made
 
 
 class NativeBackend(Backend):
@@ -161,7 +151,6 @@ class NativeBackend(Backend):
         self._sites: dict[Place, Any] = {}
         self._running: dict[Any, None] = {}  # in order; threads change it at the same time
         self._most_running = _LEAST_RUNNING
-        self._next = Describer(native)  # the call that this thread is about to make
         self._callers = Callers(self.name)
         self._first: list[Any] = []  # collected arrays, to be forgotten before the next call
         self._step: EntryPoints | None = None  # native code for steps of calls
@@ -330,7 +319,7 @@ class NativeBackend(Backend):
             self._callers.threads.add(thread)
             if self._first:
                 self._forget_collected(group)
-            name = self._next.describe(call, like, code, root)
+            signature, name = described(self.ffi, call, like, code, root)
             if text := call.refusal or name:
                 site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
             else:
@@ -340,7 +329,7 @@ class NativeBackend(Backend):
                 site = self.ffi.NULL if asks and not runs_ahead else self._here()
             where = source, target, call.peer
             how = seconds, self.lib.FL_AHEAD if call.is_ahead else not call.blocking, site
-            handle = self.lib.fl_run(group, self._next.signature, *where, *how)
+            handle = self.lib.fl_run(group, signature, *where, *how)
             raise_interruption(self.lib, handle)
         finally:
             self._callers.threads.discard(thread)

@@ -153,13 +153,13 @@ class NcclBackend(Backend):
 
     def _by_meaning(self, call: Call) -> Work:
         """Combine in place what NCCL does not: each GPU gathers all arrays, and does it itself."""
-        array, combine = call.array, MEANINGS[call.verb]
+        array = call.array
         pieces = self._empty((self.size, *array.shape), array.dtype)
 
         def finish() -> None:
             if call.verb.fills(self.rank, call.root):
                 with self._stream:
-                    array[...] = combine(list(pieces), self.rank, call)
+                    array[...] = MEANINGS[call.verb](list(pieces), self.rank, call)
 
         steps = self._gathering(array, pieces, dict.fromkeys(range(self.size), array.nbytes))
         return self._launch(call, steps, [array, pieces], array, finish=finish)
@@ -263,8 +263,7 @@ class NcclBackend(Backend):
 
     def synchronize(self) -> None:
         """Block the host until every collective that this rank has started has ended."""
-        newest = self._flights.newest()
-        if newest is not None:
+        if (newest := self._flights.newest()) is not None:
             work = StreamWork(self, newest, None)
             work.block()  # the watchdog sees to it that this ends
             work.wait()
@@ -318,19 +317,18 @@ class NcclBackend(Backend):
             caller, recorder = int(self.current_stream().ptr), here.recorder
             # An event that a graph has noted never ends for the host.
             event = self._free_event(verb) if recorder is None else self._make_event()
-            done = int(event.ptr)
-            if prepare is not None:
+            by_one_call = communicator.child and prepare is None and finish is None
+            if not by_one_call:
                 launcher.wait_for(caller)
+            if prepare is not None:
                 steps = prepare()
             if communicator.child and steps and steps[0][0] >= launching.SEND:
                 self._connect(verb, steps)
             is_group, packed = together or len(steps) > 1, launcher.steps(steps)
-            if communicator.child and prepare is None and finish is None:
-                how = is_group, packed, caller, done, call.blocking
+            if by_one_call:
+                how = is_group, packed, caller, int(event.ptr), call.blocking
                 communicator.call(verb, lambda comm: launcher.launch(comm, *how))
             else:
-                if prepare is None:
-                    launcher.wait_for(caller)
                 communicator.call(verb, lambda comm: launcher.call(comm, is_group, packed))
                 if finish is not None:
                     finish()
@@ -360,31 +358,28 @@ class NcclBackend(Backend):
 
     def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
         """Call ``launch`` of a graph, with an event to record; raise if the group has failed."""
-        with self.communicator.lock, self.on_device():
-            self.communicator.require(name)
+        communicator = self.communicator
+        with communicator.lock, self.on_device():
+            communicator.require(name)
             event = self._free_event(name)
 
             def begin(_: Any) -> int:
                 launch(int(event.ptr))
-                return int(self.communicator.lib.ncclSuccess)
+                return int(communicator.lib.ncclSuccess)
 
-            self.communicator.call(name, begin)
+            communicator.call(name, begin)
             self._flights.add(DeviceFlight(name, event, ()))
 
     def _connect(self, verb: str, steps: Iterable[Step]) -> None:
         """Exchange a byte with each rank to which ``steps`` have the first message: it connects."""
-        ends = [(kind, peer) for kind, *_, peer in steps if kind >= launching.SEND]
-        messages = {end for end in ends if end[1] != self.rank}
-        first = sorted(messages - self._connected)
-        if not first:
-            return
-        sent, received = _address(self._bytes), _address(self._bytes) + 1
-        packed = self._launcher.steps(
-            (kind, sent, received, 1, BYTES, 0, peer) for kind, peer in first
-        )
-        begin = lambda comm: self._launcher.call(comm, True, packed)  # noqa: E731
-        self.communicator.call(verb, begin, connects=True)
-        self._connected |= messages
+        ends = {(kind, peer) for kind, *_, peer in steps if peer != self.rank}
+        first, call = sorted(ends - self._connected), self._launcher.call
+        if first:
+            sent = _address(self._bytes)
+            each = [(kind, sent, sent + 1, 1, BYTES, 0, peer) for kind, peer in first]
+            packed = self._launcher.steps(each)
+            self.communicator.call(verb, lambda comm: call(comm, True, packed), connects=True)
+            self._connected |= ends
 
     def _free_event(self, verb: str) -> Any:
         """Return an event that no collective uses; blocks while the device has too many of them."""

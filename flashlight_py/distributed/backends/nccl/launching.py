@@ -65,10 +65,7 @@ class Launcher:
     ) -> int:
         """Wait for ``caller``, call NCCL, record ``done``; ``waits``: ``caller`` waits for that.
 
-        Returns NCCL's status; ``done`` is not recorded if that is not ncclSuccess.
-
-        Raises:
-            DistributedError: CUDA refused.
+        Return NCCL's status; only after ncclSuccess is ``done`` recorded. Raises as ``wait_for``.
         """
         handle = int(self._cast("uintptr_t", communicator))
         both = is_group, len(steps), steps, caller, done, waits, self._status
@@ -101,9 +98,8 @@ class GraphLauncher:
             DistributedError: CUDA refused.
         """
         blocks, count = self._blocks, 0
-        for source in sources:
-            blocks[count].source = source
-            count += 1
+        for count, source in enumerate(sources, 1):
+            blocks[count - 1].source = source
         with self._lock:
             if self._graph is None:
                 raise GroupClosedError("a captured step: the group of its collectives has ended")

@@ -52,12 +52,9 @@ class DeviceFlight:
     ended: float | None = None
 
     def begun(self, free: float = 0.0) -> float:
-        """Return since when it can run, in seconds: all ranks have called, the stream is ``free``.
-
-        Infinite before the ranks have compared it: until then the limit of the comparison holds.
-        """
+        """Return the time since when all ranks have called and the stream is ``free``."""
         if not self.compared.is_completed():
-            return math.inf
+            return math.inf  # until then the limit of the comparison holds
         return max(self.started, self.compared.end_time() or 0.0, free)
 
     def ask(self) -> bool:
@@ -155,8 +152,8 @@ class NcclWatchdog:
     def look(self, needs_all: bool = False) -> None:
         """Break the communicator if ranks differ, one is lost, or a collective is late or fails.
 
-        ``needs_all``: this rank waits for the others, though no collective is on its way yet. Takes
-        no lock that a thread inside a launch holds.
+        ``needs_all``: this rank waits for the others before a collective is on its way. Takes no
+        lock that a thread inside a launch holds.
         """
         communicator = self._communicator
         self._comparisons.look()
