@@ -139,13 +139,13 @@ class HierarchicalBackend(Backend):
     def _message(self, call: Call) -> Work:
         """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
-        host = self._host
         if call.peer == ANY_RANK:
             return self._receive_open(call)
-        backend, peer = self._flat, call.peer
-        if peer in host:
-            backend, peer = self._inside, host.index(peer)
-        return _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
+        is_inside = call.peer in self._host
+        ranks: Sequence[int] = self._host if is_inside else range(self.size)
+        part = self._inside if is_inside else self._flat
+        work = part.start(replace(call, peer=ranks.index(call.peer)))
+        return PartWork(self, call, [(work, ranks)])
 
     def _receive_open(self, call: Call) -> Work:
         claim = np.zeros(1, np.int32)
@@ -160,7 +160,7 @@ class HierarchicalBackend(Backend):
                 (way.start(replace(call, blocking=False, claim=claim, seconds=seconds)), ranks)
                 for way, ranks, seconds in ways
             ]
-            receive = OpenReceive(self, works, claim, call)
+            receive = PartWork(self, call, works, claim)
             if not call.blocking:
                 self._receives = [one for one in self._receives if not one.is_heard]
                 self._receives.append(work := Then(receive, lambda found: found))
@@ -377,85 +377,77 @@ class FutureWork(Work):
         return self._end_time
 
 
-class _GuardedWork(Work):
-    """``call``, a message; an error of the backend that carries it ends the others as well."""
+class PartWork(Work):
+    """``call``, a message, by ``works`` of parts; an error of one part ends the others as well.
 
-    def __init__(self, work: Work, owner: HierarchicalBackend, call: Call) -> None:
-        self._work, self._owner, self._call = work, owner, call
-
-    def wait(self, timeout: float | None = None) -> Any:
-        call, work = self._call, self._work
-        found = self._owner.guarded(call.name, lambda: work.wait(timeout))
-        return found._replace(source=call.peer) if call.is_open and found else found
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def end_time(self) -> float | None:
-        return self._work.end_time()
-
-
-class OpenReceive(Work):
-    """``call``, a receive from any rank: ``works`` of several backends, which share ``claim``.
-
-    Each has the ranks of its backend as this group numbers them.
+    Each work has the ranks of its part as this group numbers them. The works of a receive from any
+    rank share ``claim``.
     """
 
     def __init__(
         self,
         owner: HierarchicalBackend,
-        works: Sequence[tuple[Work, Sequence[int]]],
-        claim: Array,
         call: Call,
+        works: Sequence[tuple[Work, Sequence[int]]],
+        claim: Array | None = None,
     ) -> None:
-        self._owner, self._works, self._claim, self._call = owner, works, claim, call
+        self._owner, self._call, self._works, self._claim = owner, call, works, claim
 
     def find(self) -> Matched | None:
-        """Receive; None where nothing has come in time."""
+        """Receive from any rank; None where nothing has come in time."""
         patience = self._call.patience
-        self._await(None if patience < 0 else patience)
-        return self._found(None)
+        self._await(math.inf if patience < 0 else patience)
+        found: Matched | None = self._found(None)
+        return found
 
     def wait(self, timeout: float | None = None) -> Any:
-        end = None if timeout is None else time.monotonic() + timeout
+        if self._claim is None or timeout is None:
+            self._await(math.inf)
+            return self._found(timeout)
+        end = time.monotonic() + timeout
         if not self._await(timeout):
-            raise limit_passed(f"[{self._call.name}] {self._owner.kind}", timeout or 0.0)
-        return self._found(None if end is None else max(0.0, end - time.monotonic()))
+            raise limit_passed(f"[{self._call.name}] {self._owner.kind}", timeout)
+        return self._found(max(0.0, end - time.monotonic()))
 
-    def _await(self, seconds: float | None) -> bool:
-        """Wait until one way has a message, or has failed."""
-        end = math.inf if seconds is None else time.monotonic() + seconds
-        flat, lib = self._works[-1][0], _native.load("gloo")
-        claim = lib.ffi.cast("int32_t *", self._claim.ctypes.data)
+    def _await(self, seconds: float) -> bool:
+        """Wait until one part has a message for a receive from any rank, or has failed."""
+        end = time.monotonic() + seconds
+        flat = self._works[-1][0]
         while not self._is_decided():
             if (left := end - time.monotonic()) <= 0:
                 return False
             with suppress(DistributedError):  # it is raised where it is found
                 flat.wait(min(left, _LOOK_SECONDS))  # which has to know that somebody waits
-            if not self._is_decided():
-                lib.lib.fl_claim_wait(claim, min(left, _SLICE_SECONDS))
+            if self._claim is not None and not self._is_decided():
+                native = _native.load("gloo")
+                claim = native.ffi.cast("int32_t *", self._claim.ctypes.data)
+                native.lib.fl_claim_wait(claim, min(left, _SLICE_SECONDS))
         return True
 
     def _is_decided(self) -> bool:
-        return bool(self._claim[0]) or any(work.is_completed() for work, _ in self._works)
+        """Return whether it is known which part has the message, or one has failed."""
+        if self._claim is None or self._claim[0]:
+            return True
+        return any(work.is_completed() for work, _ in self._works)
 
     def _cancel(self) -> None:
-        for work, _ in self._works:
+        for work, _ in self._works if self._claim is not None else ():
             work.cancel()
 
-    def _found(self, timeout: float | None) -> Matched | None:
-        """Return what has come, when it is there, and let go of the other way."""
+    def _found(self, timeout: float | None) -> Any:
+        """Return what has come, when it is there, and let go of the other part."""
         self._cancel()
 
-        def wait() -> Matched | None:
+        def wait() -> Any:
             for work, ranks in self._works:
                 found = work.wait(timeout)
-                if found is not None:
+                if isinstance(found, Matched):
                     return Matched(ranks[found.source], found.rows)
+                if self._claim is None:
+                    return found
             return None
 
-        found: Matched | None = self._owner.guarded(self._call.name, wait)
-        return found
+        return self._owner.guarded(self._call.name, wait)
 
     def is_completed(self) -> bool:
         if not self._is_decided():
