@@ -194,11 +194,13 @@ class NativeBackend(Backend):
         """Return ``group`` of the library, which is freed when nothing refers to it any more."""
         return freed_by(self.ffi, group, self.lib.fl_free, self._kept)
 
-    def _begin(self, native: ModuleType, group: Any) -> None:
+    def _begin(self, native: ModuleType, group: Any, at_once: bool = False) -> None:
         """Have calls go to ``group`` from now on."""
         self.group = group
         self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
         self._do("on_interrupt", group, answer_to_interrupts(native))
+        if at_once:
+            self._do("compare_at_once", group)
 
     def forget(self, work: Work) -> None:
         """Let go of an operation that has ended, and of whose end the caller learns now."""

@@ -64,10 +64,8 @@ class ShmBackend(NativeBackend):
         self._kin = store.near if store.near and min(store.near.ranks) >= 0 else None
         self.memory = self
         self.near = self.places = list(range(self.size) if self._kin is None else self._kin.ranks)
-        self._begin(native, map_together(store, self._map, self._named))
+        self._begin(native, map_together(store, self._map, self._named), at_once)
         self._do("on_mismatch", self.group, answer_where(native))
-        if at_once:
-            self._do("compare_at_once", self.group)
 
     def kin(self, ranks: Sequence[int], count: int, first: int) -> Kin | None:
         """Return ``ranks`` of the memory as a group, numbered by ``count`` of its first rank."""

@@ -150,7 +150,6 @@ def _gloo(
         settings.timeout,
         settings.joining_seconds,
         settings.job_key,
-        store.hosts,
         settings.host_timeout,
         lazily,
         is_watched,
