@@ -313,7 +313,9 @@ WITHOUT_CASE = {
 def functions_of_groups() -> set[str]:
     """Return the public functions that take a group, or say that they are collective."""
     modules = fl, fl.functional, *(getattr(fl, name) for name in fl._HOMES[""])
-    public = [getattr(m, name) for m in modules for name in getattr(m, "__all__", ())]
+    public = [
+        inspect.unwrap(getattr(m, name)) for m in modules for name in getattr(m, "__all__", ())
+    ]
     classes = list(filter(inspect.isclass, public))
     methods = [m for each in classes for _, m in inspect.getmembers(each, inspect.isfunction)]
     names = set[str]()
