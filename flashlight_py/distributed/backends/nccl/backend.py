@@ -503,5 +503,4 @@ class StreamWork(Work):
     def block(self, timeout: float = math.inf) -> None:
         """Block the host until it has ended, well or not; CollectiveTimeoutError: not in time."""
         if not poll(self.is_completed, timeout):
-            place = f"rank {self._backend.rank} of {self._backend.size}"
-            raise limit_passed(f"[{self.flight.verb}] {place}", timeout)
+            raise limit_passed(self._backend.communicator.doing(self.flight.verb), timeout)

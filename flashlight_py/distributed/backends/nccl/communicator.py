@@ -174,9 +174,9 @@ class Communicator:
         """
         self.require_unbroken()
         if self.broken is not None:
-            raise GroupClosedError(f"{self._doing(verb)}: NCCL broke before: {self.error()}")
+            raise GroupClosedError(f"{self.doing(verb)}: NCCL broke before: {self.error()}")
         if self.handle == self.nccl.ffi.NULL:
-            raise GroupClosedError(f"{self._doing(verb)}: the group is closed")
+            raise GroupClosedError(f"{self.doing(verb)}: the group is closed")
 
     def require_unbroken(self) -> None:
         """Raise what broke the communicator, unless that has been raised before."""
@@ -205,7 +205,7 @@ class Communicator:
             self.who_is_missing = None  # it is this rank
             self.fail(
                 DistributedError(
-                    f"{self._doing(verb)}: CUDA has failed, in this collective or in a kernel "
+                    f"{self.doing(verb)}: CUDA has failed, in this collective or in a kernel "
                     f"before it: {failure}. This process cannot use its GPU any more; run it "
                     "with CUDA_LAUNCH_BLOCKING=1 to find the kernel"
                 )
@@ -270,7 +270,7 @@ class Communicator:
             _log.warning(
                 "%s: a thread has not left NCCL %g seconds after the abort; the memory of the "
                 "communicator is not freed before the process ends",
-                *(self._doing("abort"), _LEAVE_SECONDS),
+                *(self.doing("abort"), _LEAVE_SECONDS),
             )
 
     def _release_captured(self) -> None:
@@ -315,15 +315,16 @@ class Communicator:
 
     def _late(self, verb: str) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
-            f"{self._doing(verb)}: expected to end within {self.timeout:g} seconds, and it has "
+            f"{self.doing(verb)}: expected to end within {self.timeout:g} seconds, and it has "
             "not. Start a new group when all ranks are back, or allow more by "
             "params={'TIMEOUT': seconds}"
         )
 
     def _failure(self, verb: str, status: int) -> DistributedError:
-        return self.nccl.failure(self._doing(verb), status)
+        return self.nccl.failure(self.doing(verb), status)
 
-    def _doing(self, verb: str) -> str:
+    def doing(self, verb: str) -> str:
+        """Return the beginning of an error: ``verb`` and this rank."""
         return f"[{verb}] rank {self.rank} of {self.size}"
 
     def _end(self, name: str, function: Callable[[Any], int], forget: bool = False) -> None:

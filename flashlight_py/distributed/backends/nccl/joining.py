@@ -108,10 +108,9 @@ def _first_problem(cards: Sequence[NcclCard]) -> str:
         owner = owners.setdefault(card.gpu, rank)
         if card.gpu and owner != rank:
             return (
-                f"ranks {owner} and {rank} are on the same GPU, and NCCL takes one "
-                "rank per GPU. Start as many ranks as there are GPUs, or, to try things out, set "
-                "another NCCL_HOSTID for each rank (or from NCCL 2.30 on, "
-                "NCCL_MULTI_RANK_GPU_ENABLE=1)"
+                f"ranks {owner} and {rank} are on the same GPU, and NCCL takes one rank per GPU. "
+                "Start as many ranks as there are GPUs, or, to try things out, set another "
+                "NCCL_HOSTID for each rank (or from NCCL 2.30 on, NCCL_MULTI_RANK_GPU_ENABLE=1)"
             )
     return ""
 

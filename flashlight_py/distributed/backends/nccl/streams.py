@@ -142,11 +142,9 @@ class NcclWatchdog:
                     break
                 self.look()
         except Exception as error:
-            where = f"[watchdog] rank {self._communicator.rank} of {self._communicator.size}"
-            words = "without a watchdog nothing ends a wait for a rank that is gone"
-            self._communicator.fail(
-                DistributedError(f"{where}: {type(error).__name__}: {error}; {words}")
-            )
+            words = f"{type(error).__name__}: {error}; without a watchdog nothing ends a wait for a"
+            where = self._communicator.doing("watchdog")
+            self._communicator.fail(DistributedError(f"{where}: {words} rank that is gone"))
             raise
 
     def look(self, needs_all: bool = False) -> None:
@@ -169,8 +167,8 @@ class NcclWatchdog:
         if oldest is not None:
             # The event cannot end if CUDA itself has failed.
             status = self._runtime.eventQuery(oldest.event.ptr)
-            error = self._runtime.CUDARuntimeError
-            failure = "" if status in _NO_FAILURES else str(error(status))
+            is_failure = status not in _NO_FAILURES
+            failure = str(self._runtime.CUDARuntimeError(status)) if is_failure else ""
             if not oldest.landed:  # else the event serves another one by now
                 communicator.watch(oldest.verb, oldest.begun(self._flights.last_end), failure)
         elif blocks:
