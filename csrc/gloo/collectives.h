@@ -114,7 +114,7 @@ class Collectives {
   bool compare_call(uint32_t number);
   How how_of(int r, uint32_t number) const;
   void raise_news(const Call& call);
-  void raise_earlier();
+  void raise_earlier(std::optional<Differing::Call> found) const;
   size_t common_bytes(const Parts& give) const;
   void pass_on(Call& call, const void* data, const Parts& give, size_t bytes);
   void give_each(const void* data, const Parts& give);

@@ -138,7 +138,6 @@ class Collectives {
   bool compare_call(uint32_t number);
   bool all_call_the_same(uint32_t number) const;
   std::vector<fl_signature> calls(uint32_t number) const;
-  void raise_earlier(bool only_news);
   [[noreturn]] void raise_now();
   Seen seen_in(uint32_t number);
   bool is_placed(int rank, uint32_t number);
