@@ -402,9 +402,7 @@ std::vector<int> Collectives::not_arrived(const Call& call) {
 Parts Collectives::same_for_all(size_t bytes) const { return Parts(size_, Part{0, bytes}); }
 
 Parts Collectives::equal_sections(size_t bytes) const {
-  Parts parts(size_);
-  for (int r = 0; r < size_; ++r) parts[r] = {bytes * r, bytes};
-  return parts;
+  return in_a_row(size_, [&](int) { return bytes; });
 }
 
 void Collectives::barrier(Call& call) {

@@ -17,6 +17,24 @@ struct Part {
 };
 using Parts = std::vector<Part>;
 
+// One behind the other, each with as many bytes as `bytes(rank)` says.
+template <typename Bytes>
+Parts in_a_row(int ranks, Bytes bytes) {
+  Parts parts(ranks);
+  size_t begin = 0;
+  for (int r = 0; r < ranks; ++r) {
+    parts[r] = {begin, static_cast<size_t>(bytes(r))};
+    begin += parts[r].bytes;
+  }
+  return parts;
+}
+
+inline size_t longest(const Parts& parts) {
+  size_t bytes = 0;
+  for (const Part& part : parts) bytes = std::max(bytes, part.bytes);
+  return bytes;
+}
+
 // One operation as it runs.
 struct Call {
   const fl_signature& mine;
