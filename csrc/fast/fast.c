@@ -106,7 +106,7 @@ static PyObject *call_number(PyObject *self, PyObject *const *args, double secon
    that blocks may take. In the place of `op` an all_to_all may have `rows`, a
    list or a tuple, which no operation is, and a receive `partial`. In the place of `out` an all_reduce of
    a list has a number: see native_several. */
-static PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const Binding *binding = binding_of(self);
   if (binding == NULL) return NULL;
   if (count != MOST_ARGUMENTS - 1 && count != MOST_ARGUMENTS) {
@@ -121,19 +121,6 @@ static PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t c
   if (is_left) Py_RETURN_NOTIMPLEMENTED;
   const int is_number = args[7] == Py_False && plain_has_number(args);
   return is_number ? call_number(self, args, seconds) : call_arrays(self, args, seconds);
-}
-
-/* native_barrier(): None, or NotImplemented. */
-static PyObject *native_barrier(PyObject *self, PyObject *args) {
-  Binding *binding = binding_of(self);
-  (void)args;
-  const int is_left = binding == NULL ? -1 : is_left_to_python(binding);
-  if (is_left < 0) return NULL;
-  if (is_left) Py_RETURN_NOTIMPLEMENTED;
-  plain_call call;
-  plain_barrier(&call);
-  call.seconds = binding->seconds;
-  return run_collective(binding, Py_None, Py_None, &call);
 }
 
 /* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented, where a rank that is None is nobody;
@@ -198,7 +185,6 @@ static PyMethodDef functions[] = {
     {"native", FAST(native_call)},
     {"native_sendrecv", FAST(native_sendrecv)},
     {"native_object", FAST(native_object)},
-    {"native_barrier", native_barrier, METH_NOARGS, NULL},
 };
 
 static void free_binding(PyObject *capsule) {
@@ -245,7 +231,7 @@ static int parse(PyObject *args, Binding *b) {
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
    (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
    (first, dropped)):
-   (native, native_sendrecv, native_object, native_barrier). The group and the library's functions are addresses;
+   (native, native_sendrecv, native_object). The group and the library's functions are addresses;
    `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;
@@ -308,9 +294,11 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__fast(void) {
   import_array();
   if (!plain_names() || !binding_names() || !batch_names() || !object_names()) return NULL;
-  PyObject *module = PyModule_Create(&definition), *type = work_type();
-  if (module != NULL && type != NULL && PyModule_AddObject(module, "Started", type) == 0) return module;
-  Py_XDECREF(type);
-  Py_XDECREF(module);
-  return NULL;
+  PyObject *module = PyModule_Create(&definition), *const types[] = {work_type(), entry_type()};
+  for (int i = 0; i < 2; ++i) {
+    const int is_added = module && types[i] && PyModule_AddType(module, (PyTypeObject *)types[i]) == 0;
+    if (!is_added) Py_CLEAR(module);
+    Py_XDECREF(types[i]);
+  }
+  return module;
 }

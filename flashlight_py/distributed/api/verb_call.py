@@ -8,12 +8,15 @@ whose other end or tag is invalid belongs to no call: no rank is notified.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import (
@@ -38,10 +41,10 @@ from flashlight_py.distributed.calls.checks import (
 )
 from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, returned
 from flashlight_py.distributed.constants import Op, ReduceOp
-from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Then, Work
-from flashlight_py.errors import DistributedError, MismatchError
+from flashlight_py.errors import BackendUnavailableError, DistributedError, MismatchError
 from flashlight_py.tracebacks import words_of
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ Group: TypeAlias = "ProcessGroup | None"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def collective(
@@ -281,6 +285,51 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
     if array is not None and part is not array:
         array[...] = part
     return returned(given, part, array is not None)
+
+
+# What native code is given for arguments that are left out, and other names of its arguments.
+_GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
+_ALIASES = {"xs": "x", "partial": "op", "dst": "root", "src": "root"}
+
+_verb_type: Any = None
+with contextlib.suppress(BackendUnavailableError):  # then the first call warns
+    _verb_type = _native.load("fast").verb
+    # Pickled by name, and like the function as a method and in words.
+    _verb_type.__reduce__ = lambda entry: entry.__qualname__
+    _verb_type.__get__ = lambda entry, one, *kind: (
+        entry if one is None else entry.__wrapped__.__get__(one, *kind)
+    )
+    _verb_type.__repr__ = lambda entry: repr(entry.__wrapped__)
+
+
+def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
+    """Return a decorator for a public function, whose plain calls native code does as ``verb``.
+
+    The function does the other calls, and those with a value for one of the ``constants``, which
+    native code is given in place of the argument. See csrc/fast/entry.c.
+    """
+
+    def decorated(function: F) -> F:
+        if _verb_type is None:
+            return function
+        of_message = {"op": None, "scale": None} if verb.is_message else {}
+        given = {"verb": verb.code, **_GIVEN, **of_message, "group": None}
+        parameters = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            place, default = _ALIASES.get(name, name), parameter.default
+            if place in constants or place not in given:
+                place = "verb"  # only in Python
+            else:
+                given[place] = ... if default is parameter.empty else default
+            parameters.append((name, list(given).index(place), default))
+        values, positional = tuple((given | constants).values()), function.__code__.co_argcount
+        points = "barrier" if verb is BARRIER else "collective"
+        of_groups = points, world_fast, Membership
+        how = *of_groups, values, tuple(parameters), positional
+        entry = functools.update_wrapper(_verb_type(function, function.__name__, *how), function)
+        return cast("F", entry)
+
+    return decorated
 
 
 COLLECTIVE = None  # in place of a message

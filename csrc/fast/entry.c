@@ -1,0 +1,158 @@
+/* The public verbs: a plain call goes from here to native_call, any other one to the verb's function in Python.
+
+   CPython 3.11 takes 80 ns to begin a function in Python that has keyword-only arguments. */
+
+#include <stddef.h>
+#include <string.h>
+
+#include "verbs.h"
+
+#include <structmember.h>
+
+/* What the limited API has from Python 3.12 on. It is the same in the versions before, which do not change. */
+enum { HAVE_VECTORCALL = 1 << 11 };
+#define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
+typedef PyObject *(*vectorcall)(PyObject *self, PyObject *const *args, size_t count, PyObject *keywords);
+
+/* Places of what a call is given: those of native_call, and behind them the group. */
+enum { ONLY_IN_PYTHON, GROUP = 8, PLACES, MOST_PARAMETERS = 8 };
+
+/* A parameter. Of one that is ONLY_IN_PYTHON native code knows nothing but the default. */
+typedef struct {
+  PyObject *name, *fallback;
+  int place;
+} parameter;
+
+typedef struct {
+  PyObject_HEAD
+  PyObject *attributes, *references; /* __dict__ and __weakref__ */
+  vectorcall call;
+  PyObject *kept;           /* a tuple that has the objects below */
+  PyObject *function, *name;
+  PyObject *points, *world, *groups; /* a name, the EntryPoints of the world, and the class of groups */
+  PyObject *given[PLACES];  /* for arguments that are left out */
+  parameter parameters[MOST_PARAMETERS];
+  Py_ssize_t count, positional; /* parameters */
+} entry;
+
+static PyObject *name_fast;
+
+/* Put the arguments in their places; 0: the function must do the call, or says what is wrong with it. */
+static int read_arguments(const entry *one, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                          PyObject **given) {
+  const Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
+  memcpy(given, one->given, sizeof one->given);
+  if (count > one->positional) return 0;
+  for (Py_ssize_t i = 0; i < count + named; ++i) {
+    Py_ssize_t at = i;
+    if (i >= count) { /* names are compared by identity, as those in programs are interned */
+      PyObject *name = PyTuple_GetItem(keywords, i - count);
+      for (at = count; at < one->count && one->parameters[at].name != name;) ++at;
+      if (at == one->count) return 0;
+    }
+    const parameter *to = &one->parameters[at];
+    if (to->place == ONLY_IN_PYTHON && args[i] != to->fallback) return 0;
+    if (to->place != ONLY_IN_PYTHON) given[to->place] = args[i];
+  }
+  return 1;
+}
+
+/* The native_call of the group, a new reference; NULL where there is none, or with an exception. */
+static PyObject *native_of(const entry *one, PyObject *group) {
+  const int is_world = group == Py_None;
+  if (!is_world && !PyType_IsSubtype(Py_TYPE(group), (PyTypeObject *)one->groups)) return NULL;
+  PyObject *fast = is_world ? one->world : PyObject_GetAttr(group, name_fast);
+  PyObject *native = fast == NULL ? NULL : PyObject_GetAttr(fast, one->points);
+  if (!is_world) Py_XDECREF(fast);
+  const PyCFunction function = native != NULL && PyCFunction_CheckExact(native) ? PyCFunction_GetFunction(native) : NULL;
+  if (function != (PyCFunction)(void (*)(void))native_call) Py_CLEAR(native);
+  return native;
+}
+
+static PyObject *call_function(const entry *one, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+  const Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
+  PyObject *all = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
+  int is_good = all != NULL && options != NULL;
+  for (Py_ssize_t i = 0; is_good && i < count; ++i) {
+    Py_INCREF(args[i]);
+    is_good = PyTuple_SetItem(all, i, args[i]) == 0;
+  }
+  for (Py_ssize_t i = 0; is_good && i < named; ++i) {
+    is_good = PyDict_SetItem(options, PyTuple_GetItem(keywords, i), args[count + i]) == 0;
+  }
+  if (is_good) result = PyObject_Call(one->function, all, options);
+  Py_XDECREF(all);
+  Py_XDECREF(options);
+  return result;
+}
+
+static PyObject *call_entry(PyObject *self, PyObject *const *args, size_t flags, PyObject *keywords) {
+  const entry *one = (const entry *)self;
+  const Py_ssize_t count = (Py_ssize_t)(flags & ~ARGUMENTS_OFFSET);
+  PyObject *given[PLACES], *native = NULL, *result = Py_NotImplemented;
+  if (read_arguments(one, args, count, keywords, given)) native = native_of(one, given[GROUP]);
+  if (native != NULL) {
+    PyObject *const before = called_verb;
+    called_verb = one->name;
+    result = native_call(PyCFunction_GetSelf(native), given, GROUP);
+    called_verb = before;
+    Py_DECREF(native);
+    if (result != Py_NotImplemented) return result;
+    Py_DECREF(result);
+  }
+  return PyErr_Occurred() ? NULL : call_function(one, args, count, keywords);
+}
+
+static PyObject *call(PyObject *self, PyObject *args, PyObject *options) {
+  return PyObject_Call(((entry *)self)->function, args, options);
+}
+
+static void free_entry(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_ClearWeakRefs(self);
+  Py_CLEAR(((entry *)self)->attributes);
+  Py_CLEAR(((entry *)self)->kept);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+/* verb(function, name, name in EntryPoints, world, groups, given, ((name, place, default), ...), positional) */
+static PyObject *make_entry(PyTypeObject *type, PyObject *args, PyObject *options) {
+  (void)options;
+  entry *one = (entry *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  if (one == NULL) return NULL;
+  PyObject *given, *parameters, **g = one->given;
+  one->call = call_entry;
+  one->kept = args;
+  Py_INCREF(args);
+  int is_good = PyArg_ParseTuple(args, "OOOOO!O!O!n", &one->function, &one->name, &one->points, &one->world,
+                                 &PyType_Type, &one->groups, &PyTuple_Type, &given, &PyTuple_Type, &parameters,
+                                 &one->positional) &&
+                PyArg_ParseTuple(given, "OOOOOOOOO", g, g + 1, g + 2, g + 3, g + 4, g + 5, g + 6, g + 7, g + 8);
+  for (; is_good && one->count < PyTuple_Size(parameters); ++one->count) {
+    parameter *to = &one->parameters[one->count];
+    PyObject *each = PyTuple_GetItem(parameters, one->count);
+    is_good = one->count < MOST_PARAMETERS && PyArg_ParseTuple(each, "OiO", &to->name, &to->place, &to->fallback);
+  }
+  if (!is_good) Py_CLEAR(one);
+  return (PyObject *)one;
+}
+
+PyObject *entry_type(void) {
+  static PyMemberDef members[] = {
+      {"__dictoffset__", T_PYSSIZET, offsetof(entry, attributes), READONLY, NULL},
+      {"__weaklistoffset__", T_PYSSIZET, offsetof(entry, references), READONLY, NULL},
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(entry, call), READONLY, NULL},
+      {NULL, 0, 0, 0, NULL},
+  };
+  static PyGetSetDef attributes[] = {
+      {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+      {NULL, NULL, NULL, NULL, NULL},
+  };
+  static PyType_Slot slots[] = {{Py_tp_new, make_entry},   {Py_tp_dealloc, free_entry},  {Py_tp_call, call},
+                                {Py_tp_members, members}, {Py_tp_getset, attributes}, {0, NULL}};
+  static PyType_Spec spec = {"flashlight_py._native._fast.verb", sizeof(entry), 0,
+                             Py_TPFLAGS_DEFAULT | HAVE_VECTORCALL, slots};
+  name_fast = PyUnicode_InternFromString("fast");
+  return name_fast == NULL ? NULL : PyType_FromSpec(&spec);
+}
