@@ -161,14 +161,12 @@ def ranks_by_memory(store: Store) -> Sharing:
         host = host_identity()
         path = "" if file is None else file.path
         texts = store.exchange(json.dumps([host, domain, path, nonce, problem]).encode())
-        firsts, by_kernel = texts.derived(_by_place)
-        unreadable = {
-            rank: _why_unreadable(json.loads(texts[rank])[1:], domain)
-            for rank in by_kernel[_kernel(host)]
-        }
+        near = texts.derived(_by_kernel)[_kernel(host)]
+        offers = {rank: json.loads(texts[rank]) for rank in near}
+        unreadable = {rank: _why_unreadable(offer[1:], domain) for rank, offer in offers.items()}
         readable = (rank for rank, why in unreadable.items() if not why)
         first = store.rank if problem else next(readable, store.rank)
-        first_here = firsts[host, domain]
+        first_here = next(rank for rank in near if offers[rank][:2] == [host, domain])
         answer = [first, first_here, problem or unreadable[first_here]]
         answers = store.exchange(json.dumps(answer).encode())
     finally:
@@ -182,14 +180,11 @@ def _kernel(host: str) -> str:
     return host.partition(" ")[0]
 
 
-def _by_place(texts: Sequence[bytes]) -> tuple[dict[tuple[str, str], int], dict[str, list[int]]]:
-    """Return the first rank of each host and domain, and the ranks of each kernel."""
-    firsts: dict[tuple[str, str], int] = {}
+def _by_kernel(texts: Sequence[bytes]) -> dict[str, list[int]]:
     by_kernel: dict[str, list[int]] = {}
-    for rank, (host, domain, *_) in enumerate(map(json.loads, texts)):
-        firsts.setdefault((host, domain), rank)
+    for rank, (host, *_) in enumerate(map(json.loads, texts)):
         by_kernel.setdefault(_kernel(host), []).append(rank)
-    return firsts, by_kernel
+    return by_kernel
 
 
 def _why_unreadable(offer: Sequence[str], own_domain: str) -> str:
