@@ -98,14 +98,10 @@ def exchange_process_info(store: Store, checks: bool) -> None:
 
 
 def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
-    known = dict[str, str]()  # of many ranks: words that are equal are kept once
-    processes, spaces, hosts, without = list[str](), list[str](), list[str](), list[int]()
-    for rank, (process, space, host, checks) in enumerate(map(json.loads, texts)):
-        processes.append(process)
-        spaces.append(known.setdefault(space, space))
-        hosts.append(known.setdefault(host, host))
-        if not checks:
-            without.append(rank)
+    known = dict[Any, Any]()  # of many ranks: words that are equal are kept once
+    rows = ([known.setdefault(each, each) for each in json.loads(text)] for text in texts)
+    processes, spaces, hosts, checks = zip(*rows, strict=True)
+    without = [rank for rank, compares in enumerate(checks) if not compares]
     return processes, spaces, hosts, needs_names(spaces), without
 
 
@@ -128,11 +124,12 @@ class Sharing(NamedTuple):
         by_leader: dict[int, list[int]] = {}
         for rank, (leader, _, _) in enumerate(answers):
             by_leader.setdefault(leader, []).append(rank)
-        apart = ""
-        for rank, (leader, first, why) in enumerate(answers):
-            if leader != answers[first][0]:
-                apart = f"rank {rank} shares no memory with rank {first} of its host: {why}"
-                break
+        reasons = (
+            f"rank {rank} shares no memory with rank {first} of its host: {why}"
+            for rank, (leader, first, why) in enumerate(answers)
+            if leader != answers[first][0]
+        )
+        apart = next(reasons, "")
         groups = [by_leader[leader] for leader in sorted(by_leader)]
         numbers = {rank: number for number, group in enumerate(groups) for rank in group}
         of = [numbers[rank] for rank in range(len(numbers))]
