@@ -5,7 +5,6 @@ Ranks are groups of the native library in one process, whose connections a test 
 
 from __future__ import annotations
 
-import resource
 import shutil
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER
 from flashlight_py.errors import BackendUnavailableError
 from tests.distributed.harness import run_ranks
+from tests.distributed.processes import descriptors_below
 from tests.distributed.threads import on_threads
 
 HERE = "127.0.0.1"
@@ -199,12 +199,8 @@ def each_a_host(rank: int) -> dict[str, str]:
 
 def leave_without_descriptors(rank: int, size: int) -> None:
     fl.barrier()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
+    with descriptors_below(3):
         fl.distributed_shutdown()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_process_that_has_no_descriptors_left_leaves_in_order() -> None:

@@ -1,12 +1,9 @@
 """Every way to start, with real launchers and by hand."""
 
 import os
-import resource
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +12,12 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.failures import flight_record
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
 from tests.distributed import jobs
 from tests.distributed.harness import mpirun_command, run_ranks
 from tests.distributed.jobs import free_port
+from tests.distributed.processes import descriptors_below, held
 
 MAIN = Path(__file__).with_name("start_main.py")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_LOCAL", "SLURM_")
@@ -118,21 +115,10 @@ def error_of(process: subprocess.Popen[str]) -> str:
     return errors
 
 
-def held() -> tuple[int, int, Any, bool]:
-    """Descriptors, threads, the hook of exceptions, and whether SIGUSR1 is handled: a world's."""
-    descriptors = len(os.listdir("/proc/self/fd"))
-    handles = flight_record._handler(signal.SIGUSR1) > signal.SIG_IGN
-    return descriptors, threading.active_count(), sys.excepthook, handles
-
-
 def start_watching_without_descriptors(*args: Any) -> None:
     """Watch the world, at a moment when the process may open no more files."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
+    with descriptors_below(0):
         watch(*args)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 watch = initialize._watch
