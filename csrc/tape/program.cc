@@ -27,8 +27,7 @@ Owned array_of(PyObject* object, Argument::Kind kind) {
   return array != nullptr && PyArray_CheckExact(array.get()) ? std::move(array) : nullptr;
 }
 
-// What is compared of an array's flags.
-constexpr int FLAGS = NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
+constexpr int FLAGS = NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;  // those that are compared
 
 }  // namespace
 

@@ -43,13 +43,12 @@ class Piece:
 
 @dataclass(eq=False, slots=True)
 class Operand:
-    """An array, its ``form``, and the piece of memory in which it lies between two addresses."""
+    """An array, and the piece of memory in which it lies between two addresses."""
 
     array: Array
     piece: Piece
     low: int
     high: int
-    form: Any
     entry: int = -1  # of the program's table, once it has one
 
     def meets(self, other: Operand) -> bool:
@@ -59,25 +58,11 @@ class Operand:
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """A note with its operands, the written ones first; equal forms differ in memory alone."""
+    """A note with its operands, the written ones first."""
 
     note: Note
     operands: list[Operand]
     written: list[Operand]
-    form: tuple[Any, ...]
-
-
-def _form(value: Any) -> Any:
-    """Return what a note does with an argument: something else each time where that is open."""
-    if type(value) is np.ndarray:
-        return value.shape, value.strides, value.dtype
-    if type(value) is tuple:
-        return tuple(map(_form, value))
-    if isinstance(value, (np.dtype, type)):
-        return value
-    if isinstance(value, (float, np.number, np.bool_)):
-        return type(value), np.asarray(value).tobytes()  # as 0.0 is not -0.0
-    return (type(value), value) if isinstance(value, (int, str, type(None))) else object()
 
 
 class Memory:
@@ -117,24 +102,15 @@ class Memory:
             low, high = bounds(array)
             piece = self._pieces[bisect_right(self._starts, low) - 1]
             piece = piece if low < piece.high else self.elsewhere
-            found = self._operands[id(array)] = Operand(array, piece, low, high, _form(array))
+            found = self._operands[id(array)] = Operand(array, piece, low, high)
         return found
 
     def use(self, note: Note) -> Use:
         """Return a note with its operands."""
-        known, made, changed, args = self._operands.get, note.made, note.changed, note.args
-        operands: list[Operand] = []
-        form = [note.function, len(made), len(args), *note.options]
-        for value in (*made, *changed, *args, *note.options.values(), note.required):
-            if type(value) is np.ndarray:
-                operands.append(known(id(value)) or self.of(value))
-                form.append(operands[-1].form)
-            elif value is None:
-                form.append(value)
-            else:
-                operands += map(self.of, arrays_in(value))
-                form.append(_form(value))
-        return Use(note, operands, operands[: len(made) + len(changed)], tuple(form))
+        made, changed = note.made, note.changed
+        values = *made, *changed, *note.args, *note.options.values(), note.required
+        operands = list(map(self.of, arrays_in(values)))
+        return Use(note, operands, operands[: len(made) + len(changed)])
 
 
 # Which notes ------------------------------------------------------------------------------------

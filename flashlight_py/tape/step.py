@@ -45,8 +45,7 @@ _CHECKED = 3  # replays, with check=True
 
 _tape = _native.load("tape")
 _slots = ("data", "grad", "node", "hook", "buffer", "placement", "changed", "_calc_grad")
-_tape.use_slots(Variable, tuple(map(Leaf.__dict__.get, _slots)))
-_tape.use_structure(_tape.address(count))
+_tape.use_variables(Variable, tuple(map(Leaf.__dict__.get, _slots)), _tape.address(count))
 # One recording at a time in all: meanwhile something stands for the arrays of its state.
 _recording = threading.Lock()
 _ARE_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -61,7 +60,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         functools.update_wrapper(self, step, updated=())
         self.check, self._state = check, state
         self._name = getattr(step, "__qualname__", "step")
-        self.slow, self.left = self._run, self._run_eagerly
+        self.slow, self.left, self.programs = self._run, self._run_eagerly, list[Any]()
         self.reason = ""  # why it stays eager; empty: it does not
         self._tries = self._anew = 0
         self._constants: list[Any] = []  # of the last recordings

@@ -352,7 +352,6 @@ def test_sums_stay_calls_if_numpy_adds_in_an_unknown_order(monkeypatch: pytest.M
     monkeypatch.setattr(lowering, "np", SimpleNamespace(**{**vars(np), **fake}))
     probe = functools.cache(lowering._longest_sum.__wrapped__)
     monkeypatch.setattr(lowering, "_longest_sum", probe)
-    monkeypatch.setattr(lowering, "_plans", {})
     groups = list[Any]()
     lowered = lambda *args: groups.extend(lowering.lowered(*args)) or groups  # noqa: E731
     monkeypatch.setattr(program, "lowered", lowered)
