@@ -18,7 +18,7 @@ import numpy as np
 from flashlight_py import _native, libraries
 from flashlight_py.autograd.native import Kernel
 from flashlight_py.tape.arrays import Array
-from flashlight_py.tape.operands import Memory, Operand, Use
+from flashlight_py.tape.operands import Memory, Operand
 from flashlight_py.tape.recording import Note, address_of, arrays_in, user_frame
 
 Shape = tuple[int, ...]
@@ -106,41 +106,40 @@ class Loops:
         ]
 
 
-Group = Loops | Instruction | Use  # what becomes one instruction; of a note: a call
+Group = Loops | Instruction | Note  # what becomes one instruction; of a note: a call
 
 
-def lowered(uses: Sequence[Use], memory: Memory) -> list[Group]:
+def lowered(notes: Sequence[Note], memory: Memory) -> list[Group]:
     """Return what does the same as notes, and may need more of ``memory``."""
     groups: list[Group] = []
-    for use in uses:
-        for new in _instructions(use, memory):
+    for note in notes:
+        for new in _instructions(note, memory):
             last = groups[-1] if groups else None
             if not (isinstance(last, Loops) and isinstance(new, Loops) and last.take(new)):
                 groups.append(new)
     return groups
 
 
-def _instructions(use: Use, memory: Memory) -> Sequence[Group]:
-    note = use.note
+def _instructions(note: Note, memory: Memory) -> Sequence[Group]:
     if note.required is not None:
-        return [Instruction(("require",), use.operands[-1:])]
+        return [Instruction(("require",), note.operands[-1:])]
     if type(note.function) is Kernel:
         _, sizes, numbers, *given = note.args
         are_given = (*(True for _ in note.made), *(each is not None for each in given))
-        work = sum(each.array.size for each in use.operands)
+        work = sum(each.array.size for each in note.operands)
         begin = "native", note.function.address, work, sizes, numbers, are_given
-        return [Instruction(begin, use.operands)]
+        return [Instruction(begin, note.operands)]
     rule = _RULES.get(note.function)
     if rule is None and type(note.function) is np.ufunc:
         rule = _Rules.elementwise
     elif rule is None and type(getattr(note.function, "__self__", None)) is np.ufunc:
         rule = _Rules.reduction if note.function.__name__ == "reduce" else None
     if rule is None or note.effect or (note.made and note.changed):
-        return [use]
+        return [note]
     try:
         rule(rules := _Rules(memory), note)
     except (TypeError, ValueError):  # of need() and resolve_dtypes()
-        return [use]
+        return [note]
     return rules.groups
 
 
