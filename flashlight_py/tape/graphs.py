@@ -26,13 +26,7 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed import Work
-from flashlight_py.distributed.internal import (
-    ALL_REDUCE,
-    SCATTER,
-    Call,
-    Membership,
-    graph_launcher,
-)
+from flashlight_py.distributed.internal import ALL_REDUCE, SCATTER, Call, Membership, graph_launcher
 from flashlight_py.errors import DistributedError, GroupClosedError
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer

@@ -14,14 +14,7 @@ from flashlight_py.autograd.graph import Node
 from flashlight_py.tape.arena import Arena
 from flashlight_py.tape.arrays import KINDS, Array, Number, Recorded, RecordedScalar, leaves, mapped
 from flashlight_py.tape.lowering import Group, Instruction, Loops, lowered
-from flashlight_py.tape.operands import (
-    CannotCapture,
-    Memory,
-    Operand,
-    Piece,
-    hoisted,
-    may_raise,
-)
+from flashlight_py.tape.operands import CannotCapture, Memory, Operand, Piece, hoisted, may_raise
 from flashlight_py.tape.recording import Note, address_of, array_at, arrays_in, bounds, merged
 
 # Kinds of arguments in csrc/tape/program.h.
