@@ -79,10 +79,10 @@ def save(
 ) -> Path:  # fmt: skip
     """Write a checkpoint into the directory ``path``; keep the newest ``keep`` of them.
 
-    Collective, blocking. Rank 0 alone writes, and its module, optimizer, sampler, schedule and
-    extra are saved: on the other ranks they are the same in data-parallel training. Random numbers
-    are saved of every rank. When this returns, on any rank, the checkpoint is on the disk of rank
-    0; if the machine stops before, the earlier ones are still there, and whole.
+    Collective, blocking. Rank 0 writes its own module, optimizer, sampler, schedule and extra: in
+    data-parallel training they are the same on all ranks. The random state is saved for every
+    rank. When this function returns on any rank, the checkpoint is on the disk of rank 0. If the
+    machine stops earlier, the earlier checkpoints are still complete.
 
     A checkpoint is a directory ``<number>-step-<step>`` with ``state.safetensors``, which other
     tools can read, and ``manifest.json``, with lengths and digests. It gets its name by a rename

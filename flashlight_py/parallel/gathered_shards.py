@@ -27,12 +27,11 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, in_backward
 from flashlight_py.device import Array, array_module, device_of, is_cupy, is_floating, to_device
-from flashlight_py.distributed import ProcessGroup, Work
+from flashlight_py.distributed import InlineReducer, ProcessGroup, Work
 from flashlight_py.distributed.internal import group_or_world
 from flashlight_py.nn import Module
-from flashlight_py.optim.optimizer import Placement
-from flashlight_py.parallel.gradient_pass import Unit, release, used_on_any_rank
-from flashlight_py.parallel.sharder import Sharder
+from flashlight_py.optim.optimizer import Placement, Shards
+from flashlight_py.parallel.gradient_pass import GradientPass, Unit, release, used_on_any_rank
 from flashlight_py.parallel.synchronize import give_state
 
 # Parts begin at multiples of so many elements: 64 bytes of float32.
@@ -284,7 +283,7 @@ class PartedVariable(Variable):
         return f"Variable(sharded, shape={self.shape}, dtype={self.dtype})"
 
 
-class GatheringSharder(Sharder[Flat]):
+class GatheringSharder(Shards, GradientPass[Flat]):
     """When flats are gathered and let go of, and when their gradients are reduced.
 
     At most two flats are gathered at a time: the one that was read last, and the one that was read
@@ -297,8 +296,11 @@ class GatheringSharder(Sharder[Flat]):
         "without data has no part; give every rank the same number of batches"
     )
 
+    group: ProcessGroup
+
     def __init__(self, group: ProcessGroup, flats: Iterator[Flat]) -> None:
-        super().__init__(group, map(self._take, flats))
+        self.group = group
+        super().__init__(InlineReducer(1.0, group=group), map(self._take, flats))
         self._here: set[Flat] = set()  # gathered, or on their way
         self._read: tuple[bool, Flat] | None = None  # last; whether in a backward pass
         self._next: dict[tuple[bool, Flat], Flat] = {}

@@ -27,27 +27,12 @@ from flashlight_py.errors import DistributedError
 from flashlight_py.optim.cpu import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, Shards
 from flashlight_py.parallel.failing import fail
-from flashlight_py.parallel.gradient_pass import (
-    AnyUnit,
-    GradientPass,
-    used_on_any_rank,
-    weigh_in_place,
-)
+from flashlight_py.parallel.gradient_pass import GradientPass, used_on_any_rank, weigh_in_place
 from flashlight_py.parallel.shard_memory import FROZEN, HostMemory, HostUnit
 from flashlight_py.structure import as_one
 
 # A gradient, or the two matrices whose product it is.
 Given: TypeAlias = "Array | tuple[Array, Array]"
-
-
-class Sharder(Shards, GradientPass[AnyUnit]):
-    """The pass of a module whose parameters ``group`` has in common, and what they share."""
-
-    group: ProcessGroup
-
-    def __init__(self, group: ProcessGroup, units: Iterable[AnyUnit]) -> None:
-        super().__init__(InlineReducer(1.0, group=group), units)
-        self.group = group
 
 
 class HostPlace(Placement, GradSink):
@@ -139,18 +124,19 @@ class HostPlace(Placement, GradSink):
         return product
 
 
-class HostSharder(Sharder[HostUnit]):
+class HostSharder(Shards, GradientPass[HostUnit]):
     """Sends units in order, as hooks complete them, into memory that the ranks of a host map.
 
     ``params``: in the order in which their gradients are sent.
     """
 
+    group: ProcessGroup
     is_shared = True
 
     def __init__(self, params: Sequence[Variable], group: ProcessGroup, across_hosts: bool) -> None:
-        self.memory = HostMemory(group, params, across_hosts)
+        self.group, self.memory = group, HostMemory(group, params, across_hosts)
         sent = [unit for unit in self.memory.units if not unit.name.endswith(FROZEN)]
-        super().__init__(group, sent)
+        super().__init__(InlineReducer(1.0, group=group), sent)
         for unit in self.memory.units:
             unit.places = [HostPlace(self, unit, number) for number in range(len(unit.params))]
         self._states: dict[tuple[str, str, int], Array] = {}

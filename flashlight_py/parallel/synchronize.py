@@ -27,6 +27,7 @@ from flashlight_py.parallel.agreement import (
 )
 from flashlight_py.parallel.tree import (
     Plan,
+    TreeBuffers,
     decode_numbers,
     encode_numbers,
     kinds_by_path,
@@ -209,10 +210,10 @@ class PeriodicAveraging(Structured):
         self._steps = whole_number("PeriodicAveraging", "steps", state["steps"])
 
 
-# Modules give buffers before each forward pass. A plan of arrays of at most so many bytes is kept,
-# with a buffer as large.
-_KEPT_BYTES = 1 << 20
+# Of modules, which give their buffers before each forward pass. Plans of other trees are not kept:
+# to see that none of their arrays has changed would take as long as to walk through them.
 _plans: weakref.WeakKeyDictionary[Module, Plan] = weakref.WeakKeyDictionary()
+_KEPT_BYTES, _MOST_KEPT = 1 << 20, 16
 
 
 @as_one
@@ -286,8 +287,8 @@ def synchronize_for(
             # unpacking what arrived last.
             if members.rank == root:
                 encoded = encode_numbers(numbers)
-                packed = plan.buffers(len(encoded))
-                packed.pack(encoded)
+                packed = _buffers_for(plan, len(encoded))
+                packed.pack(plan, encoded)
         except Exception as found:  # noqa: BLE001 - whatever it is, all ranks raise it
             error = found
         facts = error is not None, len(encoded)
@@ -304,13 +305,26 @@ def synchronize_for(
     else:
         raise MismatchError(f"{where}: {_what_differs(noun, tree, root, members)}")
     with refusing(members, verb, how="failed"):
-        buffers = packed or plan.buffers(number_bytes)
+        buffers = packed or _buffers_for(plan, number_bytes)
     for buffer in buffers.used:
         broadcast(buffer, root, group=members)
-    if members.rank == root:
-        return tree
-    changed: SomeTree = put_numbers(plan, decode_numbers(numbers, buffers.unpack()))
-    return changed
+    if members.rank != root:
+        tree = put_numbers(plan, decode_numbers(numbers, buffers.unpack(plan)))
+    if not plan.gpu_arrays and sum(buffer.nbytes for buffer in buffers.used) <= _KEPT_BYTES:
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        _kept[plan.description, number_bytes] = buffers
+    return tree
+
+
+# To make buffers for many small arrays takes as long as to walk through the tree. They depend on
+# its description alone, so nothing keeps its arrays, and they serve also after these have changed.
+_kept: dict[tuple[bytes, int], TreeBuffers] = {}
+
+
+def _buffers_for(plan: Plan, number_bytes: int) -> TreeBuffers:
+    """Return buffers for ``plan``, which no other thread gets until they are kept again."""
+    return _kept.pop((plan.description, number_bytes), None) or TreeBuffers(plan, number_bytes)
 
 
 def _what_differs(noun: str, tree: object, root: int, members: ProcessGroup) -> str:

@@ -40,7 +40,6 @@ from flashlight_py.parallel.optimizer import DistributedOptimizer
 NOTHING = "no array or number"
 
 _ALIGNMENT = 16  # bytes
-_SHARING = ("__dlpack__", "__cuda_array_interface__")  # arrays of other libraries
 _NUMBERS = {kind: kind.__name__ for kind in (bool, int, float, complex)}
 
 Facts: TypeAlias = "list[tuple[Any, ...]]"
@@ -49,7 +48,10 @@ Entry: TypeAlias = "tuple[int, Any, Any]"
 
 
 class Plan:
-    """What a tree consists of, in the order of the walk; the first node is a list around it."""
+    """What a tree consists of, in the order of the walk: arrays with any bytes, numbers, nodes.
+
+    The first node is a list around the tree.
+    """
 
     def __init__(self, tree: object) -> None:
         self.facts: Facts = []
@@ -57,18 +59,11 @@ class Plan:
         self.gpu_arrays: list[Array] = []
         self.numbers: list[Entry] = []
         self.nodes: list[Entry] = [(-1, 0, [tree])]
-        self._buffers: TreeBuffers | None = None
 
     @functools.cached_property
     def description(self) -> bytes:
         """Bytes that are equal where the facts are."""
         return marshal.dumps(self.facts, 2)  # without references, in a fifth of the time of JSON
-
-    def buffers(self, number_bytes: int) -> TreeBuffers:
-        """Return buffers for the arrays and encoded numbers; the same ones for as many bytes."""
-        if self._buffers is None or self._buffers.number_bytes != number_bytes:
-            self._buffers = TreeBuffers(self, number_bytes)
-        return self._buffers
 
     def is_of(self, arrays: Mapping[str, Any]) -> bool:
         """Return whether this is the plan of a dict of different arrays of NumPy."""
@@ -121,7 +116,8 @@ class _Walk:
                         dtype = _dtype_of(value)
                         if not self._is_met(name, value):
                             facts.append((name, dtype, value.shape))
-                            arrays.append(value)
+                            if value.nbytes:
+                                arrays.append(value)
                     elif kind in _NUMBERS:
                         facts.append((name, _NUMBERS[kind]))
                         numbers.append((node, key, value))
@@ -169,7 +165,8 @@ class _Walk:
         elif not self._is_met(name, value):
             on_gpu = is_cupy(found)
             plan.facts.append((name, "GPU " * on_gpu + dtype_text(found.dtype), found.shape))
-            (plan.gpu_arrays if on_gpu else plan.arrays).append(found)
+            if found.nbytes:
+                (plan.gpu_arrays if on_gpu else plan.arrays).append(found)
         return False
 
     def _refuse_cycle(self, value: object, node: int) -> None:
@@ -235,13 +232,17 @@ def look(value: Any) -> str | Array | Parts | None:
     if isinstance(value, np.generic):
         return None if isinstance(value, np.flexible) else f"NumPy {dtype_text(value.dtype)}"
     parts = _parts(value)
-    shares = any(hasattr(type(value), name) for name in _SHARING)
-    if parts or not (shares or isinstance(value, stdlib_array.array)):
+    if parts or not (isinstance(value, stdlib_array.array) or _shares_memory(value)):
         return parts
     found = as_array("synchronize", value)  # the memory of another library's array
     if not is_cupy(found):
         _dtype_of(found)
     return found
+
+
+def _shares_memory(value: object) -> bool:
+    """Return whether ``value`` is an array of another library."""
+    return any(hasattr(type(value), name) for name in ("__dlpack__", "__cuda_array_interface__"))
 
 
 def is_immutable(value: object) -> bool:
@@ -350,14 +351,13 @@ def key_text(value: object) -> str:
 
 
 class TreeBuffers:
-    """Buffers for the arrays of a plan and ``number_bytes`` of encoded numbers.
+    """Buffers for the arrays of plans of one description, and ``number_bytes`` of encoded numbers.
 
     Arrays are stored one after the other in native byte order, each at a multiple of 16 bytes.
     ``used`` are the buffers that have any bytes, uint8, in an order that all ranks share.
     """
 
     def __init__(self, plan: Plan, number_bytes: int) -> None:
-        self.number_bytes = number_bytes
         library = array_module(plan.gpu_arrays[0]) if plan.gpu_arrays else np
         array_bytes = sum(map(_room, plan.arrays))
         host: Array = np.empty(array_bytes + number_bytes, np.uint8)
@@ -366,15 +366,15 @@ class TreeBuffers:
         self._numbers = host[array_bytes:]
         self.used = [buffer for buffer in (host, gpu) if buffer.size]
 
-    def pack(self, numbers: bytes) -> None:
+    def pack(self, plan: Plan, numbers: bytes) -> None:
         """Copy the plan's arrays, of any layout, and ``numbers`` into the buffers."""
-        for array, place in self._places:
+        for array, place in zip(plan.arrays + plan.gpu_arrays, self._places, strict=True):
             place[...] = array
         self._numbers[...] = np.frombuffer(numbers, np.uint8)
 
-    def unpack(self) -> bytes:
+    def unpack(self, plan: Plan) -> bytes:
         """Copy the buffers into the plan's arrays; return the encoded numbers."""
-        for array, place in self._places:
+        for array, place in zip(plan.arrays + plan.gpu_arrays, self._places, strict=True):
             array[...] = place
         return self._numbers.tobytes()
 
@@ -384,17 +384,15 @@ def _room(array: Array) -> int:
     return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _places(arrays: Iterable[Array], buffer: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield each array that has bytes, and an array of its shape in ``buffer``."""
+def _places(arrays: Iterable[Array], buffer: Array) -> Iterator[Array]:
+    """Yield for each array one of its shape in ``buffer``."""
     start = 0
     for array in arrays:
         dtype = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
-        if not array.nbytes:
-            continue
         if type(buffer) is np.ndarray:
-            yield array, np.ndarray(array.shape, dtype, buffer, start)
+            yield np.ndarray(array.shape, dtype, buffer, start)
         else:
-            yield array, buffer[start : start + array.nbytes].view(dtype).reshape(array.shape)
+            yield buffer[start : start + array.nbytes].view(dtype).reshape(array.shape)
         start += _room(array)
 
 

@@ -165,8 +165,8 @@ class WorkerShare:
     ) -> Answer:
         """Return an answer with the arrays' places, None for the gradient of a parameter.
 
-        ``module`` is None if it has not changed, ``places`` is None if this worker has no rows.
-        The parent still has the graphs whose numbers are ``kept``.
+        ``module`` is None if it has not changed, ``places`` if this worker has no rows. The parent
+        still has the graphs ``kept``.
         """
         self._module = module or self._module
         self._graphs = {each: self._graphs[each] for each in kept if each in self._graphs}
@@ -311,29 +311,26 @@ class Team:
         self._answers: list[Any] = []  # to the last request
         self._is_waiting = False
         end_dropped()
-        self.held = _held[weakref.ref(self, _dropped.append)] = TeamResources()
-        self._workers = self.held.workers
-        with self.held:
-            self._start(count, cores)
-
-    def _start(self, count: int, cores: int) -> None:
-        self.held.memories.extend(WorkerMemory() for _ in range(count + 1))
-        model, *self._boxes = self.held.memories
-        size = len(self._params)
-        places = model.put([param.data for param in self._params] * (count + 1))
-        # The parameters, and for each worker the gradients.
-        sets = [places[size * k : size * (k + 1)] for k in range(count + 1)]
-        self._views, *self._grads = map(model.views, sets)
-        self.holds(self._params)
+        self.held = held = _held[weakref.ref(self, _dropped.append)] = TeamResources()
+        self._workers = held.workers
         variables = thread_variables(os.environ, count + 1, cores)
-        for number, box in enumerate(self._boxes, 1):
-            name, fds = (WHAT, number, count + 1), (model.fd, box.fd)
-            # A notebook's own object is in the place of stdout: a process would not print to it.
-            args = sys.stdout is not sys.__stdout__, number, fds, sets[0], sets[number]
-            self._workers.append(Worker(name, WorkerShare, args, fds, variables))
-        for worker in self._workers:
-            worker.wait_for_start()
-        self.held.limited += blas.limit_each(max(1, cores // (count + 1)))
+        with held:
+            held.memories.extend(WorkerMemory() for _ in range(count + 1))
+            model, *self._boxes = held.memories
+            size = len(self._params)
+            places = model.put([param.data for param in self._params] * (count + 1))
+            # The parameters, and for each worker the gradients.
+            sets = [places[size * k : size * (k + 1)] for k in range(count + 1)]
+            self._views, *self._grads = map(model.views, sets)
+            self.holds(self._params)
+            for number, box in enumerate(self._boxes, 1):
+                name, fds = (WHAT, number, count + 1), (model.fd, box.fd)
+                # A notebook's own object is in the place of stdout: processes print past it.
+                args = sys.stdout is not sys.__stdout__, number, fds, sets[0], sets[number]
+                held.workers.append(Worker(name, WorkerShare, args, fds, variables))
+            for worker in held.workers:
+                worker.wait_for_start()
+            held.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
         """Return whether workers map these parameters; a new array of the same kind is copied."""
@@ -379,7 +376,7 @@ class Team:
 
         Raises:
             RankFailedError: a worker raised, which is the error's cause, or was killed.
-            RuntimeError: the workers have ended since.
+            RuntimeError: as ``ask``.
         """
         self._receive()
         errors = [answer for answer in answers if isinstance(answer, RankFailedError)]
@@ -424,26 +421,25 @@ class DataParallel(Module):
 
     ``model = fl.DataParallel(model)`` is the only change: ``model(x)`` returns one Variable of all
     rows, and ``backward()`` computes in every ``param.grad`` what one process would have computed,
-    to rounding, and the same bits each time. Optimizers, clipping, schedules and checkpoints work
-    with the wrapped module, whose parameters and names in ``state_dict()`` stay the same. Neither
-    a launcher nor ``distributed_init`` is needed; in a world each rank has its own workers.
+    to rounding, and the same bits each time. Optimizers and checkpoints work with the wrapped
+    module, whose parameters and names in ``state_dict()`` stay the same. Neither a launcher nor
+    ``distributed_init`` is needed; in a world each rank has its own workers.
 
-    This process computes the first share, and workers compute the others. The first call starts the
-    workers, which are fresh interpreters like the ranks of :func:`flashlight_py.spawn`. So a script
-    makes that call under ``if __name__ == "__main__":``. All processes map the parameters and
-    gradients; the other parts of the module (modes, ratios, buffers) are sent if they have changed.
-    Each share has its own random numbers, from this process's seed. Changes of the module by a
-    forward pass, such as running statistics, are those of the first share.
+    This process computes the first share, and workers compute the others. The first call starts
+    them, as fresh interpreters like the ranks of :func:`flashlight_py.spawn`, so a script makes it
+    under ``if __name__ == "__main__":``. All processes map the parameters and gradients; the rest
+    of the module (modes, ratios, buffers) is sent if it has changed. Each share has its own random
+    numbers, from this process's seed. Changes of the module by a forward pass, such as running
+    statistics, are those of the first share.
 
-    Inputs are NumPy arrays and Variables, also inside tuples, lists, dicts and objects that can be
-    pickled, with the batch as their first dimension and any dtype but object. Other values are sent
-    to every share. Shares differ by one row at most, and a small batch leaves processes idle.
-    Results are joined along their first dimension, in order; values that are neither arrays nor
-    Variables are taken from the first share.
+    Inputs are NumPy arrays and Variables of any dtype but object, also inside of objects that can
+    be pickled, with the batch as their first dimension; other values are sent to every share.
+    Shares differ by one row at most, and a small batch leaves processes idle. Results are joined
+    along their first dimension; other values are those of the first share.
 
-    A call starts new workers if they have ended. If this is dropped and not closed, the next use of
-    another one ends its workers. No process and no memory remains when this process ends, also by
-    ``kill -9``. Use it from one thread at a time.
+    A call starts new workers if they have ended. The workers of a wrapper that is dropped and not
+    closed end at the next use of another one. No process and no memory remains when this process
+    ends, also by ``kill -9``. Use it from one thread at a time.
 
     Args:
         module: computed on the CPU, can be pickled (in a notebook by cloudpickle).

@@ -91,14 +91,14 @@ def _of_torch(cls: type[Any]) -> type[Any]:
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and not name.startswith("_"):
             setattr(cls, name, _in_torchs_terms(method, name))
-    cls.allreduce = _the_short_way(cls.allreduce)
+    cls.allreduce = _with_fast_path(cls.allreduce)
     for old, name in _OLD_NAMES.items():
         method = vars(cls)[name].__wrapped__
         setattr(cls, old, _in_torchs_terms(method, old))
     return cls
 
 
-def _the_short_way(method: Method) -> Method:
+def _with_fast_path(method: Method) -> Method:
     """Return ``method``, allreduce, which does plain blocking calls in half of the time."""
 
     def allreduce(

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashlight_py as fl
+from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_ranks
 
 BOUND = st.none() | st.integers(-15, 15)
@@ -83,16 +84,12 @@ def test_without_a_world_everything_is_ours() -> None:
     assert list(fl.DistributedDataContainer([1, 2, 3])) == [1, 2, 3]
 
 
-def total(rank: int, size: int) -> tuple[int, int]:
+@on_ranks(("shm", 2), ("shm", 3))
+def test_the_world_decides_by_default(rank: int, size: int) -> None:
     part = fl.DistributedDataContainer(range(10))
+    assert len(part) == {2: [5, 5], 3: [4, 3, 3]}[size][rank]
     whole = fl.all_reduce(np.array([len(part), sum(part)]))
     assert whole.tolist() == [10, 45]
-    return len(part), sum(part)
-
-
-@pytest.mark.parametrize(("size", "lengths"), [(2, [5, 5]), (3, [4, 3, 3])])
-def test_the_world_decides_by_default(pool: Any, size: int, lengths: list[int]) -> None:
-    assert [length for length, _ in pool(size).run(total)] == lengths
 
 
 def make_before_init(rank: int, size: int, path: str) -> None:

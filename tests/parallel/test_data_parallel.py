@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed.conformance import on_ranks
 
 STEPS, BATCH = 12, 12
 
@@ -52,18 +53,15 @@ def train(rank: int, size: int, kind: str) -> list[Any]:
     return parameters(model)
 
 
-def reduce_in_a_buffer(rank: int, size: int) -> list[float]:
+@on_ranks(("shm", 2))
+def test_a_reducer_sums_in_the_buffer_of_the_user(rank: int, size: int) -> None:
     layer, own = fl.nn.Linear(1, 2), np.zeros((2, 1), np.float32)
     fl.broadcast_parameters(layer)
     layer.weight.grad_buffer = own
     fl.distribute_module_grads(layer, reducer=fl.InlineReducer(1.0))
     layer(fl.input(np.full((1, 1), rank + 1, np.float32))).backward(np.ones((1, 2), np.float32))
     assert np.shares_memory(layer.weight.grad, own)
-    return own.ravel().tolist()
-
-
-def test_a_reducer_sums_in_the_buffer_of_the_user(pool: Any) -> None:
-    assert pool(2).run(reduce_in_a_buffer) == [[3.0, 3.0]] * 2
+    assert own.tolist() == [[3.0], [3.0]]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -79,7 +77,7 @@ class Branches(fl.nn.Module):
     """Two layers, of which a rank uses only its own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        fl.set_seed(0)
         self.layers = [fl.nn.Linear(2, 1), fl.nn.Linear(2, 1), fl.nn.Linear(2, 1)]
         for i, layer in enumerate(self.layers):
             setattr(self, f"layer{i}", layer.astype(np.float64))
@@ -88,18 +86,16 @@ class Branches(fl.nn.Module):
         return self.layers[which](x)
 
 
-def unused_parameters(rank: int, size: int) -> list[Any]:
-    fl.set_seed(0)
+@on_ranks(("shm", 2))
+def test_a_parameter_that_took_no_part_on_a_rank_counts_as_zeros_there(
+    rank: int, size: int
+) -> None:
     model = Branches()
     fl.distribute_module_grads(model, scale=1.0)
     model(fl.input(np.full((1, 2), rank + 1.0)), rank).backward()
-    return [None if p.grad is None else p.grad.copy() for p in model.params()]
-
-
-def test_a_parameter_that_took_no_part_on_a_rank_counts_as_zeros_there(pool: Any) -> None:
-    for grads in pool(2).run(unused_parameters):
-        assert [w.tolist() for w in grads[:4:2]] == [[[1, 1]], [[2, 2]]]
-        assert grads[4:] == [None, None]  # of the layer that no rank used
+    grads = [param.grad for param in model.params()]
+    assert [w.tolist() for w in grads[:4:2]] == [[[1, 1]], [[2, 2]]]
+    assert grads[4:] == [None, None]  # of the layer that no rank used
 
 
 WAYS = ["default", "small buckets", "inline", "coalescing", "Float16", "by hand"]
@@ -118,7 +114,6 @@ def distribute(model: Any, way: str, size: int) -> None:
 
 def train_branches(rank: int, size: int, way: str) -> Any:
     """Layer 0 is used by rank 0 in the first step alone, layer 1 always, layer 2 never."""
-    fl.set_seed(0)
     model = Branches()
     distribute(model, way, size)
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.1, weight_decay=0.5)
@@ -139,7 +134,6 @@ def train_branches(rank: int, size: int, way: str) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_optimizer_moves_no_parameter_that_no_rank_used(pool: Any, way: str) -> None:
-    fl.set_seed(0)
     before = [param.array for param in Branches().params()]
     results = pool(2).run(train_branches, way)
     for there, after in results:
@@ -151,9 +145,9 @@ def test_an_optimizer_moves_no_parameter_that_no_rank_used(pool: Any, way: str) 
             np.testing.assert_array_equal(mine, first)
 
 
-def join_branches(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_join_knows_which_parameters_were_used(rank: int, size: int) -> None:
     """Rank 0 alone has data in the second pass; in the last one nobody counts any samples."""
-    fl.set_seed(0)
     model = Branches()
     fl.distribute_module_grads(model)
     there = []
@@ -163,33 +157,23 @@ def join_branches(rank: int, size: int) -> Any:
             joined.count(0 if step == 2 else 1)
             model(fl.input(np.ones((1, 2))), rank if step == 0 else 2).backward()
             there.append([param.grad is not None for param in model.params()[::2]])
-    return there
+    expected = [[True, True, False], [False, False, True], [False] * 3]
+    assert there == expected[: len(there)]
 
 
-def test_join_knows_which_parameters_were_used(pool: Any) -> None:
-    first, second = pool(2).run(join_branches)
-    assert first == [[True, True, False], [False, False, True], [False] * 3]
-    assert second == first[:1]
-
-
-def mixed(rank: int, size: int) -> list[Any]:
+@on_ranks(("shm", 2))
+def test_flags_travel_in_any_dtype(rank: int, size: int) -> None:
     """Buckets of several dtypes, of which the last one has the flags: float16 here."""
-    fl.set_seed(0)
     model = Branches()
     model.layer0.astype(np.float16)
     model.layer1.astype(np.float32)
     fl.distribute_module_grads(model)
     x = np.ones((1, 2), model.layers[rank].weight.dtype)
     model(fl.input(x), rank).backward(np.ones((1, 1), x.dtype))
-    return [
-        None if p.grad is None else (p.grad.dtype.name, p.grad.tolist()) for p in model.params()
-    ]
-
-
-def test_flags_travel_in_any_dtype(pool: Any) -> None:
-    weights = [("float16", [[0.5, 0.5]]), ("float16", [0.5]), ("float32", [[0.5, 0.5]])]
-    for grads in pool(2).run(mixed):
-        assert grads == [*weights, ("float32", [0.5]), None, None]
+    *grads, weight, bias = [param.grad for param in model.params()]
+    assert weight is bias is None
+    assert [grad.dtype.name for grad in grads] == ["float16"] * 2 + ["float32"] * 2
+    assert all((grad == 0.5).all() for grad in grads)
 
 
 def accumulate(rank: int, size: int, with_no_sync: bool) -> list[Any]:
@@ -213,7 +197,8 @@ def test_gradients_accumulate_over_passes(pool: Any, with_no_sync: bool) -> None
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
 
 
-def local_only(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_no_sync_leaves_gradients_local(rank: int, size: int) -> None:
     model = build()
     fl.distribute_module_grads(model)
     with fl.no_sync(model):
@@ -224,11 +209,11 @@ def local_only(rank: int, size: int) -> None:
     assert np.array_equal(first, reference.params()[0].grad)
 
 
-def test_no_sync_leaves_gradients_local(pool: Any) -> None:
-    pool(2).run(local_only)
-
-
-def differing_modules(rank: int, size: int, what: str) -> str:
+@pytest.mark.parametrize(("what", "number"), [("shape", 2), ("count", 4), ("dtype", 0)])
+@on_ranks(("shm", 2))
+def test_modules_that_differ_are_refused_on_every_rank(
+    rank: int, size: int, what: str, number: int
+) -> None:
     width = 8 + (rank if what == "shape" else 0)
     layers = [fl.nn.Linear(6, 8), fl.nn.Linear(8, width)]
     if what == "count" and rank == 1:
@@ -236,20 +221,9 @@ def differing_modules(rank: int, size: int, what: str) -> str:
     model = fl.nn.Sequential(*layers)
     if what == "dtype" and rank == 1:
         model.astype(np.float64)
-    with pytest.raises(fl.errors.MismatchError) as caught:
+    words = rf"rank {rank} of 2: .* differ in parameter {number} \(rank\(s\) 0: .*; rank\(s\) 1: "
+    with pytest.raises(fl.errors.MismatchError, match=words):
         fl.distribute_module_grads(model)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", ["shape", "count", "dtype"])
-def test_modules_that_differ_are_refused_on_every_rank(pool: Any, what: str) -> None:
-    messages = pool(2).run(differing_modules, what)
-    assert len({m.split(": ", 1)[1] for m in messages}) == 1
-    number = {"shape": 2, "count": 4, "dtype": 0}[what]
-    for message in messages:
-        assert f"differ in parameter {number}" in message
-        assert "rank(s) 0" in message
-        assert "rank(s) 1" in message
 
 
 def test_arguments() -> None:
@@ -277,8 +251,10 @@ def test_arguments() -> None:
         fl.distribute_module_grads(fl.nn.Sequential(fl.nn.ReLU()))
 
 
-def not_finite(rank: int, size: int, how: dict[str, Any]) -> list[str]:
-    """What is said of passes in which rank 1 has a NaN, and all have sums that are too large."""
+@pytest.mark.parametrize("how", [{}, {"bucket_bytes": 100}, {"reducer": True}, {"hook": True}])
+@on_ranks(("shm", 2))
+def test_a_gradient_that_is_not_finite_is_named(rank: int, size: int, how: dict[str, Any]) -> None:
+    """In passes in which rank 1 has a NaN, and in which all have sums that are too large."""
     if "hook" in how:
         how = {"hook": fl.Float16Compression()}
     elif "reducer" in how:
@@ -297,15 +273,9 @@ def not_finite(rank: int, size: int, how: dict[str, Any]) -> list[str]:
         except FloatingPointError as error:
             assert all(param.grad is None for param in model.params())
             said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("how", [{}, {"bucket_bytes": 100}, {"reducer": True}, {"hook": True}])
-def test_a_gradient_that_is_not_finite_is_named(pool: Any, how: dict[str, Any]) -> None:
-    for rank, said in enumerate(pool(2).run(not_finite, how)):
-        assert said[0] == said[3] == ""
-        assert f"rank {rank} of 2: gradients are not finite (rank 1: 2.bias" in said[1]
-        assert "their sums are too large" in said[2] or "hook" in how
+    assert said[0] == said[3] == ""
+    assert f"rank {rank} of 2: gradients are not finite (rank 1: 2.bias" in said[1]
+    assert "their sums are too large" in said[2] or "hook" in how
 
 
 def test_leaves_look_at_no_gradients() -> None:
@@ -313,10 +283,7 @@ def test_leaves_look_at_no_gradients() -> None:
         fl.distribute_module_grads(build(), leaves=2, check_finite=True)
 
 
-def checked_on_one_rank(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_all_ranks_look_at_their_gradients_or_none(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError, match="check_finite"):
         fl.distribute_module_grads(build(), check_finite=rank == 1)
-
-
-def test_all_ranks_look_at_their_gradients_or_none(pool: Any) -> None:
-    pool(2).run(checked_on_one_rank)

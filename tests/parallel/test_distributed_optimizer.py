@@ -1,5 +1,6 @@
 """DistributedOptimizer: the same training as one rank with the whole batch."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed.conformance import on_ranks
 
 BATCH, STEPS = 12, 8
 GLOO = {"params": {"BACKEND": "gloo"}}
@@ -60,22 +62,22 @@ def test_training_on_n_ranks_equals_training_on_one(
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 
-def gradients(rank: int, size: int, average: bool) -> list[Any]:
+@pytest.mark.parametrize(("average", "found"), [(False, [6, 4, None]), (True, [2, 4 / 3, None])])
+@on_ranks(("shm", 3))
+def test_sums_and_means_and_gradients_that_are_missing(
+    rank: int, size: int, average: bool, found: list[Any]
+) -> None:
     params = [fl.param(np.zeros(3, np.float32)), fl.param(np.zeros((2, 2))), fl.param(np.zeros(1))]
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(params, 1.0), average=average)
     params[0].grad = np.full(3, rank + 1, np.float32)
     if rank == 1:
         params[1].grad = np.full((2, 2), 4.0)
     optimizer.step()
-    return [None if p.grad is None else p.grad.ravel()[0] for p in params]
+    assert [None if p.grad is None else p.grad.ravel()[0] for p in params] == found
 
 
-def test_sums_and_means_and_gradients_that_are_missing(pool: Any) -> None:
-    assert pool(3).run(gradients, False) == [[6, 4, None]] * 3
-    assert pool(3).run(gradients, True) == [[2, 4 / 3, None]] * 3
-
-
-def reduce_updates(rank: int, size: int) -> list[Any]:
+@on_ranks(("shm", 2))
+def test_any_updates_can_be_reduced(rank: int, size: int) -> None:
     """As a Bayesian network does: the changes of means and variances, without any gradient."""
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0))
     means, variances = np.full((2, 3), rank, np.float32), np.full(4, rank + 1.0)[::-1]
@@ -83,45 +85,34 @@ def reduce_updates(rank: int, size: int) -> list[Any]:
     result = optimizer.reduce(updates)
     assert all(one is other for one, other in zip(result, updates, strict=True))
     assert optimizer.reduce([]) == []
-    return [means.tolist(), variances.tolist(), updates[2].item()]
+    assert (means == 0.5).all()
+    assert (variances == 1.5).all()
+    assert updates[2] == 0.5j
 
 
-def test_any_updates_can_be_reduced(pool: Any) -> None:
-    assert pool(2).run(reduce_updates) == [[[[0.5] * 3] * 2, [1.5] * 4, 0.5j]] * 2
-
-
-def large_updates(rank: int, size: int) -> list[float]:
+@on_ranks(("shm", 2))
+def test_updates_of_several_buckets(rank: int, size: int) -> None:
     """More than a bucket of 20 MiB, so that several travel."""
     updates = [np.full(3 << 20, rank + number, np.float32) for number in range(3)]
     fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0)).reduce(updates)
-    assert all((update == update[0]).all() for update in updates)
-    return [float(update[0]) for update in updates]
+    assert all((update == number + 0.5).all() for number, update in enumerate(updates))
 
 
-def test_updates_of_several_buckets(pool: Any) -> None:
-    assert pool(2).run(large_updates) == [[0.5, 1.5, 2.5]] * 2
-
-
-def differing(rank: int, size: int) -> list[str]:
+@on_ranks(("shm", 2))
+def test_parameters_and_updates_that_differ_are_refused(rank: int, size: int) -> None:
     params = [fl.param(np.zeros(2)), fl.param(np.zeros([(2, 3), (3, 2)][rank]))]
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(params, 1.0))
     updates = [np.full(2, rank, np.float64)] * 1 + [np.zeros(1)] * rank
-    messages = []
-    for call in (optimizer.step, lambda: optimizer.reduce(updates)):
-        with pytest.raises(fl.errors.MismatchError) as caught:
-            call()
-        messages.append(str(caught.value))
+    where = f"rank {rank} of 2: DistributedOptimizer"
+    kinds = "(rank(s) 0: float64 (2, 3); rank(s) 1: float64 (3, 2))"
+    words = re.escape(f"{where}: parameters differ in number 1 {kinds}")
+    with pytest.raises(fl.errors.MismatchError, match=words):
+        optimizer.step()
+    kinds = "(rank(s) 0: nothing; rank(s) 1: float64 (1,))"
+    words = re.escape(f"{where}.reduce: updates differ in number 1 {kinds}")
+    with pytest.raises(fl.errors.MismatchError, match=words):
+        optimizer.reduce(updates)
     assert (updates[0] == rank).all()
-    return messages
-
-
-def test_parameters_and_updates_that_differ_are_refused(pool: Any) -> None:
-    for rank, (of_step, of_reduce) in enumerate(pool(2).run(differing)):
-        assert of_step.startswith(f"rank {rank} of 2: DistributedOptimizer: parameters differ in ")
-        assert "number 1 (rank(s) 0: float64 (2, 3); rank(s) 1: float64 (3, 2))" in of_step
-        assert (
-            "updates differ in number 1 (rank(s) 0: nothing; rank(s) 1: float64 (1,))" in of_reduce
-        )
 
 
 def test_everything_else_is_the_inner_optimizers() -> None:

@@ -13,7 +13,7 @@ from flashlight_py.autograd.graph import note_changes
 from flashlight_py.autograd.variable import record
 from flashlight_py.errors import DistributedError, MismatchError, PeerLostError
 from flashlight_py.parallel import fully_sharded, gradient_pass
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(("gloo", 3), ("shm", 3), slow=[("shm", 2), ("hierarchical", 4), ("mpi", 3)])
@@ -148,7 +148,8 @@ def test_all_ranks_know_and_go_on(ranks: Any) -> None:
     ranks.run_each(goes_on, [(way, cases) for way in WAYS])
 
 
-def leaves_go_on(rank: int, size: int) -> None:
+@on_ranks()
+def test_leaves(rank: int, size: int) -> None:
     model, x = Net(), np.linspace(-1, 1, 48).reshape(8, 6)
     fl.distribute_module_grads(model, leaves=4)
     wanted = None
@@ -345,7 +346,3 @@ def interrupted(rank: int, size: int, way: str) -> str:
 def test_an_interrupt_ends_the_group(way: str) -> None:
     for said in run_ranks(interrupted, 2, way, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
         assert "KeyboardInterrupt" in said
-
-
-def test_leaves(ranks: Any) -> None:
-    ranks.run(leaves_go_on)

@@ -9,6 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.parallel import gradcheck_over_ranks
+from tests.distributed.conformance import on_ranks
 
 BACKENDS = ["gloo", "shm"]
 SIZES = [1, 2, 3]
@@ -145,45 +146,31 @@ def test_results_are_those_of_the_verbs(pool: Any, size: int, backend: str) -> N
     world(pool, size, backend).run(forward)
 
 
-def gradient_on_one_rank(rank: int, size: int) -> Any:
+@on_ranks(("shm", 3))
+def test_ranks_without_a_gradient_take_part_in_those_of_the_others(rank: int, size: int) -> None:
     """Only rank 1's input learns, but it is the others' losses that depend on it."""
     x = fl.Variable(np.array([2.0, 3.0]), calc_grad=rank == 1)
     y = D.broadcast(D.all_reduce(x * float(rank)), 0)
     assert y.calc_grad, "rank 1 waits for the gradients of all"
     F.sum(y * float(rank + 1)).backward()
-    return x.grad
+    assert x.grad.tolist() == [6, 6] if rank == 1 else x.grad is None
 
 
-def test_ranks_without_a_gradient_take_part_in_those_of_the_others(pool: Any) -> None:
-    grads = pool(3).run(gradient_on_one_rank)
-    assert grads[0] is None
-    assert grads[1].tolist() == [6, 6]
-    assert grads[2] is None
-
-
-def arrays_that_are_read_only(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_arrays_may_be_read_only(rank: int, size: int) -> None:
     x = fl.param(np.broadcast_to(np.ones(1), (2, 3)))
     F.sum(D.all_gather(x)).backward()  # the gradient of a sum is a read-only view
     F.sum(D.reduce_scatter(D.all_gather(x))).backward()
-    return x.grad
+    assert x.grad.tolist() == [[4, 4, 4], [4, 4, 4]]
 
 
-def test_arrays_may_be_read_only(pool: Any) -> None:
-    for grad in pool(2).run(arrays_that_are_read_only):
-        assert grad.tolist() == [[4, 4, 4], [4, 4, 4]]
-
-
-def retained(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_a_graph_can_be_used_twice(rank: int, size: int) -> None:
     x = fl.param(np.ones(2))
     loss = F.sum(D.all_reduce(x))
     loss.backward(retain_graph=True)
     loss.backward()
-    return x.grad
-
-
-def test_a_graph_can_be_used_twice(pool: Any) -> None:
-    for grad in pool(2).run(retained):
-        assert grad.tolist() == [4, 4]
+    assert x.grad.tolist() == [4, 4]
 
 
 # Messages ---------------------------------------------------------------------------------------
@@ -326,21 +313,18 @@ def test_a_pipeline_trains_as_one_process(pool: Any, backend: str, in_order: boo
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
 
 
-def whole_numbers(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_without_a_gradient_values_travel_all_the_same(rank: int, size: int) -> None:
     if rank == 0:
-        token = D.send(fl.input(np.arange(3)), 1)
-        tag = np.int64(1)
-        constant = D.send(fl.input(np.ones((2, 2), np.float32)), 1, tag)  # type: ignore[arg-type]
-        return token.calc_grad, token.dtype, constant.calc_grad, constant.dtype, constant.shape
+        tag: Any = np.int64(1)
+        for value, how in ((np.arange(3), ()), (np.ones((2, 2), np.float32), (tag,))):
+            token = D.send(fl.input(value), 1, *how)
+            assert (token.calc_grad, token.dtype, token.shape) == (False, np.float32, ())
+        return
     received = D.recv(np.zeros(3, int), 0)
     ones = D.recv(((2, 2), "float32"), 0, 1)
-    return received.array.tolist(), received.calc_grad, ones.array.tolist(), ones.calc_grad
-
-
-def test_without_a_gradient_values_travel_all_the_same(pool: Any) -> None:
-    first, second = pool(2).run(whole_numbers)
-    assert first == (False, np.float32, False, np.float32, ())
-    assert second == ([0, 1, 2], False, [[1, 1], [1, 1]], True)
+    assert (received.array.tolist(), received.calc_grad) == ([0, 1, 2], False)
+    assert (ones.array.tolist(), ones.calc_grad) == ([[1, 1], [1, 1]], True)
 
 
 def test_arguments_of_messages() -> None:
@@ -376,20 +360,16 @@ def test_arguments() -> None:
         D.reduce_scatter(fl.param(np.array(1.0)))
 
 
-def wrong_gradient(rank: int, size: int) -> str:
+@on_ranks(("shm", 2))
+def test_gradcheck_finds_a_wrong_gradient_and_raises_on_every_rank(rank: int, size: int) -> None:
     def halved(x: Any) -> Any:
         y = D.all_reduce(x)
         return y if rank else y * fl.no_grad(y.array)
 
     with pytest.raises(AssertionError) as caught:
         gradcheck_over_ranks(halved, [np.ones(2)])
-    return str(caught.value)
-
-
-def test_gradcheck_finds_a_wrong_gradient_and_raises_on_every_rank(pool: Any) -> None:
-    first, second = pool(2).run(wrong_gradient)
-    assert first == second
-    assert "rank 0: input 0, element 0: backward returned" in first
-    assert "rank 1: input 0, element 0: backward returned" in first
+    for each in (0, 1):
+        words = f"rank {each}: input 0, element 0: backward returned"
+        assert words in str(caught.value)
     with pytest.raises(TypeError, match="float64"):
         gradcheck_over_ranks(lambda x: x, [np.ones(1, np.float32)])

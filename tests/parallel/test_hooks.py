@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed.conformance import on_ranks
 from tests.distributed.hook_steps import HOOKS, make
 
 SAMPLES, FEATURES, OUTPUTS, STEPS = 120, 12, 6, 150
@@ -74,24 +75,24 @@ def test_training_ends_near_where_it_ends_without(
         assert reports[0][0] < WORSE[name] * exact, name
 
 
-def a_function(rank: int, size: int) -> bool:
-    """Return whether a hook that only reduces gives the bits of no hook."""
+@on_ranks(("shm", 2))
+def test_a_function_is_a_hook(rank: int, size: int) -> None:
+    """One that only reduces gives the bits of no hook."""
     gradients = []
     for hook in (None, lambda bucket: bucket.all_reduce(bucket.flat)):
         model = build()
         fl.distribute_module_grads(model, hook=hook)
         backward(model, rank, size)
         gradients.append(b"".join(param.grad.tobytes() for param in model.params()))
-    return gradients[0] == gradients[1]
+    assert gradients[0] == gradients[1]
 
 
-def test_a_function_is_a_hook(pool: Any) -> None:
-    assert pool(2).run(a_function) == [True, True]
-
-
-def when_called(rank: int, size: int, inline_bytes: int) -> list[tuple[int, list[bool]]]:
-    """Return, for each bucket, its number and which gradients were there when the hook came."""
-    reports = []
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+@on_ranks(("shm", 2))
+def test_a_full_bucket_starts_while_the_pass_goes_on(
+    rank: int, size: int, inline_bytes: int
+) -> None:
+    reports = []  # for each bucket its number, and which gradients were there
 
     def hook(bucket: Any) -> Any:
         reports.append((bucket.index, [param.grad is not None for param in model.params()]))
@@ -114,22 +115,18 @@ def when_called(rank: int, size: int, inline_bytes: int) -> list[tuple[int, list
     backward(expected, rank, size)
     for param, other in zip(model.params(), expected.params(), strict=True):
         assert param.grad.tobytes() == other.grad.tobytes()
-    return reports
+    assert reports[:3] == reports[3:]
+    assert [index for index, _ in reports[:3]] == [0, 1, 2]
+    first, second, third = (there for _, there in reports[:3])
+    assert first[:2] == [False, False]  # the first layer, which comes last
+    assert first[3:] == [True, True, True]
+    assert not second[0]
+    assert third == [True] * 6
 
 
-@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
-def test_a_full_bucket_starts_while_the_pass_goes_on(pool: Any, inline_bytes: int) -> None:
-    for reports in pool(2).run(when_called, inline_bytes):
-        assert reports[:3] == reports[3:]
-        assert [index for index, _ in reports[:3]] == [0, 1, 2]
-        first, second, third = (there for _, there in reports[:3])
-        assert first[:2] == [False, False]  # the first layer, which comes last
-        assert first[3:] == [True, True, True]
-        assert not second[0]
-        assert third == [True] * 6
-
-
-def accumulated(rank: int, size: int, name: str) -> bool:
+@pytest.mark.parametrize("name", ["Float16Compression", "PowerSGDCompression"])
+@on_ranks(("shm", 2))
+def test_gradients_accumulate_before_they_are_sent(rank: int, size: int, name: str) -> None:
     """Two passes in no_sync and one outside are one step of the hook."""
     model, hook = build(), make(name)
     fl.distribute_module_grads(model, hook=hook)
@@ -142,20 +139,14 @@ def accumulated(rank: int, size: int, name: str) -> bool:
     fl.distribute_module_grads(single, scale=3 / size, hook=other)
     backward(single, rank, size)
     assert hook.bytes_per_step == other.bytes_per_step > 0
-    return all(
-        np.allclose(param.grad, reference.grad, rtol=1e-3, atol=1e-4)
-        for param, reference in zip(model.params(), single.params(), strict=True)
-    )
+    for param, reference in zip(model.params(), single.params(), strict=True):
+        np.testing.assert_allclose(param.grad, reference.grad, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["Float16Compression", "PowerSGDCompression"])
-def test_gradients_accumulate_before_they_are_sent(pool: Any, name: str) -> None:
-    assert pool(2).run(accumulated, name) == [True, True]
-
-
-def failing(rank: int, size: int, name: str) -> bool:
-    """A pass that raises on every rank leaves what the hook remembers as it was."""
-    model, hook = build(), make(name)
+@on_ranks(("shm", 2))
+def test_a_failed_pass_leaves_the_state_as_it_was(rank: int, size: int) -> None:
+    """One that raises on every rank; the state is what the hook remembers."""
+    model, hook = build(), make("PowerSGDCompression")
     fl.distribute_module_grads(model, hook=hook)
     backward(model, rank, size)
     before = {k: a for k, a in hook.state_dict().items() if not k.startswith("step")}
@@ -170,14 +161,12 @@ def failing(rank: int, size: int, name: str) -> bool:
     with pytest.raises(ArithmeticError):
         backward(model, rank, size)
     after = {k: a for k, a in hook.state_dict().items() if not k.startswith("step")}
-    return before.keys() == after.keys() and all(np.array_equal(before[k], after[k]) for k in after)
+    np.testing.assert_equal(after, before)
 
 
-def test_a_failed_pass_leaves_the_state_as_it_was(pool: Any) -> None:
-    assert pool(2).run(failing, "PowerSGDCompression") == [True, True]
-
-
-def unequal(rank: int, size: int, name: str) -> tuple[int, bytes]:
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(("shm", 2))
+def test_ranks_may_run_out_of_batches(rank: int, size: int, name: str) -> None:
     """Rank 1 has fewer batches, and goes on with zeros and what it has left over."""
     model, hook = build(), make(name)
     fl.distribute_module_grads(model, hook=hook)
@@ -187,13 +176,9 @@ def unequal(rank: int, size: int, name: str) -> tuple[int, bytes]:
             optimizer.zero_grad()
             backward(model, rank, size)
             optimizer.step()
-    return hook.bytes_per_step, b"".join(param.array.tobytes() for param in model.params())
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_ranks_may_run_out_of_batches(pool: Any, name: str) -> None:
-    reports = pool(2).run(unequal, name)
-    assert reports[0] == reports[1]
+    report = hook.bytes_per_step, [param.array.tobytes() for param in model.params()]
+    first, second = fl.all_gather_object(report)
+    assert first == second
 
 
 def test_arguments() -> None:

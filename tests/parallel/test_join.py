@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 
 BACKENDS = ["gloo", "shm"]
@@ -221,7 +222,8 @@ def test_the_optimizers_state_is_that_of_the_rank_that_trained_to_the_last(pool:
             np.testing.assert_array_equal(mine, other)
 
 
-def empty_batch(rank: int, size: int) -> list[Any]:
+@on_ranks(("shm", 2))
+def test_a_batch_of_no_samples_is_left_out(rank: int, size: int) -> None:
     """The mean over no samples is nan; with a count of 0 it is nobody's business."""
     model = build()
     fl.distribute_module_grads(model)
@@ -230,14 +232,11 @@ def empty_batch(rank: int, size: int) -> list[Any]:
         joined.count(len(x) if rank else 0)
         loss = fl.nn.MeanSquaredError()(model(fl.input(x)), fl.no_grad(y))
         loss.backward(np.array(1.0 if rank else np.nan))
-    return [param.grad.copy() for param in model.params()]
+    check([[param.grad for param in model.params()]], gradients(build(), *batch(0, 0)))
 
 
-def test_a_batch_of_no_samples_is_left_out(pool: Any) -> None:
-    check(pool(2).run(empty_batch), gradients(build(), *batch(0, 0)))
-
-
-def nested(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_a_join_within_a_join_is_refused_and_harms_nothing(rank: int, size: int) -> None:
     models = build(), build()
     for model in models:
         fl.distribute_module_grads(model)
@@ -248,11 +247,7 @@ def nested(rank: int, size: int) -> Any:
         if rank:
             backward(models[0], *batch(rank, 0))
     assert models[0].params()[0].grad is not None
-    return train(rank, size, (1, 2))
-
-
-def test_a_join_within_a_join_is_refused_and_harms_nothing(pool: Any) -> None:
-    check(pool(2).run(nested), alone((1, 2)))
+    check([train(rank, size, (1, 2))], alone((1, 2)))
 
 
 def joined_passes(model: Any, rank: int, passes: int, after: Any) -> None:
@@ -266,7 +261,8 @@ def fail() -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def raise_in_the_body(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_an_exception_leaves_the_body_at_once(rank: int, size: int) -> None:
     model = build()
     fl.distribute_module_grads(model)
     with pytest.raises(ZeroDivisionError):
@@ -275,10 +271,6 @@ def raise_in_the_body(rank: int, size: int) -> None:
     backward(model, *batch(rank, 1))
     with fl.join(model):
         pass
-
-
-def test_an_exception_leaves_the_body_at_once(pool: Any) -> None:
-    pool(2).run(raise_in_the_body)
 
 
 def fail_on_one(rank: int, size: int, error: type[BaseException]) -> str:
@@ -316,20 +308,16 @@ def test_a_rank_that_exits_is_lost_to_those_that_join(backend: str) -> None:
         assert re.match(r"PeerLostError: .*: lost ranks? ([02], )?1\b", reported), reported
 
 
-def other_collectives(rank: int, size: int) -> str:
+@on_ranks(("shm", 2))
+def test_other_collectives_in_the_body_raise_on_every_rank(rank: int, size: int) -> None:
     model = build()
     fl.distribute_module_grads(model)
-    with pytest.raises(fl.errors.MismatchError) as caught:
+    with pytest.raises(
+        fl.errors.MismatchError, match=r"called all_reduce\(float64 \(2,\)"
+    ) as caught:
         joined_passes(model, rank, rank, lambda: fl.all_reduce(np.zeros(2)))
+    assert rank or "join: rank 0 of 2 has run out of data" in str(caught.value)
     fl.barrier()
-    return str(caught.value)
-
-
-def test_other_collectives_in_the_body_raise_on_every_rank(pool: Any) -> None:
-    first, second = pool(2).run(other_collectives)
-    assert "join: rank 0 of 2 has run out of data" in first
-    assert "called all_reduce(float64 (2,)" in first
-    assert "called all_reduce(float64 (2,)" in second
 
 
 def test_arguments() -> None:

@@ -1,16 +1,16 @@
 """Meters over ranks: as if one had seen everything, as often as one likes."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed.conformance import on_ranks
 
 VALUES = np.random.default_rng(3).standard_normal(60)
 
 
-def synchronise(rank: int, size: int) -> list[Any]:
+@on_ranks(("single", 1), ("shm", 2), ("shm", 4))
+def test_a_synchronised_meter_has_seen_what_all_have_seen(rank: int, size: int) -> None:
     average, squares = fl.meter.AverageValueMeter(), fl.meter.MSEMeter()
     for value in VALUES[rank::size]:  # unequal numbers of values where size does not divide 60
         average.add(value)
@@ -19,17 +19,11 @@ def synchronise(rank: int, size: int) -> list[Any]:
     results = [fl.sync_meter(average) for _ in range(3)]
     assert results[0] == results[1] == results[2]
     assert average.value() == before
-    return [results[0], fl.sync_meter(squares)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_synchronised_meter_has_seen_what_all_have_seen(pool: Any, size: int) -> None:
-    for average, squares in pool(size).run(synchronise):
-        mean, variance, weight = average
-        assert mean == pytest.approx(VALUES.mean(), rel=1e-12)
-        assert variance == pytest.approx(VALUES.var(ddof=1), rel=1e-12)
-        assert weight == 60
-        assert squares == pytest.approx((VALUES**2).mean(), rel=1e-12)
+    mean, variance, weight = results[0]
+    assert mean == pytest.approx(VALUES.mean(), rel=1e-12)
+    assert variance == pytest.approx(VALUES.var(ddof=1), rel=1e-12)
+    assert weight == 60
+    assert fl.sync_meter(squares) == pytest.approx((VALUES**2).mean(), rel=1e-12)
 
 
 def test_only_meters_are_synchronised() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed.conformance import on_ranks
 
 
 class Counting(fl.nn.Module):
@@ -39,38 +40,28 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def broadcast_from(rank: int, size: int, root: int) -> Any:
+@on_ranks(("shm", 3))
+def test_broadcast_parameters_takes_parameters_and_buffers_of_root(rank: int, size: int) -> None:
     model = build(rank)
     model.seen[...], model.mean = rank, np.float64(rank)
     arrays = [param.array for param in model.params()]
-    fl.broadcast_parameters(model, root)
+    fl.broadcast_parameters(model, 1)
     assert all(p.array is a for p, a in zip(model.params(), arrays, strict=True))
-    return state(model)
+    assert same({**state(build(1)), "seen": [1, 1], "mean": 1}, state(model))
 
 
-def test_broadcast_parameters_takes_parameters_and_buffers_of_root(pool: Any) -> None:
-    expected = state(build(1))
-    for result in pool(3).run(broadcast_from, 1):
-        assert result["seen"].tolist() == [1, 1]
-        assert result["mean"] == 1
-        assert same({**expected, "seen": [1, 1], "mean": 1}, result)
-
-
-def average(rank: int, size: int) -> Any:
+@on_ranks(("shm", 3))
+def test_all_reduce_parameters_averages(rank: int, size: int) -> None:
     model = build(rank)
     fl.all_reduce_parameters(model)
-    return state(model)
+    starts = [build(each).named_params() for each in range(3)]
+    for name, param in model.named_params().items():
+        mean = np.mean([start[name].array for start in starts], axis=0)
+        np.testing.assert_allclose(param.array, mean, rtol=1e-6)
 
 
-def test_all_reduce_parameters_averages(pool: Any) -> None:
-    starts = [state(build(rank)) for rank in range(3)]
-    for result in pool(3).run(average):
-        for name in ("inside.weight", "inside.bias"):
-            mean = np.mean([start[name] for start in starts], axis=0)
-            np.testing.assert_allclose(result[name], mean, rtol=1e-6)
-
-
-def in_a_group(rank: int, size: int) -> Any:
+@on_ranks(("shm", 4))
+def test_gradients_and_parameters_of_a_group(rank: int, size: int) -> None:
     """Two groups of the world's ranks do all of it beside each other."""
     group = fl.split(rank % 2)
     model = build(rank)
@@ -92,24 +83,18 @@ def in_a_group(rank: int, size: int) -> Any:
     fl.all_reduce_gradients(plain, 0.5, group=group)
     reported.append(plain.inside.weight.grad.tolist())
     group.close()
-    return reported
+    assert reported == [[[1.0 + rank % 2] * 3] * 2] * 4
 
 
-def test_gradients_and_parameters_of_a_group(pool: Any) -> None:
-    for rank, reported in enumerate(pool(4).run(in_a_group)):
-        assert reported == [[[1.0 + rank % 2] * 3] * 2] * 4
-
-
-def broadcast_another_model(rank: int, size: int) -> str:
+@on_ranks(("shm", 2))
+def test_broadcast_parameters_names_itself_and_the_parameter_that_differs(
+    rank: int, size: int
+) -> None:
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.broadcast_parameters(fl.nn.Sequential(fl.nn.Linear(3, 1 + rank)))
-    return str(caught.value)
-
-
-def test_broadcast_parameters_names_itself_and_the_parameter_that_differs(pool: Any) -> None:
-    for rank, text in enumerate(pool(2).run(broadcast_another_model)):
-        start = f"[broadcast_parameters] rank {rank} of 2: the modules differ at module.0.weight "
-        assert text.startswith(f"{start}(rank(s) 0: float32 (1, 3); rank(s) 1: float32 (2, 3))")
+    start = f"[broadcast_parameters] rank {rank} of 2: the modules differ at module.0.weight "
+    kinds = "(rank(s) 0: float32 (1, 3); rank(s) 1: float32 (2, 3))"
+    assert str(caught.value).startswith(start + kinds)
 
 
 def start(rank: int, size: int, how: str) -> list[str]:
@@ -152,7 +137,10 @@ def test_ranks_that_start_from_others_are_named_once(pool: Any, way: str) -> Non
     assert "fl.broadcast_parameters(module)" in first[0]
 
 
-def forward_and_buffers(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_buffers_are_those_of_rank_0_before_each_forward_pass_in_training(
+    rank: int, size: int
+) -> None:
     model = build(0)
     outer = fl.nn.Sequential(fl.nn.ReLU(), model)
     fl.distribute_module_grads(model)
@@ -170,14 +158,10 @@ def forward_and_buffers(rank: int, size: int) -> Any:
         module(x)  # a copy is of this rank alone
     fl.distribute_module_grads(model, broadcast_buffers=False)
     model(x)
-    return after, model.seen[0].item()
-
-
-def test_buffers_are_those_of_rank_0_before_each_forward_pass_in_training(pool: Any) -> None:
-    first, second = pool(2).run(forward_and_buffers)
-    assert first == ([[1, 1.0], [2, 2.0], [2, 2.0], [3, 3.0]], 4)
+    after.append([model.seen[0].item()])
     # Rank 1 goes on from what rank 0 had: 1 and its own 2 samples, whose mean is 2.
-    assert second == ([[2, 2.0], [3, 3.0], [3, 3.0], [5, 5.0]], 7)
+    first = [[1, 1.0], [2, 2.0], [2, 2.0], [3, 3.0], [4]]
+    assert after == (first if rank == 0 else [[2, 2.0], [3, 3.0], [3, 3.0], [5, 5.0], [7]])
 
 
 def buffers_of_steps(rank: int, size: int) -> list[list[float]]:
@@ -206,7 +190,8 @@ def test_buffers_are_given_also_if_a_rank_replaces_one(pool: Any) -> None:
         mean = np.array(own)
 
 
-def ignoring(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_what_is_ignored_is_each_ranks_own(rank: int, size: int) -> None:
     model = build(0)
     model.own = fl.param(np.full(1 + rank, 2.0, np.float32))
     fired: list[Any] = []
@@ -228,16 +213,13 @@ def ignoring(rank: int, size: int) -> Any:
         rank + 2.0 * rank,
         0.2,
     )
-    return fired, weight, model.own.grad.shape
+    assert weight == [5.0] * 3  # (1 * 2 + 2 * 2 * 2) / 2
+    assert model.own.grad.shape == (1 + rank,)
+    assert fired == [(1 + rank,)] * (1 + rank)  # on rank 1 once more, in join
 
 
-def test_what_is_ignored_is_each_ranks_own(pool: Any) -> None:
-    first, second = pool(2).run(ignoring)
-    assert first == ([(1,)], [5.0] * 3, (1,))  # (1 * 2 + 2 * 2 * 2) / 2
-    assert second == ([(2,)] * 2, [5.0] * 3, (2,))  # and once more, in join
-
-
-def periodic(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_periodic_averaging(rank: int, size: int) -> None:
     model = fl.nn.Linear(1, 1, bias=False)
     averaging = fl.PeriodicAveraging(model, every=3)
     model.weight.array[...] = 0
@@ -251,16 +233,11 @@ def periodic(rank: int, size: int) -> Any:
     assert [other.step() for _ in range(2)] == [False, True]
     with pytest.raises(fl.errors.MismatchError, match="every"):
         fl.PeriodicAveraging(model, every=1 + rank)
-    return seen
+    assert seen == [[0, 0, 1.5, 1.5, 1.5, 3, 3], [1, 2, 1.5, 2.5, 3.5, 3, 4]][rank]
 
 
-def test_periodic_averaging(pool: Any) -> None:
-    first, second = pool(2).run(periodic)
-    assert first == [0, 0, 1.5, 1.5, 1.5, 3, 3]
-    assert second == [1, 2, 1.5, 2.5, 3.5, 3, 4]
-
-
-def clip_sharded(rank: int, size: int) -> Any:
+@on_ranks(("shm", 3))
+def test_clipping_by_the_norm_of_all_ranks_gradients(rank: int, size: int) -> None:
     """Rank r has r gradients, so rank 0 has none; all are scaled by the norm of all."""
     group = fl.split(0)
     params = [fl.param(np.zeros(3)) for _ in range(rank)]
@@ -268,12 +245,8 @@ def clip_sharded(rank: int, size: int) -> Any:
         param.grad = np.full(3, 2.0)
     norm = fl.optim.clip_grad_norm(params, 3.0, group=group)
     group.close()
-    return norm, [param.grad.tolist() for param in params]
-
-
-def test_clipping_by_the_norm_of_all_ranks_gradients(pool: Any) -> None:
-    results = pool(3).run(clip_sharded)
-    assert results == [(6.0, [[1.0] * 3] * rank) for rank in range(3)]
+    assert norm == 6.0
+    assert [param.grad.tolist() for param in params] == [[1.0] * 3] * rank
 
 
 def test_arguments() -> None:

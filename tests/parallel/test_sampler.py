@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import flashlight_py as fl
 from flashlight_py.dataset import PrefetchDataset, TensorDataset
 from flashlight_py.dataset.shares import epoch_order
+from tests.distributed.conformance import on_ranks
 
 SIZES = (1, 2, 3, 4, 6)
 ALL_RANKS = [{"n": 20}, {"seed": 4}, {"shuffle": False}, {"drop_last": True}]
@@ -77,39 +78,33 @@ def test_it_serves_the_datasets() -> None:
     assert list(chain(*(x.tolist() for (x,) in batches))) == list(sampler)
 
 
-def differ(rank: int, size: int, changed: dict[str, Any]) -> str:
-    options = {"n": 10, "seed": 0} | (changed if rank == 1 else {})
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        fl.DistributedSampler(**options)
-    fl.DistributedSampler(10)  # the world goes on
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("changed", ALL_RANKS, ids=lambda changed: next(iter(changed)))
-def test_ranks_that_differ_raise_on_every_rank(pool: Any, changed: dict[str, Any]) -> None:
-    messages = pool(3).run(differ, changed)
-    before = {"n": 10, "seed": 0, "shuffle": True, "drop_last": False}
-    (name,) = changed
-    differences = f"{name} (rank(s) 0, 2: {before[name]}; rank(s) 1: {changed[name]})"
-    for rank, message in enumerate(messages):
-        assert message.startswith(f"rank {rank} of 3: the ranks pass a DistributedSampler ")
-        assert f"arguments: {differences}. Pass the same" in message
+@on_ranks(("shm", 3))
+def test_ranks_that_differ_raise_on_every_rank(
+    rank: int, size: int, changed: dict[str, Any]
+) -> None:
+    before: dict[str, Any] = {"n": 10, "seed": 0, "shuffle": True, "drop_last": False}
+    ((name, value),) = changed.items()
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        fl.DistributedSampler(**(before | changed if rank == 1 else before))
+    difference = f"{name} (rank(s) 0, 2: {before[name]}; rank(s) 1: {value})"
+    start = f"rank {rank} of 3: the ranks pass a DistributedSampler different arguments: "
+    assert str(caught.value).startswith(f"{start}{difference}. Pass the same")
+    fl.DistributedSampler(10)  # the world goes on
 
 
-def other_kinds(rank: int, size: int) -> str:
+@on_ranks(("shm", 2))
+def test_a_sampler_here_and_a_dataset_there_raise(rank: int, size: int) -> None:
     rows = fl.dataset.TensorDataset([np.arange(10)])
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.DistributedSampler(10) if rank else fl.ShardedDataset(rows, 2)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "object (rank(s) 0: ShardedDataset; rank(s) 1: DistributedSampler)" in message
+    assert "global_batch_size (rank(s) 0: 2; rank(s) 1: nothing)" in message
 
 
-def test_a_sampler_here_and_a_dataset_there_raise(pool: Any) -> None:
-    for message in pool(2).run(other_kinds):
-        assert "object (rank(s) 0: ShardedDataset; rank(s) 1: DistributedSampler)" in message
-        assert "global_batch_size (rank(s) 0: 2; rank(s) 1: nothing)" in message
-
-
-def communicate_nothing(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_iterating_and_given_ranks_communicate_nothing(rank: int, size: int) -> None:
     """One rank iterates, in a thread, while the others wait for it elsewhere."""
     sampler = fl.DistributedSampler(10)
     if rank == 0:
@@ -123,10 +118,6 @@ def communicate_nothing(rank: int, size: int) -> None:
         assert len(list(given)) == 10
         next(iter(given))
     fl.barrier()
-
-
-def test_iterating_and_given_ranks_communicate_nothing(pool: Any) -> None:
-    pool(2).run(communicate_nothing)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +207,8 @@ def test_what_the_user_says_is_consumed_stands() -> None:
     order = list(sampler)  # as for a ResampleDataset
     sampler.set_consumed(8)
     assert list(sampler) == order  # begins where it did
-    assert sampler.state_dict() == {
-        "n": 12,
-        "shuffle": True,
-        "seed": 0,
-        "epoch": 0,
-        "consumed": 8,
-    }
+    state = {"n": 12, "shuffle": True, "seed": 0, "epoch": 0, "consumed": 8}
+    assert sampler.state_dict() == state
     sampler.set_epoch(1)
     next(iter(sampler))
     assert sampler.consumed == 2

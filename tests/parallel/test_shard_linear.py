@@ -10,7 +10,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import nn
 from flashlight_py.distributed.failures import journal
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 
 ranks = ranks_in(("shm", 2), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -109,7 +109,8 @@ def calls_of_the_world() -> int:
     return max(int(group["calls"]) for group in journal.groups().values())
 
 
-def infer(rank: int, size: int) -> None:
+@on_ranks()
+def test_inference_is_one_call(rank: int, size: int) -> None:
     net, plain = cut(network()).eval(), network().eval()
     for shape in ((1, 4), (2, 3, 4), (0, 4)):
         x = fl.input(data(*shape))
@@ -120,7 +121,8 @@ def infer(rank: int, size: int) -> None:
         assert_close(y.array, plain(x).array)
 
 
-def refuse(rank: int, size: int) -> None:
+@on_ranks()
+def test_refusals(rank: int, size: int) -> None:
     layer, row, shard = drawn(0, 4, 6), drawn(0, 6, 4), fl.parallel.shard_linear
     with pytest.raises(fl.errors.MismatchError, match="different values"):
         shard(drawn(rank, 4, 6), "row")
@@ -142,11 +144,6 @@ def refuse(rank: int, size: int) -> None:
 def drawn(seed: int, *shape: int) -> Any:
     fl.set_seed(seed)
     return nn.Linear(*shape)
-
-
-def test_inference_and_refusals(ranks: Any) -> None:
-    ranks.run(infer)
-    ranks.run(refuse)
 
 
 def test_one_process_needs_no_init(tmp_path: Path) -> None:
@@ -183,7 +180,9 @@ def test_on_another_array_library(strict: Any) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def data_parallel_of_parts(rank: int, size: int) -> None:
+@pytest.mark.slow
+@on_ranks(("shm", 4))
+def test_parts_may_be_trained_data_parallel(rank: int, size: int) -> None:
     """Two ranks hold a network together, and two such pairs train on different data."""
     pair, twins = fl.split(rank // 2), fl.split(rank % 2)
     net = network()
@@ -201,12 +200,8 @@ def data_parallel_of_parts(rank: int, size: int) -> None:
         assert_close(grad, whole.grad)
 
 
-@pytest.mark.slow
-def test_parts_may_be_trained_data_parallel(pool: Any) -> None:
-    pool(4, params={"BACKEND": "shm"}).run(data_parallel_of_parts)
-
-
-def clipped(rank: int, size: int) -> None:
+@on_ranks()
+def test_clipping_counts_the_parts_of_all_ranks(rank: int, size: int) -> None:
     """The norm is that of whole layers, cut ones beside others."""
     norms = []
     for net in (network(), cut(network(), uneven=True)):
@@ -214,7 +209,3 @@ def clipped(rank: int, size: int) -> None:
         norms += [fl.optim.clip_grad_norm(net.params(), limit) for limit in (0.5, 1e9)]
     np.testing.assert_allclose(norms[:2], norms[2:], **EXACT)
     np.testing.assert_allclose(norms[1], 0.5, **EXACT)
-
-
-def test_clipping_counts_the_parts_of_all_ranks(ranks: Any) -> None:
-    ranks.run(clipped)

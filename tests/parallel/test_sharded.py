@@ -17,7 +17,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.reducers.host_memory import hosts_of
 from flashlight_py.optim import clip
 from flashlight_py.parallel import fully_sharded, shard_memory
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 
 ranks = ranks_in(
     ("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4), slow=[("shm", 2), ("mpi", 3)]
@@ -208,7 +208,8 @@ def clipped(rank: int, size: int) -> None:
     np.testing.assert_allclose(fl.optim.clip_grad_norm(model.params(), 0.1), 0.1)
 
 
-def limited(rank: int, size: int) -> None:
+@on_ranks()
+def test_elements_of_gradients_are_limited_on_all_ranks(rank: int, size: int) -> None:
     found = []
     for way in ("plain", "sharded"):
         model = build("float64", way)
@@ -220,15 +221,12 @@ def limited(rank: int, size: int) -> None:
     assert max(np.abs(grad).max() for grad in found[0]) == 1e-3
 
 
-def test_elements_of_gradients_are_limited_on_all_ranks(ranks: Any) -> None:
-    ranks.run(limited)
-
-
 def test_gradients_are_clipped_on_all_ranks_when_a_rank_goes_on(ranks: Any) -> None:
     ranks.run(clipped)
 
 
-def evaluated(rank: int, size: int) -> None:
+@on_ranks()
+def test_another_thread_may_evaluate_while_ranks_step(rank: int, size: int) -> None:
     """A thread of the last rank begins to evaluate in the middle of a step."""
     model = build("float32", "sharded")
     optimizer, x = optimizer_of(model, "sgd"), fl.input(np.ones((2, 30), np.float32))
@@ -247,10 +245,6 @@ def evaluated(rank: int, size: int) -> None:
         optimizer.step()
     for each in found:
         assert np.array_equal(each.result().array, model(x).array)
-
-
-def test_another_thread_may_evaluate_while_ranks_step(ranks: Any) -> None:
-    ranks.run(evaluated)
 
 
 def joined(rank: int, size: int, way: str) -> Any:
@@ -321,7 +315,8 @@ def test_hosts_may_have_any_ranks(pool: Any, env: Any) -> None:
         hosts.run(each)
 
 
-def peak_of_a_pass(rank: int, size: int) -> None:
+@on_ranks()
+def test_no_large_gradient_exists_as_a_whole(rank: int, size: int) -> None:
     """The gradient of a large weight is computed into buckets: it never exists as a whole."""
     small_buckets()
     model = fl.nn.Linear(300, 400)
@@ -336,10 +331,6 @@ def peak_of_a_pass(rank: int, size: int) -> None:
     assert peak < model.weight.data.nbytes / 4
 
 
-def test_no_large_gradient_exists_as_a_whole(ranks: Any) -> None:
-    ranks.run(peak_of_a_pass)
-
-
 def resident() -> int:
     """Return how much memory this process has touched, bytes; of files that it maps as well."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -347,7 +338,8 @@ def resident() -> int:
     return sum(int(size.split()[0]) << 10 for size in sizes.values())
 
 
-def moved(rank: int, size: int) -> None:
+@on_ranks()
+def test_parameters_move_one_by_one(rank: int, size: int) -> None:
     """Arrays that were a rank's own go one by one as their values move, and nothing is copied."""
     small_buckets()
     model = fl.nn.Sequential(*[fl.nn.Linear(1024, 1024, bias=False) for _ in range(6)])
@@ -368,7 +360,3 @@ def moved(rank: int, size: int) -> None:
     assert peak < one
     assert len(found) == 6, "nobody else has them"
     assert max(found) < before + 3 * one, "of six"
-
-
-def test_parameters_move_one_by_one(ranks: Any) -> None:
-    ranks.run(moved)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import flashlight_py as fl
 from flashlight_py.dataset import Dataset, PrefetchDataset, TensorDataset
 from flashlight_py.dataset.shares import epoch_order
+from tests.distributed.conformance import on_ranks
 
 X = np.random.default_rng(1).standard_normal((21, 4))
 Y = np.random.default_rng(2).standard_normal((21, 2))
@@ -79,18 +80,15 @@ def test_epochs_differ_and_repeat_also_when_prefetched() -> None:
 FIRST = {"n": 10, "global_batch_size": 4, "epoch": 0}  # what rank 0 gives
 
 
-def differ(rank: int, size: int, what: str) -> str:
+@pytest.mark.parametrize(("what", "value"), FIRST.items())
+@on_ranks(("shm", 2))
+def test_ranks_that_differ_raise_on_every_rank(rank: int, size: int, what: str, value: int) -> None:
     n, batch, epoch = (first + rank * (what == name) for name, first in FIRST.items())
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.ShardedDataset(TensorDataset([np.arange(n)]), batch).set_epoch(epoch)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("what", "value"), FIRST.items())
-def test_ranks_that_differ_raise_on_every_rank(pool: Any, what: str, value: int) -> None:
-    for rank, message in enumerate(pool(2).run(differ, what)):
-        assert message.startswith(f"rank {rank} of 2: the ranks pass a ShardedDataset ")
-        assert f"{what} (rank(s) 0: {value}; rank(s) 1: {value + 1})" in message
+    message = str(caught.value)
+    assert message.startswith(f"rank {rank} of 2: the ranks pass a ShardedDataset ")
+    assert f"{what} (rank(s) 0: {value}; rank(s) 1: {value + 1})" in message
 
 
 def build() -> Any:

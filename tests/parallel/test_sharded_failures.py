@@ -12,7 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import run_outcomes, run_ranks
 from tests.parallel.test_sharded import Net, build, small_buckets
 
@@ -103,7 +103,8 @@ def test_a_rank_without_memory(fails: int, env: Any) -> None:
     run_ranks(without_memory, 3, fails, env is None, env=env)
 
 
-def in_another_order(rank: int, size: int) -> None:
+@on_ranks()
+def test_arrays_in_another_order_are_refused(rank: int, size: int) -> None:
     """BLAS would take another way than for the same arrays of a rank's own."""
     small_buckets()
     model = Net("float32")
@@ -123,11 +124,8 @@ def in_another_order(rank: int, size: int) -> None:
     assert weight.placement is not None
 
 
-def test_arrays_in_another_order_are_refused(ranks: Any) -> None:
-    ranks.run(in_another_order)
-
-
-def refusals(rank: int, size: int) -> None:
+@on_ranks()
+def test_what_cannot_be_done_with_a_sharded_module_is_refused(rank: int, size: int) -> None:
     model = build("float32", "sharded")
     for refused in (
         lambda: model.astype("float64"),
@@ -145,7 +143,3 @@ def refusals(rank: int, size: int) -> None:
     fl.fully_shard(early)
     with pytest.raises(RuntimeError, match="make the optimizer afterwards"):
         optimizer.step()
-
-
-def test_what_cannot_be_done_with_a_sharded_module_is_refused(ranks: Any) -> None:
-    ranks.run(refusals)

@@ -11,7 +11,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.parallel.test_sharded import Net, build, loss_of, optimizer_of, same
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4))
@@ -73,7 +73,8 @@ def test_any_number_of_ranks_goes_on(pool: Any, tmp_path: Path, size: int, shard
             np.testing.assert_allclose(array, undisturbed, rtol=1e-12, atol=1e-14)
 
 
-def copied(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_copy_is_ordinary(rank: int, size: int) -> None:
     """A copy of the module and its optimizer is ordinary, and goes on from the same state."""
     ways: list[dict[str, bool] | None] = [None, {}, {"across_hosts": True}]
     for how in ways:
@@ -115,7 +116,3 @@ def copied(rank: int, size: int) -> None:
         if rank == 0:
             same(ends, arrays)
         fl.barrier()
-
-
-def test_a_copy_is_ordinary(ranks: Any) -> None:
-    ranks.run(copied)

@@ -12,6 +12,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.parallel.tree import plan_of
+from tests.distributed.conformance import on_ranks
 from tests.gpu import test_trees as gpu_trees
 from tests.parallel.trees import Box, Frozen, Point, everything, model_of, optimizer_of
 
@@ -82,13 +83,11 @@ def test_all_dtypes_share_a_transfer_and_shared_arrays_are_in_it_once(pool: Any)
     assert pool(2).run(count_transfers) == [[8000 + 16 + len(number)]] * 2
 
 
-def send_not_a_number(rank: int, size: int) -> str:
+@on_ranks(("shm", 2))
+def test_a_number_keeps_its_bits(rank: int, size: int) -> None:
     (mine,) = struct.unpack("=d", bytes.fromhex("230100000000f8ff" if rank == 0 else "00" * 8))
-    return struct.pack("=d", fl.synchronize({"value": mine})["value"]).hex()
-
-
-def test_a_number_keeps_its_bits(pool: Any) -> None:
-    assert pool(2).run(send_not_a_number) == ["230100000000f8ff"] * 2
+    sent = struct.pack("=d", fl.synchronize({"value": mine})["value"])
+    assert sent.hex() == "230100000000f8ff"
 
 
 def test_arrays_on_gpus_travel_beside_those_on_the_cpu(pool: Any) -> None:
@@ -120,15 +119,13 @@ def test_optimizers_go_on_alike(pool: Any, kind: str, distributed: bool) -> None
         np.testing.assert_equal(other, root)
 
 
-def other_order(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_keys_may_be_in_another_order(rank: int, size: int) -> None:
     items = [("weight", np.full(2, rank)), ("bias", rank + 10), (3, [rank])]
     tree = {"model": dict(items if rank else items[::-1])}
     fl.synchronize(tree)
-    return {key: np.asarray(value).tolist() for key, value in tree["model"].items()}
-
-
-def test_keys_may_be_in_another_order(pool: Any) -> None:
-    assert pool(2).run(other_order) == [{"weight": [0, 0], "bias": 10, 3: [0]}] * 2
+    found = {key: np.asarray(value).tolist() for key, value in tree["model"].items()}
+    assert found == {"weight": [0, 0], "bias": 10, 3: [0]}
 
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
@@ -147,25 +144,22 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
 }
 
 
-def synchronize_different(rank: int, size: int, what: str) -> str:
-    tree = {"first": np.full(3, rank), "number": rank, "rest": DIFFERENT[what][0](min(rank, 1))}
+@pytest.mark.parametrize("what", DIFFERENT)
+@on_ranks(("shm", 3))
+def test_trees_that_differ_are_refused_on_every_rank(rank: int, size: int, what: str) -> None:
+    make, path, kind = DIFFERENT[what]
+    tree = {"first": np.full(3, rank), "number": rank, "rest": make(min(rank, 1))}
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.synchronize(tree)
     assert (tree["first"] == rank).all()
     assert tree["number"] == rank
     again = fl.synchronize([rank])  # the group goes on
     assert again == [0]
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_trees_that_differ_are_refused_on_every_rank(pool: Any, what: str) -> None:
-    _, path, kind = DIFFERENT[what]
-    for rank, message in enumerate(pool(3).run(synchronize_different, what)):
-        assert message.startswith(f"[synchronize] rank {rank} of 3: the trees differ at ")
-        where = path.replace("tree", 'tree["rest"]', 1)
-        assert f" {where} (rank(s) 0: " in message
-        assert f"; rank(s) 1, 2: {kind}). Nothing was changed" in message
+    message = str(caught.value)
+    assert message.startswith(f"[synchronize] rank {rank} of 3: the trees differ at ")
+    where = path.replace("tree", 'tree["rest"]', 1)
+    assert f" {where} (rank(s) 0: " in message
+    assert f"; rank(s) 1, 2: {kind}). Nothing was changed" in message
 
 
 class Failing(fl.nn.Module):
@@ -182,47 +176,32 @@ BROKEN = {
 }
 
 
-def synchronize_broken(rank: int, size: int, what: str) -> list[str]:
-    value, kind, _ = BROKEN[what]
+@pytest.mark.parametrize("what", BROKEN)
+@on_ranks(("shm", 2))
+def test_what_one_rank_cannot_send_raises_on_all(rank: int, size: int, what: str) -> None:
+    value, kind, words = BROKEN[what]
     tree = {"first": np.full(3, rank), "second": value if rank == 1 else np.zeros(3)}
-    messages = []
     for root in range(size):
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind, match=words) as caught:
             fl.synchronize(tree, root)
-        messages.append(str(caught.value))
+        assert str(caught.value).startswith("[synchronize] rank 1 of 2: ")
+        assert what == "failing" or 'tree["second"]' in str(caught.value)
     assert (tree["first"] == rank).all()
     assert fl.synchronize(rank, 1) == 1
-    return messages
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_what_one_rank_cannot_send_raises_on_all(pool: Any, what: str) -> None:
-    for messages in pool(2).run(synchronize_broken, what):
-        for message in messages:
-            assert message.startswith("[synchronize] rank 1 of 2: ")
-            assert BROKEN[what][2] in message
-            assert what == "failing" or 'tree["second"]' in message
-
-
-def roots_that_differ(rank: int, size: int) -> str:
+@on_ranks(("shm", 2))
+def test_roots_that_differ_are_refused(rank: int, size: int) -> None:
     tree = [np.full(3, rank)]
-    with pytest.raises(fl.errors.MismatchError) as caught:
+    words = r"different roots \(rank\(s\) 0: 0; rank\(s\) 1: 1\)"
+    with pytest.raises(fl.errors.MismatchError, match=words):
         fl.synchronize(tree, root=rank)
     assert (tree[0] == rank).all()
-    return str(caught.value)
 
 
-def test_roots_that_differ_are_refused(pool: Any) -> None:
-    for message in pool(2).run(roots_that_differ):
-        assert "different roots (rank(s) 0: 0; rank(s) 1: 1)" in message
-
-
-def in_a_group(rank: int, size: int) -> Any:
-    return fl.synchronize({"x": rank}, root=1, group=current_world().group)
-
-
-def test_a_group_can_be_given(pool: Any) -> None:
-    assert pool(2).run(in_a_group) == [{"x": 1}] * 2
+@on_ranks(("shm", 2))
+def test_a_group_can_be_given(rank: int, size: int) -> None:
+    assert fl.synchronize({"x": rank}, root=1, group=current_world().group) == {"x": 1}
 
 
 @pytest.mark.parametrize("root", [1, -1, True, 0.0, None])

@@ -24,7 +24,7 @@ from flashlight_py.tagi import (
     ResNetBlock,
     Sequential,
 )
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import run_outcomes
 
 BACKENDS = ["gloo", "shm"]
@@ -188,8 +188,10 @@ def test_averages_are_pytagis(pool: Any) -> None:
 BOUND_AT = {255: 2.0, 256: 3.0}
 
 
-def bounded(rank: int, size: int, samples: int) -> float:
-    """Return by how many standard deviations the bounded step has moved a weight."""
+@pytest.mark.parametrize("samples", BOUND_AT)
+@on_ranks(("shm", 2))
+def test_the_bound_of_a_step_is_that_of_all_samples(rank: int, size: int, samples: int) -> None:
+    """It is the number of standard deviations by which the step moves a weight."""
     fl.set_seed(0)
     model = DDPSequential(Sequential(Linear(6, 3, gain_weight=0.01)), average=False)
     before = model.state_dict()["Linear.0"]
@@ -202,13 +204,8 @@ def bounded(rank: int, size: int, samples: int) -> float:
     model.backward()
     model.step()
     moved = np.abs(model.state_dict()["Linear.0"][0] - before[0])
-    return float((moved / np.sqrt(before[1])).max())
-
-
-@pytest.mark.parametrize("samples", BOUND_AT)
-def test_the_bound_of_a_step_is_that_of_all_samples(pool: Any, samples: int) -> None:
-    for moved in pool(2).run(bounded, samples):
-        assert moved == pytest.approx(1 / BOUND_AT[samples], rel=1e-2)
+    found = float((moved / np.sqrt(before[1])).max())
+    assert found == pytest.approx(1 / BOUND_AT[samples], rel=1e-2)
 
 
 def joined(rank: int, size: int, schedule: tuple[int, ...], average: bool, sync: bool) -> Any:
@@ -261,27 +258,18 @@ def test_averages_are_over_the_ranks_with_data(pool: Any) -> None:
     check_close(states[0], joined_alone((0, 3), dense))
 
 
-def other_layers(rank: int, size: int) -> str:
+@on_ranks(("shm", 2))
+def test_a_mismatch_names_the_layer_or_the_argument(rank: int, size: int) -> None:
     net = Sequential(Linear(6, 16), ReLU(), Linear(16, 3 + rank))
     with pytest.raises(fl.errors.MismatchError) as caught:
         DDPSequential(net)
+    message = str(caught.value)
+    assert "the networks differ in layer 2 (rank(s) 0: Linear.2: (3, 16)" in message
+    assert "rank(s) 1: Linear.2: (4, 16)" in message
     fl.barrier()
-    return str(caught.value)
-
-
-def other_arguments(rank: int, size: int) -> str:
-    with pytest.raises(fl.errors.MismatchError) as caught:
+    with pytest.raises(fl.errors.MismatchError, match=r"average \("):
         DDPSequential(dense(), average=rank == 0)
     fl.barrier()
-    return str(caught.value)
-
-
-def test_a_mismatch_names_the_layer_or_the_argument(pool: Any) -> None:
-    for message in pool(2).run(other_layers):
-        assert "the networks differ in layer 2 (rank(s) 0: Linear.2: (3, 16)" in message
-        assert "rank(s) 1: Linear.2: (4, 16)" in message
-    for message in pool(2).run(other_arguments):
-        assert "average (" in message
 
 
 def die(rank: int, size: int) -> str:
@@ -305,7 +293,8 @@ def test_a_killed_rank_is_named(backend: str) -> None:
         assert "lost rank 1" in outcomes[rank].value, outcomes[rank].report()
 
 
-def misuse(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_misuse_is_refused_before_anything_is_sent(rank: int, size: int) -> None:
     with pytest.raises(TypeError, match=r"expected a fl\.tagi\.Sequential, got Linear"):
         DDPSequential(Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket_bytes must be positive"):
@@ -332,10 +321,6 @@ def misuse(rank: int, size: int) -> None:
     with pytest.raises(RuntimeError, match="moved after DDPSequential was made"):
         model.backward()
     model.barrier()
-
-
-def test_misuse_is_refused_before_anything_is_sent(pool: Any) -> None:
-    pool(2).run(misuse)
 
 
 def interrupted(rank: int, size: int, folder: str, first: int, last: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 
 import flashlight_py as fl
 from flashlight_py.parallel.agreement import by_rank, differences, digest
-from flashlight_py.parallel.synchronize import _plans, give_state
+from flashlight_py.parallel.synchronize import _buffers_for, _kept, _plans, give_state
 from flashlight_py.parallel.tree import (
     TreeBuffers,
     decode_numbers,
@@ -57,10 +58,10 @@ def test_what_was_packed_is_unpacked_into_arrays_of_any_layout(tree: Any) -> Non
     plan = plan_of(tree)
     before = [array.tobytes() for array in plan.arrays]
     buffers = TreeBuffers(plan, 3)
-    buffers.pack(b"abc")
+    buffers.pack(plan, b"abc")
     for array in plan.arrays:
         array[...] = np.zeros((), array.dtype)
-    assert buffers.unpack() == b"abc"
+    assert buffers.unpack(plan) == b"abc"
     assert [array.tobytes() for array in plan.arrays] == before
 
 
@@ -68,9 +69,31 @@ def test_arrays_of_another_byte_order_travel_in_the_native_one() -> None:
     swapped, native = (np.arange(4, dtype=order) for order in (">i4", "<i4"))
     plans = [plan_of([array]) for array in (swapped, native)]
     assert plans[0].description == plans[1].description
+    packed = []
     for plan in plans:
-        plan.buffers(0).pack(b"")
-    assert plans[0].buffers(0).used[0].tobytes() == plans[1].buffers(0).used[0].tobytes()
+        buffers = TreeBuffers(plans[0], 0)  # those of one serve the other
+        buffers.pack(plan, b"")
+        packed.append(buffers.used[0].tobytes())
+    assert packed[0] == packed[1]
+
+
+def test_buffers_are_kept_for_trees_of_the_same_description() -> None:
+    """Large ones are not, and nothing keeps the arrays; no other call gets those in use."""
+    _kept.clear()
+    array, number = np.zeros(3), 7
+    fl.synchronize({"array": array, "number": number})
+    (buffers,) = _kept.values()
+    fl.synchronize({"array": np.ones(3, ">f8"), "number": 8})
+    assert [*_kept.values()] == [buffers]
+    assert sys.getrefcount(array) == 2
+    assert _buffers_for(plan_of({"array": array}), 0) is not buffers
+    fl.synchronize({"array": np.zeros(1 << 18)})
+    assert [*_kept.values()] == [buffers]
+    ((description, number_bytes),) = _kept
+    plan = plan_of({"array": array, "number": number})
+    assert plan.description == description
+    assert _buffers_for(plan, number_bytes) is buffers
+    assert not _kept
 
 
 def test_a_kept_plan_is_not_that_of_other_arrays() -> None:
@@ -95,7 +118,7 @@ def test_a_kept_plan_is_not_that_of_other_arrays() -> None:
 
 
 def test_only_a_plan_of_numpy_arrays_is_kept() -> None:
-    """A plan with numbers or arrays of a GPU is not used again and would keep its buffers."""
+    """A plan with numbers or arrays of a GPU is not used again."""
     module, array = fl.nn.ReLU(), np.zeros(3)
     give_state(module, {"array": array, "number": 3}, 0, None)
     assert module not in _plans

@@ -14,7 +14,7 @@ from flashlight_py.distributed.work import Done
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel import gathered_shards
 from flashlight_py.parallel.gathered_shards import Flat, Reduction, shard_by_gathering
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 
 BATCH, STEPS = 24, 4
 
@@ -223,7 +223,8 @@ def test_checkpoints_are_those_of_the_whole(ranks: Any, tmp_path: Path) -> None:
     same(after, whole.state_dict())
 
 
-def infer(rank: int, size: int) -> None:
+@on_ranks()
+def test_inference_gathers_as_well(rank: int, size: int) -> None:
     """The last pass has begun to gather for one that never comes; the process may end so."""
     model = fl.nn.Sequential(*(fl.nn.Linear(9, 9) for _ in range(4)))
     fl.broadcast_parameters(model)
@@ -237,11 +238,8 @@ def infer(rank: int, size: int) -> None:
     assert len(shards._here) == 2
 
 
-def test_inference_gathers_as_well(ranks: Any) -> None:
-    ranks.run(infer)
-
-
-def fail_midway(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_pass_that_raises_leaves_nothing(rank: int, size: int) -> None:
     """Every rank raises in the same place; the next pass is as if that one had not been."""
     model, other = build("sgd"), build("sgd")
     for each in (other, model):
@@ -267,25 +265,17 @@ def fail_midway(rank: int, size: int) -> None:
             np.testing.assert_array_equal(got.grad, expected.grad)
 
 
-def test_a_pass_that_raises_leaves_nothing(ranks: Any) -> None:
-    ranks.run(fail_midway)
-
-
-def use_different_layers(rank: int, size: int) -> str:
+@on_ranks(("gloo", 3))
+def test_ranks_that_use_different_modules_get_no_mixture(rank: int, size: int) -> None:
     """Both have the same shapes; their parts have not."""
     model = fl.nn.Sequential(*(fl.nn.Linear(3, 3) for _ in range(size)))
     shard_by_gathering(model)
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(MismatchError, match="all_gather"):
         model[rank](fl.input(np.ones((1, 3), "float32")))
-    return str(caught.value)
 
 
-def test_ranks_that_use_different_modules_get_no_mixture(pool: Any) -> None:
-    for message in pool(3, params={"BACKEND": "gloo"}).run(use_different_layers):
-        assert "all_gather" in message
-
-
-def refusals(rank: int, size: int) -> None:
+@on_ranks(("gloo", 3))
+def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
     model, plain = build("sgd"), build("sgd")
     whole = model.state_dict()
     shard_by_gathering(model)
@@ -321,10 +311,6 @@ def refusals(rank: int, size: int) -> None:
     plain[0].weight.register_grad_hook(print)
     with pytest.raises(ValueError, match=r"'0\.weight' has a gradient hook or buffer"):
         shard_by_gathering(plain)
-
-
-def test_what_does_not_go_together_is_refused(pool: Any) -> None:
-    pool(3, params={"BACKEND": "gloo"}).run(refusals)
 
 
 class OneRank:
