@@ -48,7 +48,7 @@ def public_names() -> dict[str, Any]:
     found: dict[int, tuple[str, Any]] = {}
     for module in modules:
         for name in module.__all__:
-            value = getattr(module, name)
+            value = inspect.unwrap(getattr(module, name))
             if inspect.isclass(value) or inspect.isfunction(value):
                 found.setdefault(id(value), (f"{module.__name__}.{name}", value))
     return dict(found.values())

@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "interfaces": ("system",),
     "random": FRAMEWORK[:2],
     "kernels": FRAMEWORK[:2],
-    "autograd": (*FRAMEWORK[:4], "structure", "libraries", "_native"),
+    "erf": ("device",),
+    "autograd": (*FRAMEWORK[:4], "erf", "structure", "libraries", "_native"),
     "safetensors": ("errors", "device"),
     "nn": (*FRAMEWORK[:5], "structure", "safetensors"),
     "optim": (*FRAMEWORK[:6], "structure", "_native"),
@@ -61,7 +62,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "parallel.workers": (*FRAMEWORK, "cores", "distributed", "launch"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "structure", "_native"),
     "tagi.distributed": ("tagi", "errors", "device", "distributed", "parallel"),
-    "tagi": ("errors", "device", "random", "kernels", "_native"),
+    "tagi": ("errors", "device", "random", "kernels", "erf", "_native"),
     "trace": ("errors", "distributed"),
     "amp": (*FRAMEWORK, "distributed", "structure"),
     "torch": ("errors", "interfaces", "distributed"),
@@ -265,7 +266,7 @@ def test_optional_libraries_are_imported_where_they_are_used() -> None:
 # Of the control plane; what is about processes of this machine alone is left out.
 CONTROL_PLANE = (
     *("interfaces", "distributed.rendezvous", "distributed.start", "distributed.memory.topology"),
-    *("distributed.failures.agreement", "distributed.failures.watchdog"),
+    *("distributed.failures.agreement", "distributed.failures.flight_record"),
     *(f"launch.{name}" for name in ("agent", "channel", "failures", "hosts")),
     *(f"launch.{name}" for name in ("job", "loop", "output", "ranks", "records", "supervisor")),
 )
@@ -315,7 +316,8 @@ def test_importing_every_public_name_loads_no_optional_library() -> None:
     assert OPTIONAL.isdisjoint(loaded)
     assert "flashlight_py.distributed.backends.mpi.backend" not in loaded
     assert "flashlight_py.distributed.backends.nccl.communicator" not in loaded
-    assert not [name for name in loaded if name.startswith("flashlight_py._native._")]
+    native = [name for name in loaded if name.startswith("flashlight_py._native._")]
+    assert native == ["flashlight_py._native._fast"]  # of which verbs are made
 
 
 def test_a_name_is_imported_when_it_is_used() -> None:

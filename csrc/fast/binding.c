@@ -7,6 +7,8 @@
 
 enum { CALLERS = sizeof((ring *)0)->callers / sizeof *((ring *)0)->callers };
 
+_Thread_local PyObject *called_verb;
+
 static PyObject *name_back, *name_file, *name_function, *name_instruction;
 
 int binding_names(void) {
@@ -53,6 +55,10 @@ static void release(caller *one) {
 static int find_caller(Binding *binding, caller *found) {
   PyObject *frame = (PyObject *)PyEval_GetFrame();
   *found = (caller){NULL, NULL, NULL};
+  if (frame == NULL) { /* C has called, such as atexit */
+    found->code = PyObject_GetAttrString(binding->here, "__code__");
+    found->instruction = found->code == NULL ? NULL : PyLong_FromLong(0);
+  }
   Py_XINCREF(frame);
   while (frame != NULL) {
     found->code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
@@ -76,14 +82,17 @@ static int find_caller(Binding *binding, caller *found) {
   Py_XDECREF(frame);
   if (found->instruction != NULL) return 1;
   release(found);
-  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "nobody has called");
   return 0;
 }
 
 static PyObject *make_place(const caller *one) {
-  PyObject *name = one->via == NULL ? NULL : PyObject_GetAttr(one->via, name_function);
-  if (one->via != NULL && name == NULL) return NULL;
-  PyObject *place = PyTuple_Pack(3, one->code, one->instruction, name == NULL ? Py_None : name);
+  PyObject *name = called_verb == NULL ? Py_None : called_verb;
+  if (one->via == NULL) {
+    Py_INCREF(name);
+  } else {
+    name = PyObject_GetAttr(one->via, name_function);
+  }
+  PyObject *place = name == NULL ? NULL : PyTuple_Pack(3, one->code, one->instruction, name);
   Py_XDECREF(name);
   return place;
 }

@@ -70,6 +70,9 @@ typedef struct {
   uint64_t id;
 } recorded;
 
+/* The name of the verb that this thread calls, if no function of ours in Python does: see entry.c. */
+extern _Thread_local PyObject *called_verb;
+
 static inline Binding *binding_of(PyObject *self) {
   return PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
 }

@@ -106,7 +106,7 @@ static PyObject *call_number(PyObject *self, PyObject *const *args, double secon
    that blocks may take. In the place of `op` an all_to_all may have `rows`, a
    list or a tuple, which no operation is, and a receive `partial`. In the place of `out` an all_reduce of
    a list has a number: see native_several. */
-static PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const Binding *binding = binding_of(self);
   if (binding == NULL) return NULL;
   if (count != MOST_ARGUMENTS - 1 && count != MOST_ARGUMENTS) {
@@ -307,10 +307,12 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__fast(void) {
   import_array();
-  if (!plain_names() || !binding_names() || !batch_names() || !object_names()) return NULL;
-  PyObject *module = PyModule_Create(&definition), *type = work_type();
-  if (module != NULL && type != NULL && PyModule_AddObject(module, "Started", type) == 0) return module;
-  Py_XDECREF(type);
-  Py_XDECREF(module);
-  return NULL;
+  if (!plain_names() || !binding_names() || !batch_names() || !object_names() || !entry_names()) return NULL;
+  PyObject *module = PyModule_Create(&definition), *const types[] = {work_type(), entry_type()};
+  for (int i = 0; i < 2; ++i) {
+    const int is_added = module && types[i] && PyModule_AddType(module, (PyTypeObject *)types[i]) == 0;
+    if (!is_added) Py_CLEAR(module);
+    Py_XDECREF(types[i]);
+  }
+  return module;
 }

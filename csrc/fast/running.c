@@ -41,9 +41,10 @@ void run_alone(const plain_call *call) {
   if (others != NULL) PyEval_RestoreThread(others);
 }
 
-PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
+PyObject *fetch(Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
                 recorded made) {
   const fl_signature *s = &call->signature;
+  if (made.row->id == made.id && (made.row->flags & FL_RECORDED_PLACED) == 0) note_place(binding, made.row);
   return PyObject_CallFunction(binding->ended, "KiOOOiKd", (unsigned long long)(uintptr_t)op,
                                (int)s->verb, x, out, call->result == NULL ? Py_None : call->result,
                                (int)s->root, (unsigned long long)made.id, call->seconds);
@@ -61,7 +62,7 @@ static PyObject *received_part(const Binding *binding, fl_op *op, int root) {
 }
 
 /* The result of a call that has ended, or that `op` describes; takes over call->result. */
-static PyObject *end(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, plain_call *call,
+static PyObject *end(Binding *binding, fl_op *op, PyObject *x, PyObject *out, plain_call *call,
                      recorded made) {
   PyObject *result = call->result;
   if (op != NULL) {
@@ -139,13 +140,12 @@ PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_cal
     run_alone(call);
     return end(binding, NULL, x, out, call, made);
   }
-  const int has_run = binding->library.begin != NULL
-                          ? run_in_steps(binding, call, &call->signature, &op, &made)
-                          : run_at_once(binding, call, &call->signature, &op, &made);
-  if (has_run) return end(binding, op, x, out, call, made);
+  if (run_in_steps(binding, call, &call->signature, &op, &made) ||
+      (PyErr_Occurred() == NULL && run_at_once(binding, call, &call->signature, &op, &made))) {
+    return end(binding, op, x, out, call, made);
+  }
   Py_XDECREF(call->result);
-  if (PyErr_Occurred() != NULL) return NULL;
-  Py_RETURN_NOTIMPLEMENTED;
+  return NULL;
 }
 
 void fill_message(fl_message *message, const plain_call *call, const fl_site *site) {

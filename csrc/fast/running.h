@@ -15,7 +15,7 @@ int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *s
                  recorded *made);
 int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                 recorded *made);
-/* A collective on this thread; where there are steps, one that is behind others is left to Python. */
+/* A collective on this thread. */
 PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call);
 /* A send or a receive, which may have to find out who sends, or how many rows. */
 PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain_call *call);
@@ -24,7 +24,7 @@ void fill_message(fl_message *message, const plain_call *call, const fl_site *si
    runs, so that this thread is in no call as far as others can see. 0 with an exception. */
 int exchange(const Binding *binding, const fl_message *messages, int count, fl_op **ops);
 /* Fetch or raise what became of an operation that has not simply ended well. */
-PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
+PyObject *fetch(Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
                 recorded made);
 
 /* An operation that has been started and recorded; `op` is NULL where it has ended well. */

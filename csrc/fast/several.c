@@ -114,43 +114,25 @@ static PyObject *describe(const item *const *message, int number, plain_call *ca
   return x;
 }
 
-/* Reduce a message: 1, or 0 if Python must do it, or -1 with an exception. */
+/* Reduce a message; 0 with an exception. */
 static int run_message_of(Binding *binding, const item *const *message, int number) {
   plain_call call;
   PyObject *x = describe(message, number, &call);
-  if (x == NULL) return -1;
+  if (x == NULL) return 0;
   Py_INCREF(x);
   call.result = x;
   PyObject *y = run_collective(binding, x, Py_None, &call);
-  if (y == x && number > 1) copy_parts(message, number, call.data, 1);
-  const int is_done = y == NULL ? -1 : y == x;
+  if (y != NULL && number > 1) copy_parts(message, number, call.data, 1);
   Py_XDECREF(y);
   Py_DECREF(x);
-  return is_done;
-}
-
-/* The arrays that Python must reduce: a tuple, or NotImplemented for all of them. */
-static PyObject *remaining(const list *all) {
-  PyObject *left = PyList_New(0), *result = NULL;
-  for (Py_ssize_t i = 0; left != NULL && i < all->count; ++i) {
-    if (!all->items[i].is_done && PyList_Append(left, all->items[i].x) < 0) Py_CLEAR(left);
-  }
-  if (left != NULL && PyList_Size(left) == all->count) {
-    result = Py_NotImplemented;
-    Py_INCREF(result);
-  } else if (left != NULL) {
-    result = PyList_AsTuple(left);
-  }
-  Py_XDECREF(left);
-  return result;
+  return y != NULL;
 }
 
 static PyObject *run_all(Binding *binding, PyObject *xs, const list *all) {
   for (item *first = all->items; first < all->items + all->count; ++first) {
     if (first->is_done) continue;
-    const int number = choose(all, first), is_done = run_message_of(binding, all->message, number);
-    if (is_done < 0) return NULL;
-    if (is_done == 0) return remaining(all);
+    const int number = choose(all, first);
+    if (!run_message_of(binding, all->message, number)) return NULL;
     for (int i = 0; i < number; ++i) all->items[all->message[i] - all->items].is_done = 1;
   }
   if (!PyList_CheckExact(xs)) return PySequence_List(xs);

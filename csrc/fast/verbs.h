@@ -3,14 +3,19 @@
 
 #include "works.h"
 
+PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
+
+/* The type of what stands for a public verb: see entry.c. */
+PyObject *entry_type(void);
+int entry_names(void);
+
 /* all_to_all with `rows`; NotImplemented where Python must do it, and nothing has happened. Where `out` has not
    as many rows as arrive, the result is another array. */
 PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
 
-/* all_reduce of the arrays of a list: the list; or NotImplemented as native_uneven; or a tuple of the arrays that
-   Python must reduce after the others. Asynchronous: a tuple of a Work and a list, of each packed message (its
-   array, the arrays that are in it). Arrays of at most as many bytes as the number in the place of `out` are
-   packed; negative: none is. */
+/* all_reduce of the arrays of a list: the list; or NotImplemented as native_uneven. Asynchronous: a tuple of a
+   Work and a list, of each packed message (its array, the arrays that are in it). Arrays of at most as many
+   bytes as the number in the place of `out` are packed; negative: none is. */
 PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
 /* Begin the messages of `ops`, a list of P2POp: their Work; NotImplemented as native_uneven. */

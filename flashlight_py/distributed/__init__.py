@@ -11,8 +11,8 @@ _HOMES = {
     "start.world": [
         *("is_distributed_init", "distributed_backend", "get_world_rank", "get_world_size"),
         *("get_local_rank", "get_local_size", "is_main_process", "use_local_device", "describe"),
+        "RankFilter",
     ],
-    "start.rank_filter": ["RankFilter"],
     "failures.abort": ["abort_on_exception"],
     "api.group": ["ProcessGroup"],
     "work": ["Work"],

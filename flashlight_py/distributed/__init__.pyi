@@ -12,7 +12,7 @@ from flashlight_py.distributed.start.world import get_local_size as get_local_si
 from flashlight_py.distributed.start.world import is_main_process as is_main_process
 from flashlight_py.distributed.start.world import use_local_device as use_local_device
 from flashlight_py.distributed.start.world import describe as describe
-from flashlight_py.distributed.start.rank_filter import RankFilter as RankFilter
+from flashlight_py.distributed.start.world import RankFilter as RankFilter
 from flashlight_py.distributed.failures.abort import abort_on_exception as abort_on_exception
 from flashlight_py.distributed.api.group import ProcessGroup as ProcessGroup
 from flashlight_py.distributed.work import Work as Work

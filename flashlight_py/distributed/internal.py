@@ -23,9 +23,8 @@ from flashlight_py.distributed.calls.checks import check_rank, whole, whole_numb
 from flashlight_py.distributed.calls.kinds import is_of
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
 from flashlight_py.distributed.failures import abort, flight_record, journal
-from flashlight_py.distributed.failures.flight_record import read_fields
+from flashlight_py.distributed.failures.flight_record import dump, read_fields
 from flashlight_py.distributed.failures.journal import Record, leave_to_python
-from flashlight_py.distributed.failures.watchdog import dump
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, world_fast
 from flashlight_py.distributed.groups.membership import of as members_of
@@ -46,6 +45,7 @@ from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import (
     NEXT_SECONDS,
+    Roster,
     Store,
     Waiting,
     host_identity,

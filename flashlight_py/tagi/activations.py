@@ -14,6 +14,7 @@ import numpy as np
 
 from flashlight_py import kernels
 from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.erf import FAR, MIDDLE, NEAR, SPLIT, quotient
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape
 from flashlight_py.tagi.native import floats, native_for
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
@@ -337,31 +338,7 @@ def _wide(mean: Array, variance: Array) -> Moments:
 
 
 def _floored(values: Array) -> Array:
-    result: Array = array_module(values).maximum(values.astype(REAL), FLOOR)
-    return result
-
-
-# Rational approximations of erf(x) up to 15/32, erfc(x) exp(x^2) up to 4, and beyond (W. J. Cody,
-# Rational Chebyshev approximations for the error function, Mathematics of Computation 23, 1969).
-# The highest power stands first; a denominator begins with 1.
-_NEAR = (
-    (0.185777706184603153, 3.16112374387056560, 113.864154151050156, 377.485237685302021,
-     3209.37758913846947),
-    (1, 23.6012909523441209, 244.024637934444173, 1282.61652607737228, 2844.23683343917062),
-)  # fmt: skip
-_MIDDLE = (
-    (2.15311535474403846e-8, 0.564188496988670089, 8.88314979438837594, 66.1191906371416295,
-     298.635138197400131, 881.952221241769090, 1712.04761263407058, 2051.07837782607147,
-     1230.33935479799725),
-    (1, 15.7449261107098347, 117.693950891312499, 537.181101862009858, 1621.38957456669019,
-     3290.79923573345963, 4362.61909014324716, 3439.36767414372164, 1230.33935480374942),
-)  # fmt: skip
-_FAR = (
-    (0.0163153871373020978, 0.305326634961232344, 0.360344899949804439, 0.125781726111229246,
-     0.0160837851487422766, 6.58749161529837803e-4),
-    (1, 2.56852019228982242, 1.87295284992346725, 0.527905102951428412, 0.0605183413124413191,
-     2.33520497626869185e-3),
-)  # fmt: skip
+    return array_module(values).maximum(values.astype(REAL), FLOOR)  # type: ignore[no-any-return]
 
 
 # Mean and probability follow from one fitted quotient of a normal tail without cancelling digits,
@@ -373,20 +350,12 @@ def tails(a: Array) -> tuple[Array, Array, Array]:
         a: float64, at least 0; any shape.
     """
     xp, x = array_module(a), a * math.sqrt(0.5)
-    near, middle, far = xp.minimum(x, 0.46875), xp.clip(x, 0.46875, 4), xp.maximum(x, 4)
+    near, middle, far = xp.minimum(x, SPLIT), xp.clip(x, SPLIT, 4), xp.maximum(x, 4)
     square, inverse = near * near, 1 / (far * far)
-    small = (1 - near * _ratio(_NEAR, square)) * xp.exp(square)
-    large = (1 / math.sqrt(math.pi) - inverse * _ratio(_FAR, inverse)) / far
-    scaled = xp.where(x <= 0.46875, small, xp.where(x <= 4, _ratio(_MIDDLE, middle), large))
+    small = (1 - near * quotient(NEAR, square)) * xp.exp(square)
+    large = (1 / math.sqrt(math.pi) - inverse * quotient(FAR, inverse)) / far
+    scaled = xp.where(x <= SPLIT, small, xp.where(x <= 4, quotient(MIDDLE, middle), large))
     p = xp.exp(-0.5 * a * a) * (1 / math.sqrt(2 * math.pi))  # the density
     ratio = math.sqrt(math.pi / 2) * scaled  # of P(z > a) to p
     mean = p * (1 - a * ratio)
     return p * ratio, mean, p * (ratio - a * (1 - a * ratio)) - mean * mean
-
-
-def _ratio(polynomials: tuple[tuple[float, ...], tuple[float, ...]], x: Array) -> Array:
-    upper, lower = (0 * x + numbers[0] for numbers in polynomials)
-    for above, below in zip(polynomials[0][1:], polynomials[1][1:], strict=True):
-        upper, lower = upper * x + above, lower * x + below
-    ratio: Array = upper / lower
-    return ratio

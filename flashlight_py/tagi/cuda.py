@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashlight_py import _native
+from flashlight_py import _native, device
 from flashlight_py.errors import BackendUnavailableError
 
 
@@ -23,13 +23,10 @@ def is_nccl_available() -> bool:
 def get_device_count() -> int:
     """Return how many CUDA devices CuPy finds; 0 without CuPy, too."""
     try:
-        from cupy.cuda import runtime
-    except ImportError:
+        _, count = device.cuda()
+    except BackendUnavailableError:
         return 0
-    try:
-        return int(runtime.getDeviceCount())
-    except runtime.CUDARuntimeError:
-        return 0
+    return count
 
 
 def get_current_device() -> int:

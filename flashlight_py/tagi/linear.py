@@ -94,8 +94,7 @@ class Linear(BaseLayer):
 def _times_transposed(x: Array, matrix: Array) -> Array:
     """Return ``x @ matrix.T``, the other way round where BLAS is faster so: for small batches."""
     if len(x) < FEW:
-        product: Array = (matrix @ x.T).T
-        return product
+        return (matrix @ x.T).T
     return x @ matrix.T
 
 

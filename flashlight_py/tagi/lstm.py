@@ -253,12 +253,7 @@ class Gates(NamedTuple):
             last = np.zeros((4, 1, no), REAL) if states is None else np.stack(states)
         known = (None, None) if self.biases is None else (self.biases.mean, self.biases.variance)
         arrays = (self.weight.mean, self.weight.variance, *known, x, x_variance)
-        lacks = kernels.lib.fl_tagi_lstm_forward(
-            kernels.ffi.new("fl_tagi_lstm *", (rows, steps, n - no, no)),
-            *(floats(kernels, each) for each in (*arrays, h, v_h, joined, slopes, last)),
-        )
-        if lacks:
-            raise MemoryError("LSTM.forward: no memory is left for the weights of all gates")
+        self._call(kernels, "forward", rows, *arrays, h, v_h, joined, slopes, last)
         after = None if last is None else States(*last)
         return h, v_h, after, Pass(joined, slopes, True)
 
@@ -271,13 +266,15 @@ class Gates(NamedTuple):
         no = slopes.shape[3]
         dz, ez = np.empty((2, rows * steps, 4 * no), REAL)
         deltas: Any = np.empty((2, rows, steps * (n - no)), REAL) if wanted else (None, None)
-        lacks = kernels.lib.fl_tagi_lstm_backward(
-            kernels.ffi.new("fl_tagi_lstm *", (rows, steps, n - no, no)),
-            *(floats(kernels, a) for a in (self.weight.mean, slopes, d, e, dz, ez, *deltas)),
-        )
-        if lacks:
-            raise MemoryError("LSTM.backward: no memory is left for the weights of all gates")
+        self._call(kernels, "backward", rows, self.weight.mean, slopes, d, e, dz, ez, *deltas)
         return dz, ez, (deltas[0], deltas[1]) if wanted else None
+
+    def _call(self, kernels: Any, name: str, rows: int, *arrays: Array | None) -> None:
+        no, n = self.weight.mean.shape[1:]
+        sizes = kernels.ffi.new("fl_tagi_lstm *", (rows, self.steps, n - no, no))
+        call = getattr(kernels.lib, f"fl_tagi_lstm_{name}")
+        if call(sizes, *(floats(kernels, each) for each in arrays)):
+            raise MemoryError(f"LSTM.{name}: no memory is left for the weights of all gates")
 
     def _products(self, pairs: int) -> Array:
         """Return products of two gates' weights, the first of ``PAIRS``, one below another."""

@@ -70,8 +70,7 @@ class BaseHiddenStates:
 def _flat(array: Array | None, like: Array, instead: float) -> Array:
     if array is None:
         array = array_module(like).full(like.size, instead, REAL)
-    flat: Array = array.reshape(-1)
-    return flat
+    return array.reshape(-1)
 
 
 class BaseDeltaStates:

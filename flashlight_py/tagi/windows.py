@@ -72,15 +72,13 @@ class Windows:
 
     def padded(self, images: Array) -> Array:
         """Return copies of the images with zeros around them."""
-        xp, around = array_module(images), (self.before, self.after)
-        padded: Array = xp.pad(images, ((0, 0), (0, 0), around, around))
-        return padded
+        around = ((0, 0), (0, 0), *[(self.before, self.after)] * 2)
+        return array_module(images).pad(images, around)  # type: ignore[no-any-return]
 
     def inner(self, padded: Array) -> Array:
         """Return the images inside their padding; a view."""
-        end = (self.before + self.height, self.before + self.width)
-        images: Array = padded[:, :, self.before : end[0], self.before : end[1]]
-        return images
+        rows, columns = (slice(self.before, self.before + n) for n in (self.height, self.width))
+        return padded[:, :, rows, columns]
 
     def at(self, padded: Array, y: int, x: int) -> Array:
         """Return the element (y, x) of every window, ``[batch, channels, out_height, out_width]``;
@@ -90,15 +88,14 @@ class Windows:
 
     def down(self, padded: Array, y: int) -> Array:
         """Return row ``y`` of every row of windows, as wide as it is; a view."""
-        end = y + (self.out_height - 1) * self.stride + 1
-        rows: Array = padded[:, :, y : end : self.stride]
-        return rows
+        return padded[:, :, self._each(y, self.out_height)]
 
     def along(self, rows: Array, x: int) -> Array:
         """Return element ``x`` of every window of these rows; a view."""
-        end = x + (self.out_width - 1) * self.stride + 1
-        elements: Array = rows[:, :, :, x : end : self.stride]
-        return elements
+        return rows[..., self._each(x, self.out_width)]
+
+    def _each(self, first: int, count: int) -> slice:
+        return slice(first, first + (count - 1) * self.stride + 1, self.stride)
 
 
 def _evenly(size: int, most: int) -> Iterator[slice]:
@@ -110,8 +107,7 @@ def _evenly(size: int, most: int) -> Iterator[slice]:
 
 def channel_first(images: Array) -> Array:
     """Return ``[channels, batch * height * width]``: a view where they lie so, or else a copy."""
-    matrix: Array = images.transpose(1, 0, 2, 3).reshape(images.shape[1], -1)
-    return matrix
+    return images.transpose(1, 0, 2, 3).reshape(images.shape[1], -1)
 
 
 def batch_first(matrix: Array, shape: tuple[int, ...]) -> Array:
@@ -182,13 +178,10 @@ def contiguous(images: Array) -> Array:
 
 def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
     """Return new images for the batch of ``x``, in the order of batch and channels that it has."""
-    xp, batch = array_module(x), x.shape[0]
-    channels, height, width = shape
+    xp, (channels, *size) = array_module(x), shape
     if x.strides[0] < x.strides[1]:
-        stacked: Array = xp.empty((channels, batch, height, width), dtype)
-        return stacked.transpose(1, 0, 2, 3)
-    images: Array = xp.empty((batch, channels, height, width), dtype)
-    return images
+        return xp.empty((channels, len(x), *size), dtype).swapaxes(0, 1)  # type: ignore[no-any-return]
+    return xp.empty((len(x), *shape), dtype)  # type: ignore[no-any-return]
 
 
 def call(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from flashlight_py.distributed.internal import NEXT_SECONDS, Store, Waiting, not_arrived
+from flashlight_py.distributed.internal import NEXT_SECONDS, Roster, Store, Waiting, not_arrived
 from flashlight_py.errors import RendezvousError
 
 # A store has no wait for one of two things; of a wait that ends without a key it prints a warning.
@@ -57,7 +57,7 @@ class TorchStore(Store):
     def _keys(self, name: object, first: int = 0) -> dict[int, str]:
         return {rank: self._key(name, rank) for rank in range(first, self.size)}
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> Roster:
         """Pass ``payload`` and return that of every rank; see ``Store``."""
         keys = self._keys(self._count)
         self._do("set", keys[self.rank], _GIVEN + payload)
@@ -68,7 +68,7 @@ class TorchStore(Store):
         if self._count:  # everybody has read what came before
             self._do("delete_key", self._keys(self._count - 1)[self.rank])
         self._count += 1
-        return [text[1:] for text in found]
+        return Roster.of([text[1:] for text in found])
 
     def close(self) -> None:
         """Wait for all; little is left in the store, and no secret.

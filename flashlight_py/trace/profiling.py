@@ -157,7 +157,7 @@ def offset_to_rank_0(backend: Backend) -> int:
     0 on rank 0's host. Else rank 0 is asked for its time, and taken to have answered halfway (F.
     Cristian, 1989), which is wrong by at most half the time of the exchange.
     """
-    identities = exchange_bytes(backend, host_identity())
+    identities = exchange_bytes(backend, host_identity().encode())
     elsewhere = [rank for rank in range(backend.size) if identities[rank] != identities[0]]
     if backend.rank in elsewhere:
         return _ask(backend)

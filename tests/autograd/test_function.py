@@ -9,8 +9,9 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.device import array_module
 from tests.cupy_stand_in import StandInCupy
-from tests.nn.oracle import Oracle, weights_of
-from tests.tape.steps import compare
+from tests.nn.oracle import Oracle
+from tests.nn.oracle import compare as compare_with_torch
+from tests.tape.steps import compare, training
 
 X, W = np.random.default_rng(0).random((2, 3, 4)) + 0.5
 
@@ -67,13 +68,8 @@ def like_torch(x: fl.Variable, w: Any) -> fl.Variable:
 
 
 def test_it_is_differentiated_as_torch_s(oracle: Oracle) -> None:
-    expected = oracle(TORCH, ["x", "w"], x=X, w=W)
     x, w = fl.param(X), fl.param(W)
-    found = like_torch(x, w)
-    np.testing.assert_allclose(found.array, expected["y"], rtol=1e-12)
-    found.backward(weights_of(found.array))
-    np.testing.assert_allclose(x.grad, expected["x"], rtol=1e-9)  # type: ignore[arg-type]
-    np.testing.assert_allclose(w.grad, expected["w"], rtol=1e-9)  # type: ignore[arg-type]
+    compare_with_torch(oracle, TORCH, like_torch(x, w), {"x": x, "w": w}, 1e-12)
     assert softplus.__doc__ == "Return log(1 + exp(x))."
 
 
@@ -106,15 +102,7 @@ def test_it_is_captured() -> None:
     def make() -> Any:
         x = fl.param(X.copy())
         optimizer = fl.optim.SGDOptimizer([x], 0.1)
-
-        def step(w: np.ndarray) -> fl.Variable:
-            optimizer.zero_grad()
-            loss = like_torch(passed(x), fl.input(w)).sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step, x
+        return training(optimizer, lambda w: like_torch(passed(x), fl.input(w)).sum()), x
 
     compare(make, [W * number for number in range(1, 6)])
 
@@ -156,15 +144,8 @@ def test_none_is_no_gradient() -> None:
 
     def make() -> Any:
         x, w = fl.param(X.copy()), fl.param(W.copy())
-
-        def step(factor: np.ndarray) -> fl.Variable:
-            x.zero_grad()
-            w.zero_grad()
-            loss = of_second(x, w * factor).sum()
-            loss.backward()
-            return loss
-
-        return step, x, w
+        optimizer = fl.optim.SGDOptimizer([x, w], 0.1)
+        return training(optimizer, lambda factor: of_second(x, w * factor).sum()), x, w
 
     compare(make, [W * number for number in range(1, 6)])
 

@@ -11,7 +11,7 @@ from flashlight_py.autograd import Variable, functions, gradcheck, input, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.random import set_seed
 from tests.autograd.cases import CASES, Case
-from tests.nn.oracle import Oracle, weights_of
+from tests.nn.oracle import Oracle, compare
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
@@ -40,19 +40,11 @@ def test_gradient_has_the_shape_of_its_input_if_sizes_are_small(case: Case, size
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_value_and_gradient_equal_torch(case: Case, dtype: str, oracle: Oracle) -> None:
     """In float32 to about as many digits as it has: the order of sums is another one."""
-    arrays = [array.astype(dtype) for array in case.arrays]
-    variables = [param(array) for array in arrays]
-    named = dict(zip("abcdefghi", arrays, strict=False))
-    ours = case.ours(*variables)
-    theirs = oracle(f"y = {case.theirs}", list(named), **named, **case.extra)
-    ours.backward(weights_of(ours.array))
-    tolerance = (
-        {"rtol": 1e-11, "atol": 1e-13} if dtype == "float64" else {"rtol": 2e-5, "atol": 2e-6}
-    )
-    np.testing.assert_allclose(ours.array, theirs["y"], **tolerance)
-    assert ours.dtype == theirs["y"].dtype
-    for name, variable in zip(named, variables, strict=True):
-        np.testing.assert_allclose(variable.grad, theirs[name], **tolerance)
+    variables = [param(array.astype(dtype)) for array in case.arrays]
+    named = dict(zip("abcdefghi", variables, strict=False))
+    tolerance = (1e-11, 1e-13) if dtype == "float64" else (2e-5, 2e-6)
+    code, ours = f"y = {case.theirs}", case.ours(*variables)
+    compare(oracle, code, ours, named, *tolerance, **case.extra)
 
 
 @EVERY_CASE

@@ -11,7 +11,8 @@ import flashlight_py as fl
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.operators import _FUNCTIONS, _UFUNCS
 from tests.cupy_stand_in import StandInCupy
-from tests.nn.oracle import Oracle, weights_of
+from tests.nn.oracle import Oracle
+from tests.nn.oracle import compare as compare_with_torch
 from tests.tape.steps import compare
 
 ARITHMETIC = {"add", "subtract", "negative", "multiply", "divide", "power", "absolute"}
@@ -80,14 +81,9 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("torch", LIKE_TORCH)
 def test_they_are_differentiated(torch: str, oracle: Oracle) -> None:
     x, w, b = fl.param(A), fl.param(B), B[::-1].copy()
-    expected = oracle(f"y = {torch}", ["x", "w"], x=A, w=B, b=b)
     found = LIKE_TORCH[torch](x, w, b)
     assert isinstance(found, Variable)
-    np.testing.assert_allclose(found.array, expected["y"], rtol=1e-12)
-    found.backward(weights_of(found.array))
-    for name, variable in (("x", x), ("w", w)):
-        if variable.grad is not None:
-            np.testing.assert_allclose(variable.grad, expected[name], rtol=1e-9, err_msg=name)
+    compare_with_torch(oracle, f"y = {torch}", found, {"x": x, "w": w}, 1e-12, b=b)
 
 
 @pytest.mark.parametrize("torch", LIKE_TORCH)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,8 +90,18 @@ class Ranks:
         self._server.start(handle)
         return handle
 
-    def start_all(self, size: int, **plan: Any) -> list[Rank]:
-        return [self.start(rank, size, **plan) for rank in range(size)]
+    def start_all(
+        self, size: int, plans: Mapping[int, dict[str, Any]] | None = None, **plan: Any
+    ) -> list[Rank]:
+        """Start all ranks; ``plans`` adds to the plan of some of them."""
+        own = plans or {}
+        return [self.start(rank, size, **plan, **own.get(rank, {})) for rank in range(size)]
+
+    def start_ready(self, rank: int, size: int, **plan: Any) -> Rank:
+        """Start ``rank`` and wait until it has its store: rank 0 listens."""
+        started = self.start(rank, size, **plan)
+        started.await_event("constructed")
+        return started
 
     def start_together(self, ranks: Iterable[int], size: int, **plan: Any) -> list[Rank]:
         """Start ``ranks`` of ``size`` and let them meet only when all are ready to."""
@@ -104,8 +114,7 @@ class Ranks:
 
     def run(self, size: int, **plan: Any) -> None:
         """Start ``size`` ranks and require that all exchange and close."""
-        outcomes = [rank.outcome() for rank in self.start_all(size, **plan)]
-        assert outcomes == ["closed"] * size
+        assert closed(self.start_all(size, **plan))
 
     def close(self) -> None:
         for rank in self.all:
@@ -184,8 +193,5 @@ def port() -> int:
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
     """Ranks that meet at ``tmp_path / "meeting"`` by default."""
-    started = Ranks(path=str(tmp_path / "meeting"))
-    try:
+    with contextlib.closing(Ranks(path=str(tmp_path / "meeting"))) as started:
         yield started
-    finally:
-        started.close()

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER
 from flashlight_py.errors import BackendUnavailableError
 from tests.distributed.harness import run_ranks
+from tests.distributed.threads import on_threads
 
 HERE = "127.0.0.1"
 # So many pass on what they call; two that are no neighbours connect when arrays are large.
@@ -104,14 +105,6 @@ class Raw:
         self.lib.fl_op_free(op)
         return status
 
-    def on_all(self, run: Callable[[int], None]) -> None:
-        """Run ``run(rank)`` of every rank on a thread of its own."""
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
     def close(self) -> None:
         for group in self.groups:
             self.lib.fl_close(group)
@@ -151,7 +144,7 @@ def test_a_signal_ends_a_wait_for_a_connection(nobody: socket.socket) -> None:
             nobody.close()
 
     try:
-        raw.on_all(run)
+        on_threads(raw.size, run)
         assert ended[0][0] == raw.lib.FL_CLOSED
         assert ended[0][1] < 6.0
         assert raw.lib.FL_OK not in {status for status, _ in ended.values()}
@@ -197,9 +190,9 @@ def test_a_call_is_not_reported_before_all_of_it_has_come() -> None:
     raw.lead(0, 1, cut.port)
     call = raw.ffi.new("fl_signature *")
     try:
-        raw.on_all(lambda rank: raw.connect(rank, lazily=rank == 1))
+        on_threads(raw.size, lambda rank: raw.connect(rank, lazily=rank == 1))
         for _ in range(2):
-            raw.on_all(raw.barrier)
+            on_threads(raw.size, raw.barrier)
         time.sleep(0.1)  # nothing is on its way any more
         # It asks for the next call, and sends.
         cut.cut(2 * PREAMBLE + BEGINNING)

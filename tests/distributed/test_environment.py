@@ -14,60 +14,44 @@ from flashlight_py.distributed.rendezvous.environment import (
     detect,
 )
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
-HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}
-BATCH_SHELL = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_NTASKS": "6",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_TASKS_PER_NODE": "3(x2)",
-}
-STEP = {
-    **BATCH_SHELL,
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_STEP_NODELIST": "gpu[03-05,9]",
-    "SLURM_PROCID": "4",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-}
-TRAINJOB = {  # as Kubeflow's Trainer sets them, beside an indexed Job's own
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "1",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "train-node-0-0.train",
-    "PET_MASTER_PORT": "29400",
-    "JOB_COMPLETION_INDEX": "1",
-}
+
+def variables(text: str) -> dict[str, str]:
+    """Return an environment, given as a shell writes it: "NAME=value NAME=value"."""
+    return dict(word.split("=", 1) for word in text.split())
 
 
+TORCHRUN = variables(
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=29500 "
+    "TORCHELASTIC_RUN_ID=none"
+)
+OPEN_MPI = variables(
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4"
+)
+HYDRA = variables("PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=2 MPI_LOCALNRANKS=4")
+BATCH_SHELL = variables(
+    "SLURM_JOB_ID=77 SLURM_NTASKS=6 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 "
+    "SLURM_TASKS_PER_NODE=3(x2)"
+)
+STEP = BATCH_SHELL | variables(
+    "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=2(x2),1 "
+    "SLURM_STEP_NODELIST=gpu[03-05,9] SLURM_PROCID=4 SLURM_LOCALID=0 SLURM_NODEID=2 "
+    "SLURM_LAUNCH_NODE_IPADDR=10.0.0.1"
+)
+# As Kubeflow's Trainer sets them, beside an indexed Job's own.
+TRAINJOB = variables(
+    "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=1 PET_MASTER_ADDR=train-node-0-0.train "
+    "PET_MASTER_PORT=29400 JOB_COMPLETION_INDEX=1"
+)
 # Hydra starts its proxies by srun: Slurm's numbers are then those of the nodes.
 HYDRA_BY_SRUN = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **HYDRA}
-FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
+FLUX = variables("FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1")
 JSM = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
 JSRUN = {f"JSM_NAMESPACE_{name}": value for name, value in JSM.items()}
-KUBEFLOW = {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2", "PET_NODE_RANK": "1"}
+KUBEFLOW = variables("RANK=1 WORLD_SIZE=2 PET_NNODES=2 PET_NODE_RANK=1")
 # The manifest says how many pods there are and where the first is, Kubernetes which it is.
-POD = {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-workers-0-2"}
-POD_MEETING = {"MASTER_ADDR": "train-workers-0-0.train", "MASTER_PORT": "29500"}
+POD = variables("JOB_COMPLETION_INDEX=2 HOSTNAME=train-workers-0-2")
+POD_MEETING = variables("MASTER_ADDR=train-workers-0-0.train MASTER_PORT=29500")
 
 
 def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -84,7 +68,7 @@ def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
         (OPEN_MPI, ("openmpi", 1, 4, 1, 4)),
         (HYDRA, ("pmi", 2, 4, 2, 4)),
         (
-            {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+            variables("MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=2"),
             ("mvapich", 0, 2, None, None),
         ),
         (FLUX, ("flux", 3, 4, 1, None)),
@@ -113,10 +97,8 @@ def test_the_innermost_launcher_gives_rank_and_size(
     environ: dict[str, str], expected: tuple[object, ...]
 ) -> None:
     found = detected(environ)
-    assert (
-        *(found.launcher, found.rank, found.size),
-        *(found.local_rank, found.local_size),
-    ) == expected
+    where = found.rank, found.size, found.local_rank, found.local_size
+    assert (found.launcher, *where) == expected
 
 
 @pytest.mark.parametrize(
@@ -161,9 +143,7 @@ def test_the_variables_that_said_so() -> None:
 def test_os_environ_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    found = detect()
-    assert found is not None
-    assert (found.launcher, found.rank, found.size) == ("launcher", 3, 4)
+    assert detect() == detected(TORCHRUN)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +152,12 @@ def test_os_environ_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, 40001, ("10.0.0.1", "fd00::1")),
         ({"MASTER_PORT": "40002"}, 40002, ()),
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "40002"}, 40002, ()),
+        ({"MASTER_ADDR": "127.0.0.1"}, 40000, ()),
+        ({"FLASHLIGHT_PORT": ""}, 40000, ("10.0.0.1", "fd00::1")),
+        ({"FLASHLIGHT_ADDRESSES": ""}, 40000, ()),
     ],
 )
-def test_our_port_counts_while_master_port_is_the_one_set_with_it(
+def test_our_port_and_addresses_count_if_master_addr_and_port_were_set_with_them(
     change: dict[str, str], port: int, addresses: tuple[str, ...]
 ) -> None:
     """An inner launcher sets another one, on the same host, and inherits ours."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,24 @@ from flashlight_py.distributed.rendezvous import file_store, wire
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import own_addresses
-from tests.distributed.rendezvous_helpers import Ranks, ranks
+from tests.distributed.rendezvous_helpers import Ranks, closed, ranks
+from tests.distributed.threads import on_threads
 
 __all__ = ["ranks"]
 
 
-def test_a_path_that_is_a_directory_holds_the_files(ranks: Ranks, tmp_path: Path) -> None:
-    first = ranks.start(0, 2, path=tmp_path, hold="exchanged 0")
-    second = ranks.start(1, 2, path=tmp_path, hold="exchanged 0")
-    second.await_event("exchanged 0")
-    assert all(name.startswith("flashlight.") for name in os.listdir(tmp_path))
-    first.resume()
-    second.resume()
-    assert [first.outcome(), second.outcome()] == ["closed", "closed"]
-    assert os.listdir(tmp_path) == []
-
-
-def test_files_are_for_their_user_alone(ranks: Ranks, tmp_path: Path) -> None:
-    started = ranks.start_all(2, hold="exchanged 0")
+def test_a_path_that_is_a_directory_holds_the_files_of_this_user_alone(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    started = ranks.start_all(2, path=tmp_path, hold="exchanged 0")
     for rank in started:
         rank.await_event("exchanged 0")
-    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert set(modes.values()) == {0o600}
+    assert all(name.startswith("flashlight.") for name in os.listdir(tmp_path))
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    for rank in started:
+        rank.resume()
+    assert closed(started)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_name_is_matched_literally(ranks: Ranks, tmp_path: Path) -> None:
@@ -44,8 +39,9 @@ def test_a_name_is_matched_literally(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_runs_with_different_names_do_not_see_each_other(ranks: Ranks, tmp_path: Path) -> None:
-    both = ranks.start_all(3, path=tmp_path / "a") + ranks.start_all(2, path=tmp_path / "a.run")
-    assert [rank.outcome() for rank in both] == ["closed"] * 5
+    assert closed(
+        ranks.start_all(3, path=tmp_path / "a") + ranks.start_all(2, path=tmp_path / "a.run")
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -68,34 +64,13 @@ def test_two_ranks_0_are_refused(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_of_two_ranks_0_with_everybody_present_at_most_one_gets_a_run(ranks: Ranks) -> None:
     """Both gather the same clients, each of which votes once."""
-    clients = [ranks.start(rank, 3, timeout=3.0) for rank in (1, 2)]
-    for client in clients:
-        client.await_event("constructed")
+    clients = [ranks.start_ready(rank, 3, timeout=3.0) for rank in (1, 2)]
     servers = [ranks.start(0, 3, timeout=3.0) for _ in range(2)]
     outcomes = [rank.outcome() for rank in (*servers, *clients)]
     # The worker checks every payload it gets: a closed rank has met one complete run.
     assert outcomes[:2].count("closed") <= 1
     if "closed" in outcomes:
         assert outcomes.count("closed") == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("twice", [1, 2])
-def test_two_processes_with_one_rank_are_both_named(
-    ranks: Ranks, tmp_path: Path, twice: int
-) -> None:
-    pair = [ranks.start(twice, 3) for _ in range(2)]
-    for rank in pair:
-        rank.await_event("constructed")
-    rest = [ranks.start(rank, 3, hold="started") for rank in {0, 1, 2} - {twice}]
-    # The two are in the directory's listing before a third rank completes the run.
-    pids = [str(rank.pid) for rank in pair]
-    rest[0].resume()
-    for rank in (*pair, rest[0]):
-        text = rank.refusal()
-        assert f"two processes claim rank {twice}" in text
-        assert all(pid in text for pid in pids)
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_second_run_at_the_same_path_never_mixes_with_the_first(ranks: Ranks) -> None:
@@ -107,25 +82,21 @@ def test_a_second_run_at_the_same_path_never_mixes_with_the_first(ranks: Ranks) 
     refused = ["a run is under way at this path already" in outcome for outcome in outcomes]
     assert all(refused) or outcomes == ["closed", "closed"]
     client.resume()
-    assert [server.outcome(), client.outcome()] == ["closed", "closed"]
+    assert closed([server, client])
 
 
-def test_a_parent_that_is_missing_or_no_directory_is_named(tmp_path: Path) -> None:
+def test_a_parent_that_cannot_hold_files_is_named(tmp_path: Path) -> None:
+    """It is missing, no directory, or one in which nobody can create a file."""
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "absent" / "meeting", tmp_path / "file" / "meeting"):
-        with pytest.raises(RendezvousError, match=re.escape(str(path.parent))):
-            FileStore(path, 0, 2, 1.0)
+    for folder in (tmp_path / "absent", tmp_path / "file", Path("/proc/self")):
+        with pytest.raises(RendezvousError, match=re.escape(str(folder))):
+            FileStore(folder / "meeting", 0, 2, 1.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_an_unwritable_directory_is_named(ranks: Ranks, tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     assert "ermission denied" in ranks.start(0, 2, uid=65534).refusal()
-
-
-def test_a_directory_in_which_nobody_can_create_is_named() -> None:
-    with pytest.raises(RendezvousError, match="/proc/self"):
-        FileStore("/proc/self/meeting", 0, 2, 1.0)
 
 
 @pytest.mark.parametrize(("rank", "size", "timeout"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])
@@ -168,10 +139,7 @@ def test_a_rank_of_another_host_has_rank_0_listen_outside(
         assert store.secret
         store.close()
 
-    client = threading.Thread(target=take_part, args=(1,))
-    client.start()
-    take_part(0)
-    client.join()
+    on_threads(2, take_part)
     assert got == [[b"0", b"1"]] * 2
     assert reached[-1] == outside
     assert os.listdir(tmp_path) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flashlight_py.distributed.rendezvous.file_store import VERSION
-from tests.distributed.rendezvous_helpers import Rank, Ranks, ranks
+from tests.distributed.rendezvous_helpers import Ranks, closed, ranks
 
 __all__ = ["ranks"]
 
@@ -63,11 +64,8 @@ def test_one_stale_file_of_each_kind_is_ignored_and_removed(
 
 def test_all_that_a_dead_run_can_leave_is_ignored_and_removed(ranks: Ranks, tmp_path: Path) -> None:
     put_stale(tmp_path, *STALE)
-    clients = [ranks.start(rank, 3) for rank in (1, 2)]
-    for client in clients:
-        client.await_event("constructed")
-    server = ranks.start(0, 3)
-    assert [rank.outcome() for rank in (server, *clients)] == ["closed"] * 3
+    clients = [ranks.start_ready(rank, 3) for rank in (1, 2)]
+    assert closed([ranks.start(0, 3), *clients])
     assert os.listdir(tmp_path) == []
 
 
@@ -152,8 +150,7 @@ def test_a_port_that_another_run_has_by_now_is_no_rank_0(
     ranks: Ranks, tmp_path: Path, reused: socket.socket
 ) -> None:
     """A run at another path, whose secret is another; nor is it disturbed."""
-    other = ranks.start(0, 2, path=tmp_path / "another")
-    other.await_event("constructed")
+    other = ranks.start_ready(0, 2, path=tmp_path / "another")
     while not (found := list(tmp_path.glob("another.run-*"))):
         time.sleep(0.001)
     record = json.loads(found[0].read_text())
@@ -185,13 +182,6 @@ def test_another_user_is_not_believed(ranks: Ranks, tmp_path: Path, reused: sock
         reused.accept()
 
 
-def survivors_end(rest: list[Rank], victim: int) -> None:
-    """Every survivor either had all it needed or names the dead rank."""
-    for rank in rest:
-        outcome = rank.outcome()
-        assert outcome == "closed" or f"rank {victim}" in outcome, outcome
-
-
 # Rank 0 does four before its announcement is there; some, as it looks around, until it removes it.
 MOMENTS = [(0, first) for first in range(0, 20, 2)] + [(1, first) for first in range(0, 8, 2)]
 
@@ -201,12 +191,15 @@ MOMENTS = [(0, first) for first in range(0, 20, 2)] + [(1, first) for first in r
 def test_kill_9_between_any_two_file_operations(
     ranks: Ranks, tmp_path: Path, victim: int, first: int
 ) -> None:
-    """Two adjacent moments of death, each followed by a whole run at the same path."""
+    """Two adjacent moments of death, each followed by a whole run at the same path.
+
+    Every survivor either had all it needed or names the dead rank.
+    """
     for moment in (first, first + 1):
-        plans = [{"die_before": moment} if rank == victim else {} for rank in range(3)]
-        started = [ranks.start(r, 3, timeout=1.5, **plan) for r, plan in enumerate(plans)]
-        assert started[victim].outcome() in ("dying", "closed")
-        survivors_end([rank for rank in started if rank is not started[victim]], victim)
+        started = ranks.start_all(3, {victim: {"die_before": moment}}, timeout=1.5)
+        assert started.pop(victim).outcome() in ("dying", "closed")
+        for outcome in [rank.outcome() for rank in started]:
+            assert outcome == "closed" or f"rank {victim}" in outcome, outcome
         ranks.run(3)
         assert os.listdir(tmp_path) == []
 
@@ -214,14 +207,10 @@ def test_kill_9_between_any_two_file_operations(
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_named_long_before_the_timeout(ranks: Ranks, victim: int) -> None:
     """60 s of timeout exceed the deadline of the test: only noticing the death can pass."""
-    plans = [{"hold": "exchanged 0"} if rank == victim else {} for rank in range(3)]
-    started = [ranks.start(r, 3, timeout=60.0, **plan) for r, plan in enumerate(plans)]
+    started = ranks.start_all(3, {victim: {"hold": "exchanged 0"}}, timeout=60.0)
     started[victim].await_event("exchanged 0")
-    started[victim].kill()
-    for rank in started:
-        if rank is not started[victim]:
-            assert f"rank {victim} of 3" in (text := rank.refusal())
-            assert "has died" in text
+    started.pop(victim).kill()
+    assert all(re.search(f"rank {victim} of 3.* has died", rank.refusal()) for rank in started)
 
 
 def test_a_whole_run_killed_again_and_again_does_not_stop_the_next(
@@ -244,11 +233,9 @@ def test_one_rank_may_die_and_start_again_while_others_are_awaited(
     waiting = ranks.start(1 - restarted, 3)
     # Rank 1 does not look around meanwhile: killed between making a file for that and removing it,
     # it leaves one to the next run. What rank 0 leaves, its successor removes.
-    first = ranks.start(restarted, 3, **({"hold": "constructed"} if restarted else {}))
-    first.await_event("constructed")
+    first = ranks.start_ready(restarted, 3, **({"hold": "constructed"} if restarted else {}))
     while restarted == 0 and not any("run-" in name for name in os.listdir(tmp_path)):
         time.sleep(0.001)  # nothing reports when a file is there
     first.kill()
-    rest = [ranks.start(restarted, 3), ranks.start(2, 3)]
-    assert [rank.outcome() for rank in (waiting, *rest)] == ["closed"] * 3
+    assert closed([waiting, ranks.start(restarted, 3), ranks.start(2, 3)])
     assert os.listdir(tmp_path) == []

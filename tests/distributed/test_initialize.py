@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.failures import watchdog
+from flashlight_py.distributed.failures import flight_record
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
 from tests.distributed.harness import mpirun_command, run_ranks
@@ -129,7 +129,7 @@ def error_of(process: subprocess.Popen[str]) -> str:
 def held() -> tuple[int, int, Any, bool]:
     """Descriptors, threads, the hook of exceptions, and whether SIGUSR1 is handled: a world's."""
     descriptors = len(os.listdir("/proc/self/fd"))
-    handles = watchdog._handler(signal.SIGUSR1) > signal.SIG_IGN
+    handles = flight_record._handler(signal.SIGUSR1) > signal.SIG_IGN
     return descriptors, threading.active_count(), sys.excepthook, handles
 
 

@@ -13,6 +13,7 @@ from flashlight_py.distributed.rendezvous import mpi_store
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import own_addresses
+from tests.distributed.jobs import ended, start
 
 pytest.importorskip("mpi4py")
 
@@ -22,9 +23,7 @@ import sys
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.errors import RendezvousError
 """
-PREAMBLE = (
-    IMPORTS
-    + """
+BEGINNING = """
 def say(text):
     sys.stdout.write(f"{store.rank}: {text}\\n")
 
@@ -34,25 +33,14 @@ def refusal():
     except RendezvousError as error:
         return str(error)
 
-store = MpiStore(timeout=TIMEOUT)
+store = MpiStore(timeout=float(sys.argv[1]))
 """
-)
-
-
-def preamble(timeout: float) -> str:
-    return PREAMBLE.replace("TIMEOUT", str(timeout))
 
 
 def mpirun(size: int, script: str, timeout: float = 20.0, begins: bool = True) -> list[str]:
     """Run ``script`` on ``size`` ranks and return what they say, sorted; they must end well."""
-    command = [
-        "mpirun",
-        "-n",
-        str(size),
-        sys.executable,
-        "-c",
-        (preamble(timeout) if begins else IMPORTS) + script,
-    ]
+    program = IMPORTS + BEGINNING * begins + script
+    command = ["mpirun", "-n", str(size), sys.executable, "-c", program, str(timeout)]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environ = {**os.environ, "PATH": path}
     done = subprocess.run(
@@ -157,7 +145,7 @@ def test_ranks_of_several_hosts_meet_at_another_address_than_the_loopback() -> N
     script = """
 from flashlight_py.distributed.rendezvous import mpi_store
 store.close()
-mpi_store.host_identity = lambda: bytes([store.rank])
+mpi_store.host_identity = lambda: str(store.rank)
 store = MpiStore(20.0)
 ends = [here for here, _ in store.ends.values()] if store.exchange(b"") else []
 say("127.0.0.1" in str(ends))
@@ -170,20 +158,10 @@ store.close()
 def test_ranks_started_by_another_mpi_are_refused() -> None:
     """A singleton of this MPI inside the environment of another one's mpirun."""
     environ = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
-    script = preamble(5.0)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert "RendezvousError" in done.stderr
-    assert (
-        "says rank 2 of 4 (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), MPI says 1" in done.stderr
-    )
+    command = [sys.executable, "-c", IMPORTS + BEGINNING, "5.0"]
+    _, text = ended(start(command, environ))
+    assert "RendezvousError" in text
+    assert "says rank 2 of 4 (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), MPI says 1" in text
 
 
 def test_a_world_that_mpi_knows_is_not_refused() -> None:

@@ -16,7 +16,6 @@ import pytest
 from flashlight_py import interfaces
 from flashlight_py.distributed.memory.topology import Card, choose
 from flashlight_py.distributed.rendezvous import tcp_store, wire
-from flashlight_py.distributed.rendezvous.environment import detect
 from flashlight_py.distributed.rendezvous.store import Peer, why_not_apart
 from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
@@ -152,18 +151,6 @@ def test_params_name_the_interface_before_the_environment(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert Settings.from_params({"INTERFACE": passed}).interface == used
-
-
-def test_the_addresses_of_a_launcher_are_those_of_its_master_addr() -> None:
-    ours = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": A, "MASTER_PORT": "1"}
-    listed = {**ours, "FLASHLIGHT_ADDRESSES": f"{A},{A6}"}
-    for environ, addresses in (
-        (ours, ()),
-        (listed, (A, A6)),
-        ({**listed, "MASTER_ADDR": B}, ()),
-    ):
-        found = detect(environ)
-        assert found.addresses == addresses
 
 
 # How ranks connect ----------------------------------------------------------------------------

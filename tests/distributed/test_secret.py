@@ -5,12 +5,10 @@ import socket
 import stat
 import struct
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from flashlight_py.distributed.rendezvous import secret
@@ -19,13 +17,13 @@ from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, user_of
 from flashlight_py.errors import PeerLostError, RendezvousError
 from tests.distributed.rendezvous_helpers import Ranks, closed, port
-from tests.distributed.threads import connected
+from tests.distributed.threads import connected, on_threads
 
 __all__ = ["port"]
 
 NOBODY = 65534
 HEADER = struct.Struct("!4sHHQ")
-HELLO, CHALLENGE, PROOF, SECRET = 1, 8, 9, 10
+HELLO, CHALLENGE, PROOF = 1, 8, 9
 HERE = "127.0.0.1"
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
@@ -43,11 +41,8 @@ def public() -> Iterator[Path]:
 def ranks(port: int, public: Path) -> Iterator[Ranks]:
     """Ranks that meet at ``port``; their users' secrets are in ``public``."""
     env = {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}
-    started = Ranks(store="tcp", host=HERE, port=port, env=env)
-    try:
+    with closing(Ranks(store="tcp", host=HERE, port=port, env=env)) as started:
         yield started
-    finally:
-        started.close()
 
 
 def of_env(ranks: Ranks, **variables: str) -> dict[str, str]:
@@ -62,13 +57,7 @@ def test_a_users_processes_have_one_secret_that_nobody_else_may_read(tmp_path: P
     tmp_path.chmod(0o700)
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     found: list[Secret] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(Secret.find(True, environ))) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(8, lambda _: found.append(Secret.find(True, environ)))
     assert len(found) == 8
     assert len({each.of_user for each in found}) == 1
     (file,) = tmp_path.iterdir()
@@ -144,61 +133,31 @@ def test_without_a_secret_only_processes_of_this_host_have_one_in_common() -> No
 # At a port ------------------------------------------------------------------------------------
 
 
-class Stranger:
-    """Speaks the protocol of the rendezvous with whatever secret, or none."""
-
-    def __init__(self, port: int, key: bytes = b"") -> None:
-        self._key = key
-        self._wire = socket.create_connection((HERE, port), 10.0)
-
-    def send(self, kind: int, body: bytes) -> None:
-        self._wire.sendall(HEADER.pack(b"FLrv", _VERSION, kind, len(body)) + body)
-
-    def receive(self) -> tuple[int, bytes] | None:
-        head = self._read(HEADER.size)
-        if len(head) < HEADER.size:
-            return None
-        _, _, kind, length = HEADER.unpack(head)
-        return kind, self._read(length)
-
-    def knock(self, greeting: bytes) -> tuple[int, bytes] | None:
-        """Ask to be let in and return the answer; None: dropped without one."""
+def knock(port: int, key: bytes, greeting: bytes) -> bytes:
+    """Ask to be let in as who knows ``key``; return the beginning of the answer, b"": dropped."""
+    with socket.create_connection((HERE, port), 10.0) as wire, wire.makefile("rb") as answers:
         mine = nonce()
-        self.send(HELLO, mine)
-        answer = self.receive()
-        assert answer[0] == CHALLENGE
-        self.send(PROOF, Handshake(self._key, mine, answer[1]).of_client(greeting))
-        return self.receive()
-
-    def close(self) -> None:
-        self._wire.close()
-
-    def _read(self, count: int) -> bytes:
-        data = b""
+        wire.sendall(HEADER.pack(b"FLrv", _VERSION, HELLO, len(mine)) + mine)
+        _, _, kind, length = HEADER.unpack(answers.read(HEADER.size))
+        assert kind == CHALLENGE
+        body = Handshake(key, mine, answers.read(length)).of_client(greeting)
+        wire.sendall(HEADER.pack(b"FLrv", _VERSION, PROOF, len(body)) + body)
         with suppress(ConnectionResetError):
-            while len(data) < count and (more := self._wire.recv(count - len(data))):
-                data += more
-        return data
+            return answers.read(HEADER.size)
+        return b""
 
 
 def test_ranks_with_one_secret_meet_and_it_never_travels(ranks: Ranks, port: int) -> None:
     """All that goes between them is recorded."""
     env = of_env(ranks, MASTER_SECRET="a word that only they know")
-    rank_0 = ranks.start(0, 2, env=env)
-    rank_0.await_event("constructed")
+    rank_0 = ranks.start_ready(0, 2, env=env)
     recorded = bytearray()
     with socket.create_server((HERE, 0)) as server:
         client = ranks.start(1, 2, env=env, port=server.getsockname()[1])
         with server.accept()[0] as there, socket.create_connection((HERE, port)) as here:
-            pumps = [
-                threading.Thread(target=pump, args=(*ends, recorded))
-                for ends in ((there, here), (here, there))
-            ]
-            for each in pumps:
-                each.start()
-            assert closed([rank_0, client])
-            for each in pumps:
-                each.join()
+            ends = [(there, here), (here, there)]
+            on_threads(2, lambda way: pump(*ends[way], recorded))
+    assert closed([rank_0, client])
     assert b"FLrv" in recorded
     assert b"a word" not in recorded
 
@@ -227,8 +186,7 @@ def test_ranks_whose_secrets_differ_say_so_at_once_on_both_sides(
 
 @as_root
 def test_another_user_of_the_host_is_turned_away_and_the_meeting_goes_on(ranks: Ranks) -> None:
-    rank_0 = ranks.start(0, 2)
-    rank_0.await_event("constructed")
+    rank_0 = ranks.start_ready(0, 2)
     for _ in range(3):
         assert "the secrets differ" in ranks.start(1, 2, uid=NOBODY).refusal()
     assert closed([rank_0, ranks.start(1, 2)])
@@ -237,8 +195,7 @@ def test_another_user_of_the_host_is_turned_away_and_the_meeting_goes_on(ranks: 
 @pytest.mark.slow
 @as_root
 def test_who_was_turned_away_is_named_when_a_rank_does_not_come(ranks: Ranks) -> None:
-    rank_0 = ranks.start(0, 2, timeout=2.0)
-    rank_0.await_event("constructed")
+    rank_0 = ranks.start_ready(0, 2, timeout=2.0)
     ranks.start(1, 2, uid=NOBODY).refusal()
     assert f"processes on {HERE} were turned away, as they know another secret" in rank_0.refusal()
 
@@ -247,8 +204,7 @@ def test_who_was_turned_away_is_named_when_a_rank_does_not_come(ranks: Ranks) ->
 def test_another_user_who_listens_at_the_port_learns_and_sends_nothing(
     ranks: Ranks, port: int
 ) -> None:
-    rank_0 = ranks.start(0, 2, uid=NOBODY)
-    rank_0.await_event("constructed")
+    ranks.start_ready(0, 2, uid=NOBODY)
     assert "the listener there, as rank 0, does not know the secret" in ranks.start(1, 2).refusal()
 
 
@@ -262,44 +218,6 @@ def test_the_kernel_says_whose_a_connection_is() -> None:
             assert user_of(theirs, end.getsockname()) is None, "nobody's, and not root's"
 
 
-# Each is sent at once, or with a pause between its parts.
-HELLO_BYTES = HEADER.pack(b"FLrv", 4, HELLO, 32) + bytes(32)
-NOISE: dict[str, list[bytes]] = {
-    "nesting": [b"[" * 100_000],
-    "nesting as a greeting": [HELLO_BYTES, HEADER.pack(b"FLrv", 4, PROOF, 4000) + b"[" * 4000],
-    "surrogates": [
-        HELLO_BYTES,
-        HEADER.pack(b"FLrv", 4, PROOF, 38) + bytes(32) + b"\xed\xa0\x80\\ud",
-    ],
-    "a negative length": [struct.pack("!4sHHq", b"FLrv", 4, HELLO, -1)],
-    "a huge length": [HEADER.pack(b"FLrv", 4, HELLO, 1 << 62) + bytes(100)],
-    "two greetings": [HELLO_BYTES * 2],
-    "a flood of messages": [HEADER.pack(b"FLrv", 4, HELLO, 0) * 60_000],
-    "a proof without a challenge": [HEADER.pack(b"FLrv", 4, PROOF, 32) + bytes(32)],
-    "half a message": [HELLO_BYTES[:20]],
-    "an old greeting": [HEADER.pack(b"FLrv", 1, HELLO, 2) + b"{}"],
-    "random": [np.random.default_rng(1).bytes(5000)],
-    "nothing": [],
-}
-
-
-def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> None:
-    """All of it at the same time, and all stay as long as they are let."""
-    rank_0 = ranks.start(0, 3)
-    rank_0.await_event("constructed")
-    strangers = [socket.create_connection((HERE, port), 10.0) for _ in NOISE]
-    try:
-        for turn in range(2):
-            for parts, stranger in zip(NOISE.values(), strangers, strict=True):
-                with suppress(OSError):  # it was dropped
-                    stranger.sendall(b"".join(parts[turn : turn + 1]))
-            ranks.start(1 + turn, 3).await_event("constructed")
-        assert all(rank.outcome() == "closed" for rank in ranks.all)
-    finally:
-        for stranger in strangers:
-            stranger.close()
-
-
 NONSENSE = [
     *(b"", b"\n" * 5, b"[" * 4000, b"\xff" * 100, b"1\n2\nh\n3\n\xed\xa0\x80"),
     *(b"9" * 4000 + b"\n" * 5, b"-1\n2\na\n3\nb\nc\n\n-1", b"5\n2\na\n3\nb\nc\n\n-1"),
@@ -311,12 +229,9 @@ def test_a_greeting_of_nonsense_is_dropped_also_with_the_right_proof(
 ) -> None:
     """As without a secret everybody's proof is right, between hosts."""
     env = of_env(ranks, MASTER_SECRET="s")
-    rank_0 = ranks.start(0, 2, env=env)
-    rank_0.await_event("constructed")
+    rank_0 = ranks.start_ready(0, 2, env=env)
     for greeting in NONSENSE:
-        stranger = Stranger(port, b"s")
-        assert stranger.knock(greeting) is None, greeting
-        stranger.close()
+        assert knock(port, b"s", greeting) == b"", greeting
     assert closed([rank_0, ranks.start(1, 2, env=env)])
 
 
@@ -350,10 +265,7 @@ def test_a_world_over_several_hosts_without_a_secret_says_so_once(
         got.extend([store.exchange(b"%d" % rank), store.exchange(b"%d" % rank)])
         store.close()
 
-    client = threading.Thread(target=take_part, args=(1,))
-    client.start()
-    take_part(0)
-    client.join()
+    on_threads(2, take_part)
     assert got == [[b"0", b"1"]] * 4
     warned = [record for record in caplog.records if "has no secret" in record.getMessage()]
     assert len(warned) == (0 if one_host or given else 1)

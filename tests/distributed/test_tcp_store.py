@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
@@ -20,11 +22,8 @@ __all__ = ["port"]
 @pytest.fixture
 def ranks(port: int) -> Iterator[Ranks]:
     """Ranks that meet at ``port`` of the loopback address."""
-    started = Ranks(store="tcp", host="127.0.0.1", port=port)
-    try:
+    with closing(Ranks(store="tcp", host="127.0.0.1", port=port)) as started:
         yield started
-    finally:
-        started.close()
 
 
 def test_the_port_is_free_again_at_once(ranks: Ranks) -> None:
@@ -40,32 +39,54 @@ def test_whose_time_is_up_first_reports_who_is_missing(ranks: Ranks) -> None:
 
 
 def test_a_second_rank_0_finds_the_port_in_use(ranks: Ranks) -> None:
-    server = ranks.start(0, 2)
-    server.await_event("constructed")
+    server = ranks.start_ready(0, 2)
     assert "port is in use" in ranks.start(0, 2).refusal()
     assert closed([server, ranks.start(1, 2)])
+
+
+HELLO, PAYLOAD, PROOF = 1, 3, 9
+
+
+def message(
+    kind: int, body: bytes = b"", length: int | None = None, version: int = _VERSION
+) -> bytes:
+    """Return a message as ranks send it, perhaps with another length in its header."""
+    size = len(body) if length is None else length
+    return struct.pack("!4sHHQ", b"FLrv", version, kind, size) + body
 
 
 STRANGERS = {
     "nothing": b"",
     "a browser": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "zeros": bytes(100),
+    "nesting": b"[" * 100_000,
+    "random": np.random.default_rng(1).bytes(5000),
     "half a header": b"FLrv\x00",
-    "oversized": struct.pack("!4sHHQ", b"FLrv", _VERSION, 1, 1 << 50),
-    "no greeting": struct.pack("!4sHHQ", b"FLrv", _VERSION, 3, 4) + b"data",
-    "greeting of garbage": struct.pack("!4sHHQ", b"FLrv", _VERSION, 1, 4) + b"\xff{]}",
-    "greeting of nonsense": struct.pack("!4sHHQ", b"FLrv", _VERSION, 1, 11) + b'{"rank": 9}',
-    "unknown kind": struct.pack("!4sHHQ", b"FLrv", _VERSION, 99, 0),
-    "another version": struct.pack("!4sHHQ", b"FLrv", 7, 1, 0),
+    "half a message": message(HELLO, bytes(4), length=32),
+    "oversized": message(HELLO, bytes(100), length=1 << 50),
+    "a negative length": message(HELLO, length=(1 << 64) - 1),
+    "no greeting": message(PAYLOAD, b"data"),
+    "greeting of garbage": message(HELLO, b"\xff{]}"),
+    "greeting of nonsense": message(HELLO, b'{"rank": 9}'),
+    "a proof without a challenge": message(PROOF, bytes(32)),
+    "a flood of messages": message(HELLO) * 60_000,
+    "unknown kind": message(99),
+    "another version": message(HELLO, bytes(32), version=7),
+}
+# These begin with a nonce, which is answered by another one.
+ANSWERED = {
+    "two greetings": [message(HELLO, bytes(32)) * 2],
+    "nesting as a greeting": [message(HELLO, bytes(32)), message(PROOF, b"[" * 4000)],
+    "surrogates": [message(HELLO, bytes(32)), message(PROOF, bytes(32) + b"\xed\xa0\x80\\ud")],
 }
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kind: str) -> None:
-    server = ranks.start(0, 2)
-    server.await_event("constructed")
+    server = ranks.start_ready(0, 2)
     with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
-        stranger.sendall(STRANGERS[kind])
+        with suppress(ConnectionError):  # it was dropped in the middle
+            stranger.sendall(STRANGERS[kind])
         assert closed([server, ranks.start(1, 2)])
         stranger.settimeout(5.0)
         try:
@@ -75,15 +96,27 @@ def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kin
         assert answer == b""
 
 
+def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> None:
+    """All of it at the same time, its parts one after the other, until strangers are dropped."""
+    ranks.start_ready(0, 3)
+    noise = [*([sent] for sent in STRANGERS.values()), *ANSWERED.values()]
+    with ExitStack() as stack:
+        connect = socket.create_connection
+        strangers = [stack.enter_context(connect(("127.0.0.1", port), 10.0)) for _ in noise]
+        for turn in range(2):
+            for parts, stranger in zip(noise, strangers, strict=True):
+                with suppress(OSError):  # it was dropped
+                    stranger.sendall(b"".join(parts[turn : turn + 1]))
+            ranks.start_ready(1 + turn, 3)
+        assert closed(ranks.all)
+
+
 def test_a_flood_of_silent_strangers_does_not_keep_a_rank_out(ranks: Ranks, port: int) -> None:
-    server = ranks.start(0, 2)
-    server.await_event("constructed")
-    strangers = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(200)]
-    try:
+    server = ranks.start_ready(0, 2)
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
         assert closed([server, ranks.start(1, 2)])
-    finally:
-        for stranger in strangers:
-            stranger.close()
 
 
 def test_another_program_at_the_port_is_recognised(ranks: Ranks, port: int) -> None:
@@ -126,14 +159,13 @@ def test_a_socket_that_was_handed_over_is_used_and_nothing_else_is(
         assert not handed.get_inheritable()
 
 
-def test_an_address_of_another_host_is_refused(port: int) -> None:
-    with pytest.raises(RendezvousError, match="MASTER_ADDR is no address of this host"):
-        TcpStore("192.0.2.1", port, 0, 2, 1.0)
-
-
-def test_a_name_that_does_not_resolve_is_refused(port: int) -> None:
-    with pytest.raises(RendezvousError, match="resolve"):
-        TcpStore("no-such-host.invalid", port, 0, 2, 1.0)
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [("192.0.2.1", "is no address of this host"), ("no-such-host.invalid", "cannot resolve")],
+)
+def test_rank_0_cannot_listen_at_another_host(port: int, host: str, why: str) -> None:
+    with pytest.raises(RendezvousError, match=why):
+        TcpStore(host, port, 0, 2, 1.0)
 
 
 @pytest.mark.parametrize(("port_", "rank"), [(0, 0), (65536, 0), (1234, 2)])

@@ -1,8 +1,6 @@
 """Rank 0 says who is missing while a start lasts."""
 
 import logging
-import socket
-import threading
 import time
 from pathlib import Path
 
@@ -10,10 +8,11 @@ import pytest
 
 from flashlight_py.distributed.rendezvous import store
 from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.store import Store, Waiting
+from flashlight_py.distributed.rendezvous.store import Waiting
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.errors import RendezvousError
-from tests.distributed.threads import connected
+from tests.distributed.jobs import free_port
+from tests.distributed.threads import connected, on_threads
 
 
 @pytest.fixture(autouse=True)
@@ -23,29 +22,21 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "NEXT_SECONDS", 0.2)
 
 
-def started(kind: str, folder: Path, rank: int, size: int, port: int) -> Store:
-    if kind == "file":
-        return FileStore(folder / "meeting", rank, size, 1.0)
-    return TcpStore("127.0.0.1", port, rank, size, 1.0)
-
-
 @pytest.mark.parametrize("kind", ["file", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_ranks_that_are_missing_are_named_again_and_again(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    server = started(kind, tmp_path, 0, 4, port)
+    port = free_port()
 
-    def join() -> None:
+    def join(number: int) -> None:
+        how = 2 * number, 4, 1.0
+        is_tcp = kind == "tcp"
+        place = TcpStore("127.0.0.1", port, *how) if is_tcp else FileStore(tmp_path, *how)
         with pytest.raises(RendezvousError):
-            started(kind, tmp_path, 2, 4, port).exchange(b"")
+            place.exchange(b"")
 
-    client = threading.Thread(target=join)
-    client.start()
-    with caplog.at_level(logging.WARNING, "flashlight_py"), pytest.raises(RendezvousError):
-        server.exchange(b"")
-    client.join()
+    with caplog.at_level(logging.WARNING, "flashlight_py"):
+        on_threads(2, join)
     lines = [record.getMessage() for record in caplog.records if "Still" in record.getMessage()]
     assert 2 <= len(lines) <= 4
     assert all(line.startswith("Still waiting for ranks 1, 3 (") for line in lines)

@@ -1,7 +1,8 @@
-"""A group of Gloo whose ranks are threads of one process."""
+"""Ranks that are threads of one process, and a group of Gloo made of them."""
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,20 @@ import pytest
 from flashlight_py import _native
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
 from flashlight_py.errors import BackendUnavailableError, PeerLostError
 
-__all__ = ["connected"]
+__all__ = ["connected", "on_threads"]
+
+
+def on_threads(size: int, run: Callable[[int], object]) -> None:
+    """Call ``run(rank)`` of each of ``size`` ranks on a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Table(Store):
@@ -30,12 +40,12 @@ class Table(Store):
         self.rank, self.size = rank, barrier.parties
         self._shared, self._barrier, self._round, self._pause = shared, barrier, 0, pause
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> Roster:
         self._shared[self._round][self.rank] = payload
         self._barrier.wait(10.0)
         self._round += 1
         time.sleep(self._pause)
-        return [self._shared[self._round - 1][rank] for rank in range(self.size)]
+        return Roster.of([self._shared[self._round - 1][rank] for rank in range(self.size)])
 
     def close(self) -> None:
         """Nothing is left."""
@@ -67,9 +77,5 @@ def connected(keys: list[bytes], pause: float = 0.0) -> list[Any]:
         finally:
             group.close()
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(keys))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(len(keys), join)
     return results

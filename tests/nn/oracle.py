@@ -49,6 +49,22 @@ def weights_of(y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.linspace(0.5, 1.5, y.size).reshape(y.shape).astype(y.dtype)
 
 
+def compare(
+    oracle: Oracle, code: str, result: Any, leaves: dict[str, Any], rtol: float = 1e-7,
+    atol: float = 0, **given: Any,
+) -> None:  # fmt: skip
+    """Check ``result`` and the gradients of ``leaves``, which the code in torch names as here."""
+    arrays = {name: leaf.array for name, leaf in leaves.items()}
+    theirs = oracle(code, [*leaves], **arrays, **given)
+    result.backward(weights_of(result.array))
+    assert result.dtype == theirs["y"].dtype
+    np.testing.assert_allclose(result.array, theirs["y"], rtol, atol)
+    for name, leaf in leaves.items():
+        assert (leaf.grad is None) == (theirs[name] is None)
+        if leaf.grad is not None:
+            np.testing.assert_allclose(leaf.grad, theirs[name], rtol, atol, err_msg=name)
+
+
 def _answer(torch: Any, code: str, grads: list[str], arrays: dict[str, Any]) -> dict[str, Any]:
     tensors = {
         name: torch.tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value

@@ -8,6 +8,8 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from flashlight_py.device import floating
+from tests.tape.steps import compare, training
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 OPTIMIZERS: dict[str, Any] = {
@@ -89,19 +91,11 @@ def test_names_of_dtypes() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_captured_step(dtype: str) -> None:
-    losses = []
-    for captured in (False, True):
+    def make() -> Any:
         model = model_of(dtype)
         optimizer = fl.optim.AdamOptimizer(model.params(), 0.05)
+        loss_of = fl.nn.CategoricalCrossEntropy()
+        return training(optimizer, lambda x, y: loss_of(model(x), y)), model, optimizer
 
-        def step(x: Any, labels: Any, model: Any = model, optimizer: Any = optimizer) -> Any:
-            optimizer.zero_grad()
-            loss = F.categorical_cross_entropy(model(fl.input(x)), fl.input(labels))
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        run = fl.capture(step) if captured else step
-        x = np.random.default_rng(0).standard_normal((16, 6)).astype(model.params()[0].dtype)
-        losses.append([float(run(x, np.arange(16) % 3).scalar()) for _ in range(6)])
-    assert losses[0] == losses[1]
+    x = np.random.default_rng(0).standard_normal((16, 6)).astype(floating(dtype, ""))
+    compare(make, [(x, np.arange(16) % 3)] * 6)

@@ -11,6 +11,8 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import convolution
 from flashlight_py.nn import Conv2D, Linear, Module, Pool2D, ReLU, Sequential, Upsample, View
 from tests.nn.oracle import Oracle, weights_of
+from tests.nn.oracle import compare as compare_with_torch
+from tests.tape.steps import compare, training
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]
@@ -130,12 +132,7 @@ def test_pooling_equals_torch(
     options: Options, theirs: str, dtype: str, way: str, oracle: Oracle
 ) -> None:
     x = param(images(dtype))
-    expected = oracle(f"y = {theirs}", ["x"], x=x.array)
-    ours = F.pool2d(x, **options)
-    ours.backward(weights_of(ours.array))
-    np.testing.assert_allclose(ours.array, expected["y"], rtol=1e-5)
-    np.testing.assert_allclose(x.grad, expected["x"], rtol=1e-5)
-    assert ours.dtype == dtype
+    compare_with_torch(oracle, f"y = {theirs}", F.pool2d(x, **options), {"x": x}, 1e-5)
 
 
 @EVERY_POOL
@@ -211,45 +208,20 @@ def test_what_needs_no_gradient_gets_none_and_what_is_sharded_is_read_again() ->
 
 def network() -> Module:
     fl.set_seed(0)
-    layers = [
-        Conv2D(1, 16, 3, padding=1),
-        ReLU(),
-        Pool2D(2),
-        Conv2D(16, 16, 3, padding="same", bias=False),
-        ReLU(),
-    ]
-    layers += [
-        Conv2D(16, 8, 3, stride=2, groups=2),
-        Pool2D(2, 1, mode="average"),
-        View((-1, 8)),
-        Linear(8, 3),
-    ]
-    return Sequential(layers)
+    first = Conv2D(1, 16, 3, padding=1), ReLU(), Pool2D(2)
+    second = Conv2D(16, 16, 3, padding="same", bias=False), ReLU()
+    third = Conv2D(16, 8, 3, stride=2, groups=2), Pool2D(2, 1, mode="average")
+    return Sequential(first, second, third, View((-1, 8)), Linear(8, 3))
 
 
 @NATIVE_AND_NOT
 def test_a_captured_step_has_the_same_bits(way: str) -> None:
-    def step_of(model: Module) -> Any:
+    def make() -> Any:
+        model = network()
         optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
+        return training(optimizer, lambda x: F.mean(model(fl.input(x)) ** 2)), model
 
-        def step(x: Any) -> Any:
-            loss = F.mean(model(fl.input(x)) ** 2)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
-    eager, captured = network(), network()
-    own, replayed = step_of(eager), fl.capture(step_of(captured))
-    rng = np.random.default_rng(0)
-    for _ in range(5):
-        x = rng.normal(size=(4, 1, 12, 12)).astype("float32")
-        assert own(x).array == replayed(x).array
-    assert replayed.replays, replayed.reason
-    for a, b in zip(eager.params(), captured.params(), strict=True):
-        np.testing.assert_array_equal(a.array, b.array)
+    compare(make, np.random.default_rng(0).normal(size=(5, 4, 1, 12, 12)).astype("float32"))
 
 
 def test_layers_begin_with_the_values_that_they_name() -> None:

@@ -12,7 +12,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd import native
-from tests.nn.oracle import Oracle, weights_of
+from tests.nn.oracle import Oracle, compare, weights_of
 
 RANDOM = np.random.default_rng(0)
 MAY = RANDOM.random((2, 1, 70, 150)) < 0.5
@@ -160,16 +160,11 @@ def test_a_mask_beside_torch(causal: bool, oracle: Oracle) -> None:
     """A query that may attend to nothing gets 0, where torch has nan."""
     may = MAY.copy()
     may[..., 0] = True
-    variables = [fl.param(each) for each in HEADS]
-    result = F.attention(*variables, may, causal)
-    result.backward(weights_of(result.array))
+    leaves = {name: fl.param(each) for name, each in zip("qkv", HEADS, strict=True)}
     both = may & (np.tril(np.ones((70, 150), bool)) | (not causal))
-    q, k, v = HEADS
     code = "y = F.scaled_dot_product_attention(q, k, v, may)"
-    theirs = oracle(code, "qkv", q=q, k=k, v=v, may=both)
-    np.testing.assert_allclose(result.array, theirs["y"], rtol=1e-10, atol=1e-12)
-    for name, variable in zip("qkv", variables, strict=True):
-        np.testing.assert_allclose(variable.grad, theirs[name], rtol=1e-10, atol=1e-12)
+    result = F.attention(*leaves.values(), may, causal)
+    compare(oracle, code, result, leaves, 1e-10, 1e-12, may=both)
     nothing = F.attention(*HEADS, MAY).array[0, :, 3]
     np.testing.assert_array_equal(nothing, np.zeros_like(nothing))
 

@@ -15,7 +15,7 @@ from flashlight_py.optim import SGDOptimizer
 from flashlight_py.parallel.tree import put_buffer
 from flashlight_py.random import set_seed
 from tests.nn.oracle import Oracle
-from tests.tape.steps import compare
+from tests.tape.steps import compare, training
 
 
 class Scale(Module):
@@ -329,15 +329,8 @@ y = list(dict(Held().named_parameters()))
             set_seed(0)
             model = Held()
             optimizer = SGDOptimizer(model.params(), 0.1)
-
-            def step(x: np.ndarray) -> Variable:
-                optimizer.zero_grad()
-                loss: Variable = model(input(x), scale=input(x[:1]), head="two").sum()
-                loss.backward()
-                optimizer.step()
-                return loss
-
-            return step, model
+            loss_of = lambda x: model(input(x), scale=input(x[:1]), head="two").sum()  # noqa: E731
+            return training(optimizer, loss_of), model
 
         def change(number: int, model: Held) -> None:
             if number == 3:

@@ -9,6 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from tests.nn.oracle import Oracle, weights_of
+from tests.nn.oracle import compare as compare_with_torch
 from tests.tape.steps import compare, training
 
 RANDOM = np.random.default_rng(0)
@@ -53,19 +54,13 @@ def test_multihead_attention_beside_torch(kind: str, oracle: Oracle) -> None:
     may = np.arange(6 * keys).reshape(6, keys) % 3 > 0
     inputs: list[Any] = [q] if not cross else [q, k, k if kind == "memory" else k * 2]
     result = layer(*inputs, *([may] if "masked" in kind else []))
-    result.backward(weights_of(result.array))
     code = "layer = nn.MultiheadAttention(8, 2, batch_first=True).double()\n"
     code += "own = {n: p for n, p in zip(dict(layer.named_parameters()), (w, b, ow, ob))}\n"
     given = "q, q, q" if not cross else ("q, k, k" if kind == "memory" else "q, k, k * 2")
     code += f"y = torch.func.functional_call(layer, own, ({given}), dict(need_weights=False"
     code += f"{', attn_mask=~may' if 'masked' in kind else ''}))[0]"
-    own = dict(zip(("w", "b", "ow", "ob"), [v.array for v in layer.params()], strict=True))
-    grads = ["w", "b", "ow", "ob", "q", *(["k"] if cross else [])]
-    theirs = oracle(code, grads, **own, q=X, k=MEMORY, may=may)
-    np.testing.assert_allclose(result.array, theirs["y"], rtol=1e-10, atol=1e-12)
-    leaves = [*layer.params(), q, *([k] if cross else [])]
-    for name, leaf in zip(grads, leaves, strict=True):
-        np.testing.assert_allclose(leaf.grad, theirs[name], rtol=1e-9, atol=1e-11, err_msg=name)
+    leaves = dict(zip(("w", "b", "ow", "ob", "q", "k"), (*layer.params(), q, k), strict=True))
+    compare_with_torch(oracle, code, result, leaves, 1e-9, 1e-11, may=may)
 
 
 def test_states_of_torch_load_by_name(oracle: Oracle) -> None:

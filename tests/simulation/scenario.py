@@ -28,8 +28,8 @@ from flashlight_py.distributed.backends import gloo
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory import memory_file, topology
-from flashlight_py.distributed.rendezvous.secret import nonce
-from flashlight_py.distributed.rendezvous.store import Roster, Store, derived, this_process
+from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
+from flashlight_py.distributed.rendezvous.store import Roster, Store, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import initialize, joining
 from flashlight_py.distributed.start.settings import Settings
@@ -88,8 +88,8 @@ class _JoinedByNetwork(Joined):
         process, address = me(), b64encode(zlib.compress(bytes(128) + b"10.1")).decode()
         card = [this_process(), address, nonce().hex(), 40000, host_timeout]
         texts = store.exchange(json.dumps(card).encode())
-        derived(texts, gloo._GlooCards.read)
-        derived(texts, gloo._key, key)
+        texts.derived(gloo._GlooCards.read)
+        texts.derived(derived_key, key)
         near = self.size if self.size <= costs.DIRECT else 2 * ceil(log2(self.size))
         connected = 0 if lazily else near
         proven, made = costs.PROVEN * 2 * self.size, costs.NATIVE_CONNECT * connected

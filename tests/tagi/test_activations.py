@@ -327,16 +327,6 @@ def test_pairs_of_a_value_and_its_variance() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["ReLU", "Sigmoid", "Tanh", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"]
-)
-def test_the_same_as_pytagi(name: str) -> None:
-    network = f"Sequential(Linear(4, 6), {name}(), Linear(6, 5), {name}(), Linear(5, 2))"
-    x, y = numbers(8, 4), numbers(8, 2, seed=1)
-    compare(network, x, y, np.full((8, 2), 0.1, REAL), rtol=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Remax", "ClosedFormSoftmax", "Softmax"])
 def test_shares_are_the_same_as_pytagi(name: str) -> None:
     """As many samples as classes: in other cases pytagi's Softmax uses wrong elements."""

@@ -1,4 +1,4 @@
-"""Convolutions beside the real pytagi, beside draws, and beside their definition."""
+"""Convolutions beside draws, and beside their definition."""
 
 from typing import Any
 
@@ -9,64 +9,8 @@ from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from flashlight_py.tagi.states import BaseHiddenStates
 from tests.tagi.helpers import channels_first, equal, observe
-from tests.tagi.oracle import compare
 
 F = np.float32
-IMAGE = "padding=1, in_width=6, in_height=6"
-
-
-def batch(network: str, shape: tuple[int, ...], size: int = 3) -> tuple[np.ndarray, ...]:
-    """Return inputs, targets and their variances."""
-    rng = np.random.default_rng(size)
-    x = rng.standard_normal((size, *shape))
-    outputs = eval(network, dict(vars(nn)))(x)[0].shape
-    return x, rng.standard_normal(outputs), rng.uniform(0.1, 0.5, outputs)
-
-
-NETWORKS = [
-    ("Conv2d(2, 3, 3, in_width=6, in_height=6)", (2, 6, 6)),
-    (f"Conv2d(2, 3, 3, {IMAGE}), ReLU(), Conv2d(3, 2, 3)", (2, 6, 6)),
-    (f"Conv2d(2, 3, 3, False, {IMAGE}), ReLU(), Conv2d(3, 2, 3, False)", (2, 6, 6)),
-    (f"Conv2d(2, 3, 3, {IMAGE}), ReLU(), Conv2d(3, 2, 3, True, 2, 1, 2)", (2, 6, 6)),
-    (f"Conv2d(2, 3, 3, {IMAGE}), ReLU(), Conv2d(3, 2, 2, stride=2)", (2, 6, 6)),
-    (f"Conv2d(2, 3, 3, {IMAGE}), ReLU(), Conv2d(3, 2, 1)", (2, 6, 6)),
-    ("Conv2d(1, 2, 4, padding=3, in_width=5, in_height=5), ReLU(), Linear(128, 3)", (1, 5, 5)),
-    ("ConvTranspose2d(2, 3, 3, in_width=4, in_height=4)", (2, 4, 4)),
-    (f"Conv2d(2, 3, 3, {IMAGE}), ReLU(), ConvTranspose2d(3, 2, 3, True, 2, 1, 2)", (2, 6, 6)),
-    (f"Conv2d(2, 3, 3, {IMAGE}), ReLU(), ConvTranspose2d(3, 2, 4, False, 2, 1, 1)", (2, 6, 6)),
-    (f"Conv2d(2, 3, 3, {IMAGE}), ReLU(), ConvTranspose2d(3, 2, 3, padding=1)", (2, 6, 6)),
-    (
-        "Linear(5, 48), ReLU(), ConvTranspose2d(3, 2, 3, stride=2, padding=1, padding_type=2, "
-        "in_width=4, in_height=4), ReLU(), ConvTranspose2d(2, 1, 3, padding=1)",
-        (5,),
-    ),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layers", "shape"), NETWORKS)
-@pytest.mark.parametrize("size", [1, 5])
-def test_a_network_steps_as_pytagi_s_does(layers: str, shape: tuple[int, ...], size: int) -> None:
-    network = f"Sequential({layers})"
-    compare(network, *batch(network, shape, size), steps=2, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Conv2d", "ConvTranspose2d"])
-def test_inputs_may_be_uncertain(kind: str) -> None:
-    network = f"Sequential({kind}(2, 3, 3, {IMAGE}), ReLU(), {kind}(3, 2, 3))"
-    x, y, errors = batch(network, (2, 6, 6))
-    compare(network, x, y, errors, var_x=np.full(x.shape, 0.3), rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", ["Conv2d(3, 2, 3, True, 1, 0, 1, 6, 6, 2.0, 0.5, 'Xavier')"])
-def test_arguments_mean_what_they_do_in_pytagi(layer: str) -> None:
-    network = f"Sequential({layer})"
-    there, _ = compare(network, *batch(network, (3, 6, 6)), rtol=1e-4, atol=2e-5)
-    own = nn.Sequential(eval(layer, dict(vars(nn)))).state_dict()
-    for number in (1, 3):  # the variances that it begins with
-        equal(own["Conv2d.0"][number], there.before["Conv2d.0"][number], 1e-6)
 
 
 def direct(layer: Any, x: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Linear and ReLU beside the real pytagi, and beside draws."""
+"""Linear and ReLU beside draws, and what they refuse."""
 
 import numpy as np
 import pytest
@@ -6,46 +6,6 @@ import pytest
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from tests.tagi.helpers import equal, observe
-from tests.tagi.oracle import compare
-
-MLP = "Sequential(Linear(3, 8), ReLU(), Linear(8, 8, gain_weight=0.3), ReLU(), Linear(8, 2))"
-
-
-def batch(size: int, inputs: int = 3, outputs: int = 2) -> tuple[np.ndarray, ...]:
-    """Return inputs, targets and their variances."""
-    rng = np.random.default_rng(size)
-    x = rng.standard_normal((size, inputs))
-    y = np.stack([np.sin(x).sum(1), x[:, 0] * x[:, 1]], 1)[:, :outputs]
-    return x, y, rng.uniform(0.05, 0.2, y.shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 5])
-@pytest.mark.parametrize("size", [1, 2, 16, 255, 256])
-def test_a_network_steps_as_pytagi_s_does(size: int, steps: int) -> None:
-    compare(MLP, *batch(size), steps=steps, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layer",
-    [
-        "Linear(3, 2, bias=False)",
-        "Linear(3, 2, gain_bias=0.1)",
-        "Linear(3, 2, True, 2.0, 0.5, 'Xavier')",
-    ],
-)
-def test_arguments_mean_what_they_do_in_pytagi(layer: str) -> None:
-    there, _ = compare(f"Sequential({layer})", *batch(7))
-    own = nn.__dict__["Sequential"](eval(layer, dict(vars(nn)))).state_dict()
-    for number in (1, 3):  # the variances that it begins with
-        equal(own["Linear.0"][number], there.before["Linear.0"][number], 1e-6)
-
-
-@pytest.mark.slow
-def test_inputs_may_be_uncertain() -> None:
-    x, y, errors = batch(9)
-    compare(MLP, x, y, errors, var_x=np.full(x.shape, 0.3))
 
 
 def test_moments_and_deltas_are_those_of_draws() -> None:

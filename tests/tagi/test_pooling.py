@@ -1,4 +1,4 @@
-"""Pools beside the real pytagi, beside draws, and beside their definition."""
+"""Pools beside draws, and beside their definition."""
 
 from typing import Any
 
@@ -8,42 +8,8 @@ import pytest
 from flashlight_py.tagi import nn
 from flashlight_py.tagi.states import BaseHiddenStates
 from tests.tagi.helpers import channels_first, equal
-from tests.tagi.oracle import compare, oracle_run
-from tests.tagi.test_convolution import batch
 
 F = np.float32
-CONV = "Conv2d(2, 3, 3, padding=1, in_width=7, in_height=7)"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", [CONV, f"{CONV}, ReLU()"])
-@pytest.mark.parametrize(
-    "rest",
-    [
-        "AvgPool2d(3, 2), Linear(27, 4)",
-        "AvgPool2d(3, 1), Conv2d(3, 2, 2)",
-        "AvgPool2d(7), Linear(3, 4)",
-        "AvgPool2d(3, 2, 1, 1), Linear(48, 4)",
-        "AvgPool2d(3, 2, 2, 2), Linear(48, 4)",
-        "MaxPool2d(3, 2), Linear(27, 4)",
-        "MaxPool2d(3), Conv2d(3, 2, 2)",
-        "MaxPool2d(3, 2, 1, 1), Linear(48, 4)",
-        "AvgPool2d(2, 1), MaxPool2d(2, 2), Linear(27, 4)",
-        "AvgPool2d(4, 1), AvgPool2d(2, 2), Linear(12, 4)",
-    ],
-)
-def test_a_network_steps_as_pytagi_s_does(before: str, rest: str) -> None:
-    network = f"Sequential({before}, {rest})"
-    compare(network, *batch(network, (2, 7, 7), 4), rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [f"{CONV}, AvgPool2d(3, 2), MaxPool2d(2), Conv2d(3, 4, 2)"])
-def test_layers_describe_themselves_as_pytagi_s(text: str) -> None:
-    network = f"Sequential({text})"
-    program = f"result = [layer.get_layer_info() for layer in {network}.layers]"
-    own = [layer.get_layer_info() for layer in eval(network, dict(vars(nn))).layers]
-    assert own == oracle_run(program)
 
 
 def inputs(height: int, width: int) -> tuple[np.ndarray, ...]:

@@ -39,18 +39,6 @@ def test_pytagi_s_windows(batch: int, window: int, certain: bool, steps: int) ->
     compare(there, x, y, np.full(y.shape, 0.3), var_x=var_x, here=here, steps=steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments", ["True, 0.5, 0.2, 'Xavier'", "False", "False, 2.0", "True, 1.0, 1.0, 'He'"]
-)
-def test_arguments_mean_what_they_do_in_pytagi(arguments: str) -> None:
-    network = f"Sequential(LSTM(2, 3, 1, {arguments}), Linear(3, 2))"
-    there, _ = compare(network, numbers(6, 2), numbers(6, 2, seed=1), np.full((6, 2), 0.2))
-    own = eval(network, dict(vars(nn))).state_dict()
-    for which in (1, 3):
-        equal(own["LSTM.0"][which], there.before["LSTM.0"][which], 1e-6)
-
-
 # --- forward ----------------------------------------------------------------------------------
 
 

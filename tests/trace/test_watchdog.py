@@ -17,9 +17,14 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import system
-from flashlight_py.distributed.failures import watchdog
-from flashlight_py.distributed.failures.flight_record import Flight, write_record
-from flashlight_py.distributed.failures.watchdog import ANSWER, OtherRecords, Watchdog
+from flashlight_py.distributed.failures import flight_record
+from flashlight_py.distributed.failures.flight_record import (
+    ANSWER,
+    Flight,
+    OtherRecords,
+    Watchdog,
+    write_record,
+)
 from flashlight_py.errors import PeerLostError
 
 
@@ -66,10 +71,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             assert looked.wait(10)
 
     monkeypatch.setattr(OtherRecords, "have_written", report)
-    monkeypatch.setattr(watchdog, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(flight_record, "_LOOK_SECONDS", 0.01)
     fl.distributed_init(params={"TRACE_DIR": tmp_path})
     try:
-        yield tmp_path, look, watchdog.current
+        yield tmp_path, look, flight_record.current
     finally:
         fl.distributed_shutdown()
 
@@ -108,13 +113,13 @@ def test_a_handler_may_leave_while_a_record_is_written(world: Any) -> None:
     with dog._lock:  # as while a record is written, on the thread that a signal interrupts
         os.kill(os.getpid(), signal.SIGUSR1)  # what the watchdog wants to write too
         time.sleep(0.2)  # until it does; no event says so
-        watchdog.stop()
+        flight_record.stop()
     assert not dog._thread.is_alive()
 
 
 def held() -> tuple[list[str], int, bool]:
     listed = os.listdir("/proc/self/fd")
-    return listed, threading.active_count(), watchdog._handler(signal.SIGUSR1) > signal.SIG_IGN
+    return listed, threading.active_count(), flight_record._handler(signal.SIGUSR1) > signal.SIG_IGN
 
 
 @pytest.mark.parametrize("allowed", [1, 2, 3])
@@ -127,7 +132,7 @@ def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, limits[1]))
     try:
         with pytest.raises(OSError, match="Too many open files"):
-            watchdog.Watchdog(Flight(folder=tmp_path))
+            Watchdog(Flight(folder=tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert held() == before

@@ -6,7 +6,7 @@ The results are new arrays. float16 is computed in float32 and rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from flashlight_py.autograd.functions.elementwise import as_variable, check_fill
 from flashlight_py.autograd.native import record_mapped
 from flashlight_py.autograd.variable import Input, Variable, record, record_pair
 from flashlight_py.device import Array, array_module, narrowed, widened
+from flashlight_py.erf import MIDDLE, NEAR, SPLIT, quotient
 
 
 def _function(
@@ -198,35 +199,17 @@ def glu(x: Input, axis: int = -1) -> Variable:
     return record(narrowed(first * gate, x.data), (x, vjp))
 
 
-# W. J. Cody, Rational Chebyshev approximations for the error function, Mathematics of Computation
-# 23 (1969): erf(x) = x * P(x * x) / Q(x * x) below _NEAR, 1 - exp(-x * x) * P(x) / Q(x) above. From
-# 4 on, where he has a third one, erf is 1 to 8 digits, and the second one has the other 8.
-_NEAR, _END = 0.46875, 6.0  # from the end on, erf is 1
-_NEAR_P = (1.85777706184603153e-1, 3.16112374387056560, 1.13864154151050156e2,
-           3.77485237685302021e2, 3.20937758913846947e3)  # fmt: skip
-_NEAR_Q = (1.0, 2.36012909523441209e1, 2.44024637934444173e2, 1.28261652607737228e3,
-           2.84423683343917062e3)  # fmt: skip
-_FAR_P = (2.15311535474403846e-8, 5.64188496988670089e-1, 8.88314979438837594,
-          6.61191906371416295e1, 2.98635138197400131e2, 8.81952221241769090e2,
-          1.71204761263407058e3, 2.05107837782607147e3, 1.23033935479799725e3)  # fmt: skip
-_FAR_Q = (1.0, 1.57449261107098347e1, 1.17693950891312499e2, 5.37181101862009858e2,
-          1.62138957456669019e3, 3.29079923573345963e3, 4.36261909014324716e3,
-          3.43936767414372164e3, 1.23033935480374942e3)  # fmt: skip
+_END = 6.0  # from here on erf is 1
 
 
-def erf_of(array: Array) -> Array:
-    """Return the error function of a float32 or float64 array, new: within 4 last places."""
+def erf_of(array: Array) -> Any:
+    """Return the error function of a float32 or float64 array, new: within 4 last places.
+
+    From 4 on, where Cody has a third approximation, erf is 1 to 8 digits, and the second one has
+    the other 8.
+    """
     xp = array_module(array)
     size = xp.minimum(xp.abs(array), _END)
     square = size * size
-    near = _polynomial(square, _NEAR_P) / _polynomial(square, _NEAR_Q)
-    far = 1 - xp.exp(-square) * (_polynomial(size, _FAR_P) / _polynomial(size, _FAR_Q))
-    return xp.where(size < _NEAR, array * near, xp.copysign(far, array))  # type: ignore[no-any-return]
-
-
-def _polynomial(x: Array, factors: Sequence[float]) -> Array:
-    out = x * factors[0] + factors[1]
-    for factor in factors[2:]:
-        out *= x
-        out += factor
-    return out
+    near, far = array * quotient(NEAR, square), 1 - xp.exp(-square) * quotient(MIDDLE, size)
+    return xp.where(size < SPLIT, near, xp.copysign(far, array))

@@ -514,26 +514,17 @@ def matmul(a: Operand, b: Operand) -> Variable:
 
 
 def _matmul(x: Variable, y: Variable) -> Variable:
-    p, q = _to_keep(x), _to_keep(y)
-    if x.data.dtype.char not in NARROW or is_cupy(x.data):
-        return record_pair(
-            x.data @ y.data,
-            *(x, lambda grad: grad @ (y.data if q is None else q).swapaxes(-1, -2)),
-            *(y, lambda grad: (x.data if p is None else p).swapaxes(-1, -2) @ grad),
-        )
-    # Computed in float32, and widened once more in the backward pass.
-    out = widened(x.data) @ widened(y.data)
+    # Sharded operands are read again in the backward pass, not kept.
+    p, q = (each.data if each.placement is None else None for each in (x, y))
+    is_narrow = x.data.dtype.char in NARROW and not is_cupy(x.data)
+    wide: Vjp = widened if is_narrow else lambda array: array
+    out = wide(x.data) @ wide(y.data)
     return record_pair(
-        narrowed(out, x.data) if y.data.dtype.char in NARROW else out,
-        *(x, lambda grad: grad @ widened(y.data if q is None else q).swapaxes(-1, -2)),
-        *(y, lambda grad: widened(x.data if p is None else p).swapaxes(-1, -2) @ grad),
-        through=widened,
+        narrowed(out, x.data) if is_narrow and y.data.dtype.char in NARROW else out,
+        *(x, lambda grad: grad @ wide(y.data if q is None else q).swapaxes(-1, -2)),
+        *(y, lambda grad: wide(x.data if p is None else p).swapaxes(-1, -2) @ grad),
+        through=widened if is_narrow else None,
     )
-
-
-def _to_keep(operand: Variable) -> Array | None:
-    """Return the array for the backward pass; None: a sharded one is read again then, not kept."""
-    return operand.data if operand.placement is None else None
 
 
 def einsum(subscripts: str, *operands: Input) -> Variable:

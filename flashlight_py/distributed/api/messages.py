@@ -7,7 +7,14 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.api.verb_call import Group, Output, finish, packed_natively, refusing
+from flashlight_py.distributed.api.verb_call import (
+    Group,
+    Output,
+    finish,
+    native,
+    packed_natively,
+    refusing,
+)
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import Apart, check_rank
@@ -21,6 +28,7 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "send
 X = TypeVar("X")
 
 
+@native(SEND)
 def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
@@ -37,12 +45,10 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
             call of the group if the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if (world_fast.collective if group is None else of(group).fast.collective)(
-        SEND.code, x, None, None, None, dst, tag, False
-    ) is NotImplemented:
-        _message(send, x, dst, tag, group)
+    _message(send, x, dst, tag, group)
 
 
+@native(RECV)
 def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: Group = None) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
@@ -69,12 +75,10 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        RECV.code, x, None, partial, None, src, tag, False
-    )
-    return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
+    return _message(recv, x, src, tag, group, partial)
 
 
+@native(SEND, async_op=True)
 def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
@@ -86,12 +90,10 @@ def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        SEND.code, x, None, None, None, dst, tag, True
-    )
-    return _message(isend, x, dst, tag, group) if y is NotImplemented else y
+    return _message(isend, x, dst, tag, group)
 
 
+@native(RECV, async_op=True)
 def irecv(
     x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: Group = None
 ) -> Work[X]:
@@ -105,10 +107,7 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        RECV.code, x, None, partial, None, src, tag, True
-    )
-    return _message(irecv, x, src, tag, group, partial) if y is NotImplemented else y
+    return _message(irecv, x, src, tag, group, partial)
 
 
 def sendrecv(

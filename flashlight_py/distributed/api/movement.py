@@ -14,6 +14,7 @@ from flashlight_py.distributed.api.verb_call import (
     Group,
     collective,
     finish,
+    native,
     output,
     pack_apart,
     refusing,
@@ -36,7 +37,7 @@ from flashlight_py.distributed.calls.checks import Apart, check_rank, check_rows
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.failures.wording import different_calls
-from flashlight_py.distributed.groups.membership import Membership, of, world_fast
+from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import MismatchError
@@ -48,6 +49,7 @@ X = TypeVar("X")
 _DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the shape
 
 
+@native(BROADCAST)
 def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = False) -> X | Work[X]:
     """Send every rank the ``x`` of rank ``root``, in place.
 
@@ -63,14 +65,10 @@ def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = Fals
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op
-    )
-    if y is not NotImplemented:
-        return y
     return collective(group, BROADCAST, x, root=root, async_op=async_op)
 
 
+@native(ALL_GATHER)
 def all_gather(
     x: Any, *, out: Any = None, group: Group = None, async_op: bool = False
 ) -> Array | list[Array] | Work[Array]:
@@ -95,14 +93,10 @@ def all_gather(
             is raised after all ranks have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op
-    )
-    if y is not NotImplemented:
-        return y
     return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
 
 
+@native(GATHER)
 def gather(
     x: Any, root: int = 0, *, out: Any = None, group: Group = None, async_op: bool = False
 ) -> Array | Work[Array | None] | None:
@@ -122,14 +116,10 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        GATHER.code, x, out, "sum", 1.0, root, 0, async_op
-    )
-    if y is not NotImplemented:
-        return y
     return collective(group, GATHER, x, root=root, out=out, async_op=async_op)
 
 
+@native(SCATTER)
 def scatter(
     xs: Any = None,
     root: int = 0,
@@ -167,12 +157,6 @@ def scatter(
             passed different ``rows``; raised on every rank.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if rows is None:
-        y = (world_fast.collective if group is None else of(group).fast.collective)(
-            SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op
-        )
-        if y is not NotImplemented:
-            return y
     members = of(group)
     with refusing(members, SCATTER, given=[xs, out]):
         root = check_rank(members.size, "scatter", "root", root)
@@ -187,6 +171,7 @@ def scatter(
         return _scatter_rows(members, call, xs, out, kind, rows)
 
 
+@native(ALL_TO_ALL)
 def all_to_all(
     x: Any,
     *,
@@ -225,14 +210,11 @@ def all_to_all(
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
-    if not return_rows:
-        parts: Any = "sum" if rows is None else rows
-        y = (world_fast.collective if group is None else of(group).fast.collective)(
-            ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op
-        )
+    if rows is not None and not return_rows:
+        members = of(group)
+        y = members.fast.collective(ALL_TO_ALL.code, x, out, rows, 1.0, 0, 0, async_op)
         if y is not NotImplemented:
-            if rows is not None and y is not out is not None:
-                members = of(group)
+            if y is not out is not None:
                 require_length(ALL_TO_ALL.name, out, y.shape[0], members.rank, members.size)
             return y
     if isinstance(x, list | tuple):

@@ -18,6 +18,7 @@ from flashlight_py.distributed.api.verb_call import (
     Output,
     arrived,
     collective,
+    native,
     output,
     reduction,
     refusing,
@@ -35,7 +36,7 @@ from flashlight_py.distributed.calls.checks import NUMBERS, Apart, as_number
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.constants import Op, ReduceOp
-from flashlight_py.distributed.groups.membership import Membership, of, world_fast
+from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -52,6 +53,7 @@ __all__ += ["all_reduce_location", "all_reduce_multiple"]
 X = TypeVar("X")
 
 
+@native(ALL_REDUCE, out=None)
 def all_reduce(
     x: X,
     scale: float = 1.0,
@@ -108,14 +110,7 @@ def all_reduce(
     """
     if out is not None:
         _copied(x, out, group)
-        x = out
-    # No method call, which takes 15 ns more before Python 3.12, and no local variable, which an
-    # exception would keep.
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op
-    )
-    if y is not NotImplemented:
-        return y
+        return all_reduce(out, scale, op=op, group=group, async_op=async_op)
     return collective(group, ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
 
 
@@ -130,6 +125,7 @@ def _copied(x: Any, out: Any, group: Group) -> None:
         place[...] = array
 
 
+@native(REDUCE)
 def reduce(
     x: X,
     root: int = 0,
@@ -157,14 +153,10 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        REDUCE.code, x, None, op, scale, root, 0, async_op
-    )
-    if y is not NotImplemented:
-        return y
     return collective(group, REDUCE, x, root=root, op=op, scale=scale, async_op=async_op)
 
 
+@native(REDUCE_SCATTER)
 def reduce_scatter(
     x: Any,
     *,
@@ -199,16 +191,11 @@ def reduce_scatter(
         MismatchError: the ranks passed different ``rows``, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if rows is None:
-        y = (world_fast.collective if group is None else of(group).fast.collective)(
-            REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op
-        )
-        if y is not NotImplemented:
-            return y
     how: dict[str, Any] = {"scale": scale, "op": op, "rows": rows, "out": out}
     return collective(group, REDUCE_SCATTER, x, **how, async_op=async_op)
 
 
+@native(SCAN)
 def scan(
     x: X, *, op: Op = "sum", scale: float = 1.0, group: Group = None, async_op: bool = False
 ) -> X | Work[X]:
@@ -231,11 +218,6 @@ def scan(
         >>> fl.scan(np.array([1.0, 2.0]))  # one process
         array([1., 2.])
     """
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        SCAN.code, x, None, op, scale, 0, 0, async_op
-    )
-    if y is not NotImplemented:
-        return y
     return collective(group, SCAN, x, op=op, scale=scale, async_op=async_op)
 
 
@@ -324,6 +306,7 @@ def all_reduce_location(
         return members.keep(Then(work, locate)) if async_op else locate(work.wait())
 
 
+@native(ALL_REDUCE, out=-1, async_op=False)
 def all_reduce_multiple(
     xs: Sequence[X],
     scale: float = 1.0,
@@ -353,19 +336,14 @@ def all_reduce_multiple(
             sent.
     """
     limit = of(group).packed_bytes[bool(async_op)] if contiguous else -1
-    y = (world_fast.collective if group is None else of(group).fast.collective)(
-        ALL_REDUCE.code, xs, limit, op, scale, 0, 0, async_op
-    )
+    how = op, scale, 0, 0, async_op
+    y = of(group).fast.collective(ALL_REDUCE.code, xs, limit, *how)
     if type(y) is list:
         return y
     if y is NotImplemented:
         return _in_python(xs, scale, op, async_op, limit, group)
-    results = list(xs)
-    if not async_op:  # y: the arrays that native code has not reduced
-        all_reduce_multiple(y, scale, op=op, contiguous=contiguous, group=group)
-        return results
     work, packs = y
-    return of(group).keep(Then(work, partial(_unpack, packs, results))) if packs else work
+    return of(group).keep(Then(work, partial(_unpack, packs, list(xs)))) if packs else work
 
 
 def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:

@@ -9,11 +9,13 @@ whose other end or tag is invalid belongs to no call: no rank is notified.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import (
@@ -38,10 +40,10 @@ from flashlight_py.distributed.calls.checks import (
 )
 from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, returned
 from flashlight_py.distributed.constants import Op, ReduceOp
-from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Then, Work
-from flashlight_py.errors import DistributedError, MismatchError
+from flashlight_py.errors import BackendUnavailableError, DistributedError, MismatchError
 from flashlight_py.tracebacks import words_of
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ Group: TypeAlias = "ProcessGroup | None"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def collective(
@@ -281,6 +284,45 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
     if array is not None and part is not array:
         array[...] = part
     return returned(given, part, array is not None)
+
+
+# What native code is given for arguments that are left out, and the names that it takes them by.
+_GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
+try:
+    _NATIVE_VERB = _native.load("fast").verb
+except BackendUnavailableError:  # the first call warns
+    _NATIVE_VERB = None
+_ALIASES = {"xs": "x", "partial": "op", "dst": "root", "src": "root"}
+
+
+def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
+    """Return a decorator for a public function, whose plain calls native code does as ``verb``.
+
+    The function does the other calls, and those with a value for one of the ``constants``, which
+    native code is given in place of the argument. See csrc/fast/entry.c.
+    """
+
+    def decorated(function: F) -> F:
+        if _NATIVE_VERB is None:
+            return function
+        given = {"verb": verb.code, **_GIVEN, "group": None}
+        if verb.is_message:
+            given |= {"op": None, "scale": None}
+        parameters = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            place = _ALIASES.get(name, name)
+            if place in constants or place not in given:
+                place = "verb"  # which no argument has
+            else:
+                given[place] = ... if parameter.default is parameter.empty else parameter.default
+            parameters.append((name, list(given).index(place), parameter.default))
+        values = tuple((given | constants).values())
+        positional = function.__code__.co_argcount
+        how = world_fast, Membership, values, tuple(parameters), positional
+        entry: Any = _NATIVE_VERB(function, function.__name__, *how)
+        return functools.update_wrapper(entry, function)  # type: ignore[return-value]
+
+    return decorated
 
 
 COLLECTIVE = None  # in place of a message

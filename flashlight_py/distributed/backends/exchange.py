@@ -11,7 +11,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
 from flashlight_py.distributed.work import Work
 
@@ -100,9 +100,9 @@ class BackendStore(Store):
         self.rank, self.size = backend.rank, backend.size
         self._backend = backend
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> Roster:
         """Pass ``payload`` and return every rank's; raises DistributedError as ``Work.wait``."""
-        return exchange_bytes(self._backend, payload)
+        return Roster.of(exchange_bytes(self._backend, payload))
 
     def close(self) -> None:
         """Do nothing: the backend goes on."""

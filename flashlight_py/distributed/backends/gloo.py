@@ -18,14 +18,12 @@ from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
-from flashlight_py.distributed.rendezvous.secret import nonce, proof
+from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
 from flashlight_py.distributed.rendezvous.store import (
     Kin,
     Peer,
-    Roster,
     Store,
     Waiting,
-    derived,
     this_process,
 )
 from flashlight_py.errors import (
@@ -61,10 +59,6 @@ class _GlooCards(NamedTuple):
             limits.append(known.setdefault(limit, limit))
             joined += zlib.decompress(b64decode(address))
         return cls(peers, bytes(joined), ports, limits)
-
-
-def _key(texts: Sequence[bytes], key: bytes) -> bytes:
-    return proof(key, Roster.of(texts).body)
 
 
 class GlooBackend(NativeBackend):
@@ -158,10 +152,10 @@ class GlooBackend(NativeBackend):
         mine = b64encode(zlib.compress(address)).decode()  # most of it are zeros
         card = [this_process(), mine, nonce().hex(), *watched]
         texts = store.exchange(json.dumps(card).encode())
-        cards = derived(texts, _GlooCards.read)
+        cards = texts.derived(_GlooCards.read)
         self._know(cards.peers)
         # Of this meeting alone: what both ends of each connection show at its start is made of it.
-        key = derived(texts, _key, key)
+        key = texts.derived(derived_key, key)
         if len(set(hosts)) > 1:
             self._watch_hosts(hosts, cards, cards.addresses, count, key)
         seconds = self._joining

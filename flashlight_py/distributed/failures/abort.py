@@ -51,13 +51,11 @@ class _Hooks:
     def __init__(self) -> None:
         self._main, self._of_threads = sys.excepthook, threading.excepthook
         self._pid = os.getpid()
-        self._active = True
         self.of_a_thread: BaseException | None = None
         sys.excepthook, threading.excepthook = self._end, self._end_thread
 
     def remove(self) -> None:
         """Put back what was there, unless somebody has put hooks of their own around these."""
-        self._active = False
         if sys.excepthook == self._end:
             sys.excepthook = self._main
         if threading.excepthook == self._end_thread:
@@ -86,7 +84,7 @@ class _Hooks:
 
     def _is_rank(self) -> bool:
         """Return whether this is the process that was hooked, not one that it has forked."""
-        return self._active and self._pid == os.getpid()
+        return _hooks is self and self._pid == os.getpid()
 
 
 _hooks: _Hooks | None = None

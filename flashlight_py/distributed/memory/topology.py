@@ -15,19 +15,14 @@ from dataclasses import dataclass
 from socket import AF_INET, AF_INET6, AddressFamily
 from typing import Any, NamedTuple
 
-from flashlight_py import _native, system
+from flashlight_py import _native, errors, system
 from flashlight_py.distributed.memory.memory_file import (
     MemoryFile,
     needs_names,
     open_memory,
     process_space,
 )
-from flashlight_py.distributed.rendezvous.store import Store, derived, host_identity, name_ranks
-from flashlight_py.errors import (
-    BackendUnavailableError,
-    RendezvousError,
-    UnavailableEverywhereError,
-)
+from flashlight_py.distributed.rendezvous.store import Store, host_identity, name_ranks
 from flashlight_py.interfaces import (
     addresses_of,
     family_of,
@@ -37,10 +32,6 @@ from flashlight_py.interfaces import (
 )
 
 _FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
-_REMEDY = (
-    "name an interface or an address of each host that the others reach, by params={'INTERFACE': "
-    "...} or the variable FLASHLIGHT_INTERFACE"
-)
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class DeviceRule:
             return self.local_rank % count
         index = self.rank % self.max_per_node
         if index >= count:
-            raise BackendUnavailableError(
+            raise errors.BackendUnavailableError(
                 f"rank {self.rank} is to use CUDA device {index} (rank % MAX_DEVICE_PER_NODE, "
                 f"which is {self.max_per_node}), and {count} are visible; lower it, or leave it out"
             )
@@ -80,7 +71,7 @@ def gpu_identity(cupy: Any, index: int) -> str:
     """
     if system.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return ""
-    host = system.environ.get("NCCL_HOSTID") or host_identity().decode()
+    host = system.environ.get("NCCL_HOSTID") or host_identity()
     return f"{host} {cupy.cuda.Device(index).pci_bus_id}"
 
 
@@ -96,11 +87,11 @@ def exchange_process_info(store: Store, checks: bool) -> None:
         UnavailableEverywhereError: ranks differ in ``checks``, whether to compare their calls.
     """
     process = f"process {system.getpid()} on {system.gethostname()}"
-    host = host_identity().decode(errors="backslashreplace")
-    texts = store.exchange(json.dumps([process, process_space(), host, checks]).encode())
-    store.processes, store.spaces, store.hosts, store.named, without = derived(texts, _processes)
+    mine = [process, process_space(), host_identity(), checks]
+    texts = store.exchange(json.dumps(mine).encode())
+    store.processes, store.spaces, store.hosts, store.named, without = texts.derived(_processes)
     if 0 < len(without) < store.size:
-        raise UnavailableEverywhereError(
+        raise errors.UnavailableEverywhereError(
             f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {name_ranks(without)}, "
             "and not on the others; set it on all ranks, or on none"
         )
@@ -165,12 +156,12 @@ def ranks_by_memory(store: Store) -> Sharing:
             file = MemoryFile(store.named)
             os.posix_fallocate(file.fd, 0, len(nonce))
             os.pwrite(file.fd, nonce.encode(), 0)
-        except (OSError, BackendUnavailableError) as error:
+        except (OSError, errors.BackendUnavailableError) as error:
             problem = str(error)
-        host = host_identity().decode(errors="backslashreplace")
+        host = host_identity()
         path = "" if file is None else file.path
         texts = store.exchange(json.dumps([host, domain, path, nonce, problem]).encode())
-        firsts, by_kernel = derived(texts, _by_place)
+        firsts, by_kernel = texts.derived(_by_place)
         unreadable = {
             rank: _why_unreadable(json.loads(texts[rank])[1:], domain)
             for rank in by_kernel[_kernel(host)]
@@ -183,7 +174,7 @@ def ranks_by_memory(store: Store) -> Sharing:
     finally:
         if file is not None:
             file.close()
-    return derived(answers, Sharing.read)
+    return answers.derived(Sharing.read)
 
 
 def _kernel(host: str) -> str:
@@ -267,11 +258,12 @@ def address_between_hosts(
     )
     texts = store.exchange(json.dumps(card).encode())
     try:
-        return derived(texts, _chosen)[store.rank]
+        return texts.derived(_chosen)[store.rank]
     except ValueError as error:
-        raise RendezvousError(
+        raise errors.RendezvousError(
             f"rank {store.rank} of {store.size}: this job spans several hosts, and they cannot be "
-            f"connected: {error}; {_REMEDY}"
+            f"connected: {error}; name an interface or an address of each host that the others "
+            "reach, by params={'INTERFACE': ...} or the variable FLASHLIGHT_INTERFACE"
         ) from error
 
 
@@ -291,7 +283,7 @@ def address_inside(interface: str) -> str:
     """
     found = addresses_of(interface) if interface else ["127.0.0.1"]
     if not found:
-        raise BackendUnavailableError(
+        raise errors.BackendUnavailableError(
             f"{interface!r} is neither an interface nor an address of this host, which has "
             f"{_interfaces() or 'none but the loopback'}; choose another with "
             "params={'INTERFACE': ...}"

@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn
 
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.gate import LONGEST_PAUSE
-from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
+from flashlight_py.distributed.rendezvous.secret import FLAGS, NONCE_BYTES, Secret, create_private
 from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
 from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import NobodyError, Offer, SilentError, claim
@@ -122,7 +122,7 @@ class SharedDirectory:
         self.nonce = system.random_bytes(8).hex()
         self._counter = itertools.count()
         self._cache: dict[Name, Announcement] = {}
-        self.ignored: dict[str, str] = {}
+        self.ignored: dict[str, str] = {}  # files that were passed over, and why
         # The owner of files that we create: an NFS server may map root to nobody.
         try:
             probe = self._make_temporary(b"")
@@ -157,14 +157,11 @@ class SharedDirectory:
     def read(self, name: Name, again: bool = False) -> Announcement | None:
         """Return what ``name`` holds, or None if it is gone, another user's or unreadable.
 
-        Why a file was passed over is kept in ``ignored``, for the message of a later failure.
         ``again``: look at the file also if it was read before.
         """
         if again or name not in self._cache:
-            # O_NONBLOCK: a FIFO that somebody put there must not block us before fstat sees it.
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             try:
-                with open(os.open(self._file(name), flags), "rb") as file:
+                with open(os.open(self._file(name), os.O_RDONLY | FLAGS), "rb") as file:
                     status = os.fstat(file.fileno())
                     if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
                         raise ValueError("belongs to another user or is no regular file")
@@ -186,14 +183,7 @@ class SharedDirectory:
 
     def _make_temporary(self, content: bytes) -> Path:
         path = self._file(Name("tmp", self.nonce, str(next(self._counter))))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(content)
-        except OSError:
-            path.unlink(missing_ok=True)  # on a full disk there is room for its name alone
-            raise
+        create_private(path, content)
         return path
 
     def _refuse(self, doing: str, error: OSError) -> NoReturn:

@@ -1,7 +1,8 @@
 """The admission check of a rank: which processes connect to it and prove to be of this run.
 
 And how it finds its own place: in a tree, it asks rank 0 and connects to the rank that rank 0
-names, or to a socket inside the host if another rank speaks for the host.
+names, or to a socket inside the host if another rank speaks for the host. ``MeetingPoint`` says
+where rank 0 listens.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import json
 import logging
 import math
 import os
-from functools import partial
+from collections.abc import Iterable
+from functools import cached_property, partial
 from selectors import EVENT_READ, EVENT_WRITE
 from socket import AF_UNIX, SOCK_STREAM
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
     FIRST_SECONDS,
+    Store,
     Waiting,
     not_arrived,
     this_process,
@@ -58,7 +60,68 @@ _SPARE_CANDIDATES = 64  # connections without proof, beyond one per rank; more a
 # room. The kernel keeps the others.
 _TREE_CANDIDATES, _CANDIDATE_SECONDS = 40, 1.0
 _MOST_NAMED = 8  # hosts whose processes were turned away, in the message of a failure
+TREE_FROM = "FLASHLIGHT_TREE_FROM"
+"""The environment variable with the number of ranks from which on they meet in a tree."""
 _log = logging.getLogger("flashlight_py")
+
+
+class MeetingPoint(Store):
+    """A store whose ranks connect to rank 0. Subclasses say where rank 0 listens, and how."""
+
+    timeout: float  # in seconds, for each exchange
+    name: str  # for messages
+    kind: str  # what the place is
+    own: str  # what every run needs one of for itself
+    known: Secret  # what rank 0 expects its clients to know
+    is_common = False  # a process of this user that knows the place must know the secret, too
+    moves = False  # while ranks gather, another rank 0 may replace one that died
+    patience = math.inf  # seconds that a client waits for the answer to one offer
+    next_look = math.inf  # the time of the next call of ``look``, by ``time.monotonic``
+    note = ""  # added by rank 0 when it reports missing ranks
+    local_rank: int | None = None  # among the ranks of this host; None: not known
+
+    @cached_property
+    def is_tree(self) -> bool:
+        """Whether ranks meet in a tree, one of each host for all of it. Equal on all of them."""
+        text = system.environ.get(TREE_FROM, "64")
+        if not text.isdecimal():
+            raise self.error(f"{TREE_FROM} is to be a number of ranks, got {text!r}")
+        return self.size >= int(text)
+
+    @abc.abstractmethod
+    def remedy(self) -> str:
+        """Return what to do about ranks that have not arrived."""
+
+    @abc.abstractmethod
+    def listen(self, backlog: int) -> list[system.Socket]:
+        """Return the sockets on which rank 0 listens for the others.
+
+        Raises:
+            OSError: it cannot listen there; says why.
+        """
+
+    def look(self) -> system.Socket | None:
+        """Do what rank 0 has to while ranks gather; may return one more listening socket.
+
+        Raises:
+            RendezvousError: this is not the only rank 0, or the place cannot be used any more.
+        """
+        return None
+
+    @abc.abstractmethod
+    def offers(self) -> Iterable[Offer]:
+        """Return where rank 0 may be, the likeliest first."""
+
+    def failed(self, offer: Offer) -> None:
+        """Note that nobody answered ``offer`` as rank 0 of its run."""
+
+    def clear(self) -> None:
+        """Remove what this rank has left at the place."""
+
+    def error(self, reason: str) -> RendezvousError:
+        """Return the error of this rank."""
+        where = f"rendezvous at {self.name}, rank {self.rank} of {self.size}"
+        return RendezvousError(f"{where}: {reason}")
 
 
 class Gate(abc.ABC):
@@ -73,6 +136,7 @@ class Gate(abc.ABC):
         self._secret: Secret = place.known  # of ranks that connect here
         self.selector = system.Selector()
         self._listeners: list[system.Socket] = []
+        self._backlog = self._size + _SPARE_CANDIDATES
         self._is_open = True  # listeners are looked at
         self._candidates: list[Connection] = []
         self._turned_away: set[str] = set()  # hosts whose processes know another secret
@@ -93,10 +157,6 @@ class Gate(abc.ABC):
         """Notify all neighbours, and return the error to raise."""
 
     @abc.abstractmethod
-    def _seated(self) -> None:
-        """Prepare the messages for a new parent."""
-
-    @abc.abstractmethod
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
         """Give a process that knows the secret its place, or report why there is none for it."""
 
@@ -104,18 +164,10 @@ class Gate(abc.ABC):
     def _heard(self, connection: Connection) -> None:
         """Act on what a connection has sent, or on its end, which is no candidate any more."""
 
-    @abc.abstractmethod
-    def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
-        """Notify everybody that a greeting contradicts, and return the error to raise."""
-
     def _listen(self, listener: system.Socket) -> None:
         listener.setblocking(False)
         self._listeners.append(listener)
         self.selector.register(listener, EVENT_READ, listener)
-
-    @property
-    def _backlog(self) -> int:
-        return self._size + _SPARE_CANDIDATES
 
     def _serve(self, deadline: float) -> None:
         """Deal with what has arrived; wait for something until ``deadline`` if need be."""
@@ -242,6 +294,13 @@ class Gate(abc.ABC):
         candidate.is_refused = True
         candidate.shut()
 
+    def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
+        """Notify everybody that a greeting contradicts, and return the error to raise."""
+        self._notified.add(rank)
+        if not culprit.is_refused:
+            self._refuse(culprit, Kind.FAILURE, reason)
+        return self._failure(reason, joining=True)
+
     # Its own place -------------------------------------------------------------------------------
 
     def _join(self) -> None:
@@ -329,7 +388,6 @@ class Gate(abc.ABC):
             self._bereft = self._missed = ""
             connection.rank = seat.parent
             self.selector.register(connection.wire, EVENT_READ, connection)
-            self._seated()
             return True
         try:
             there = Offer([(seat.host, seat.port)], offer.secret)

@@ -93,7 +93,7 @@ class MpiStore(TreeStore):
         world = load_mpi().COMM_WORLD
         rank, size = int(world.Get_rank()), int(world.Get_size())
         check_world(detect(), size)
-        mine = np.frombuffer(hashlib.sha256(host_identity()).digest(), np.uint8)
+        mine = np.frombuffer(hashlib.sha256(host_identity().encode()).digest(), np.uint8)
         hosts = np.empty((size, mine.size), np.uint8)
         world.Allgather(mine, hosts)
         is_here = np.all(hosts == mine, axis=1)

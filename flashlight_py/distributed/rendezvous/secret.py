@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py import system
+from flashlight_py.distributed.rendezvous.store import Roster
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import is_own
 
@@ -30,7 +31,8 @@ REMEDY = (
     "start every rank with the same MASTER_SECRET in its environment, for example from "
     "MASTER_SECRET=$(openssl rand -hex 32)"
 )
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+# O_NONBLOCK: a FIFO that somebody put there must not block the open before fstat sees it.
+FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def nonce() -> bytes:
@@ -42,6 +44,11 @@ def proof(key: bytes, *facts: bytes) -> bytes:
     """Return 32 bytes that only who knows ``key`` can make of ``facts``: an HMAC of SHA-256."""
     framed = b"".join(len(fact).to_bytes(8, "big") + fact for fact in facts)
     return hmac.digest(key, b"flashlight_py" + framed, "sha256")
+
+
+def derived_key(payloads: Roster, key: bytes) -> bytes:
+    """Return a key that all who know ``key`` and have the same ``payloads`` make alike."""
+    return proof(key, payloads.body)
 
 
 @dataclass(frozen=True)
@@ -130,19 +137,32 @@ def _not_ours(status: os.stat_result, is_kind: Any) -> str:
     return "may be read by other users" if status.st_mode & 0o077 else ""
 
 
+def create_private(file: Path, content: bytes) -> None:
+    """Create ``file``, which no other user may read.
+
+    Raises:
+        OSError: it exists already, or cannot be written; then nothing of it is left behind.
+    """
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS, 0o600)
+    try:
+        with open(descriptor, "wb") as new:
+            new.write(content)
+    except OSError:
+        file.unlink(missing_ok=True)  # on a full disk there is room for its name alone
+        raise
+
+
 def _read_or_create(file: Path) -> bytes:
     """Return what ``file`` holds. The first process makes it; it appears whole or not at all."""
     if not os.path.lexists(file):
         temporary = file.with_name(f"{file.name}.{system.random_bytes(8).hex()}")
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
-            with open(descriptor, "w") as new:
-                new.write(system.random_bytes(NONCE_BYTES).hex())
+            create_private(temporary, system.random_bytes(NONCE_BYTES).hex().encode())
             with suppress(FileExistsError):  # another process was first
                 os.link(temporary, file)
         finally:
             temporary.unlink(missing_ok=True)
-    with open(os.open(file, os.O_RDONLY | _FLAGS), "rb") as there:
+    with open(os.open(file, os.O_RDONLY | FLAGS), "rb") as there:
         objection = _not_ours(os.fstat(there.fileno()), stat.S_ISREG)
         content = there.read(4 * NONCE_BYTES)
     if not objection and len(content) != 2 * NONCE_BYTES:

@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from flashlight_py import system
 
@@ -45,7 +45,7 @@ class Store(abc.ABC):
     near: Kin | None = None  # the same of those that share memory with this one; -1: does not
 
     @abc.abstractmethod
-    def exchange(self, payload: bytes) -> Sequence[bytes]:
+    def exchange(self, payload: bytes) -> Roster:
         """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
 
         Raises:
@@ -78,8 +78,6 @@ class Roster(Sequence[bytes]):
     @classmethod
     def of(cls, payloads: Sequence[bytes]) -> Roster:
         """Pack ``payloads``: their number and their lengths precede them."""
-        if isinstance(payloads, cls):
-            return payloads
         count = len(payloads)
         return cls(b"".join([struct.pack(f"!{count + 1}I", count, *map(len, payloads)), *payloads]))
 
@@ -112,15 +110,7 @@ class Roster(Sequence[bytes]):
         key = make, more
         if key not in self._kept:
             self._kept[key] = make(self, *more)
-        made: _Made = self._kept[key]
-        return made
-
-
-def derived(payloads: Sequence[bytes], make: Callable[..., _Made], *more: Hashable) -> _Made:
-    """Return ``make(payloads, *more)``; of a ``Roster`` what was made before."""
-    if isinstance(payloads, Roster):
-        return payloads.derived(make, *more)
-    return make(payloads, *more)
+        return cast(_Made, self._kept[key])
 
 
 def _part(payloads: Sequence[bytes], ranks: Sequence[int]) -> Roster:
@@ -161,9 +151,9 @@ class SubStore(Store):
         self.kin = store.kin and store.kin.among(self._ranks)
         self.near = store.near and store.near.among(self._ranks)
 
-    def exchange(self, payload: bytes) -> Sequence[bytes]:
+    def exchange(self, payload: bytes) -> Roster:
         """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""
-        return derived(self._store.exchange(payload), _part, self._ranks)
+        return self._store.exchange(payload).derived(_part, self._ranks)
 
     def close(self) -> None:
         """Do nothing: the store that is wrapped is closed by whoever made it."""
@@ -193,13 +183,13 @@ def this_process() -> Peer:
     return Peer(system.gethostname(), system.getpid(), machine if started else "", started)
 
 
-def host_identity() -> bytes:
-    """Return bytes that are equal for two processes exactly if loopback joins them.
+def host_identity() -> str:
+    """Return a text that is equal for two processes exactly if loopback joins them.
 
     Containers may share a host name. The kernel's boot id distinguishes machines, the network
     namespace containers.
     """
-    return (kernel_and("net") or system.gethostname()).encode()
+    return kernel_and("net") or system.gethostname()
 
 
 @functools.cache

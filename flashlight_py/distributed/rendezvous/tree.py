@@ -22,8 +22,7 @@ from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.gate import SHORTLY, Gate
-from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
+from flashlight_py.distributed.rendezvous.gate import SHORTLY, Gate, MeetingPoint
 from flashlight_py.distributed.rendezvous.places import Places, entry, identity
 from flashlight_py.distributed.rendezvous.secret import REMEDY
 from flashlight_py.distributed.rendezvous.store import (
@@ -121,6 +120,8 @@ class TreeNode(Gate):
             return
         if self._up is None:
             self._join()
+            again = ((kind, body) for _, kind, body in self._log)
+            self._pending = [(Kind.PART, self._entry()), *again]
         assert self._up is not None
         is_all = self._round > 0 and self._complete >= self.members.keys()
         if is_all or self._shows:
@@ -301,11 +302,6 @@ class TreeNode(Gate):
         strangers = f"processes on {hosts} were turned away, as they know another secret: {REMEDY}"
         return f"{sentence}{left}; {self._place.remedy()}{f'; {strangers}' if hosts else ''}"
 
-    def _seated(self) -> None:
-        if self._round == 0:
-            again = ((kind, body) for _, kind, body in self._log)
-            self._pending = [(Kind.PART, self._entry()), *again]
-
     # Who is below ---------------------------------------------------------------------------------
 
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
@@ -407,12 +403,6 @@ class TreeNode(Gate):
                 if not self.serve_ready(left if is_joining else 0.0):
                     break
         self._failure(reason, joining=True)
-
-    def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
-        self._notified.add(rank)
-        if not culprit.is_refused:
-            self._refuse(culprit, Kind.FAILURE, reason)
-        return self._failure(reason, joining=True)
 
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
         """Notify all neighbours, and return the error to raise.

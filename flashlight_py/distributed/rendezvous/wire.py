@@ -12,25 +12,11 @@ import enum
 import errno
 import hmac
 import os
+import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from selectors import EVENT_WRITE
-from socket import (
-    AF_UNIX,
-    IPPROTO_TCP,
-    SHUT_WR,
-    SO_ERROR,
-    SO_KEEPALIVE,
-    SOCK_STREAM,
-    SOL_SOCKET,
-    TCP_KEEPCNT,
-    TCP_KEEPIDLE,
-    TCP_KEEPINTVL,
-    TCP_NODELAY,
-    TCP_USER_TIMEOUT,
-    inet_pton,
-)
 from typing import Any, NamedTuple
 
 from flashlight_py import system
@@ -164,12 +150,12 @@ class Connection:
 
     def __init__(self, wire: system.Socket) -> None:
         try:
-            self.is_local = wire.family == AF_UNIX
+            self.is_local = wire.family == socket.AF_UNIX
             ends = wire.getpeername(), wire.getsockname()
             if self.is_local:
                 ends = _HERE, _HERE
             else:
-                wire.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+                wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             wire.close()
             raise
@@ -195,12 +181,14 @@ class Connection:
         self._limit = _MEMBER_LIMIT
         if host_timeout and not self.is_local:
             interval = max(1, int(host_timeout / _PROBES))
-            self.wire.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)
-            self.wire.setsockopt(IPPROTO_TCP, TCP_KEEPIDLE, interval)
-            self.wire.setsockopt(IPPROTO_TCP, TCP_KEEPINTVL, interval)
-            self.wire.setsockopt(IPPROTO_TCP, TCP_KEEPCNT, _PROBES)
-            milliseconds = int(host_timeout * 1000)
-            self.wire.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)
+            self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (
+                (socket.TCP_KEEPIDLE, interval),
+                (socket.TCP_KEEPINTVL, interval),
+                (socket.TCP_KEEPCNT, _PROBES),
+                (socket.TCP_USER_TIMEOUT, int(host_timeout * 1000)),
+            ):
+                self.wire.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
         """Send a message; return whether it went out before the deadline and the peer's end."""
@@ -285,7 +273,7 @@ class Connection:
         lose what it has not read yet.
         """
         try:
-            self.wire.shutdown(SHUT_WR)
+            self.wire.shutdown(socket.SHUT_WR)
         except OSError:  # it has gone already
             self.has_ended = True
 
@@ -337,7 +325,7 @@ def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:
 def _in_hex(address: tuple[Any, ...]) -> str:
     """Return an address as net/tcp has it: words of 32 bits of the host's byte order."""
     host = address[0].partition("%")[0]
-    packed = inet_pton(family_of(host), host)
+    packed = socket.inet_pton(family_of(host), host)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
 
@@ -498,7 +486,7 @@ class Attempts:
                     for key, _ in ready:
                         wire, address = key.data
                         selector.unregister(wire)
-                        if error := wire.getsockopt(SOL_SOCKET, SO_ERROR):
+                        if error := wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                             wire.close()
                             self._failed(address, OSError(error, os.strerror(error)))
                             due = 0.0  # nobody is there: the next one need not wait
@@ -516,9 +504,10 @@ class Attempts:
                     key.data[0].close()
 
     def _start(self, selector: system.Selector, address: tuple[Any, ...]) -> None:
+        inside = len(address) == 1
+        family = socket.AF_UNIX if inside else family_of(address[0])
         try:
-            inside = len(address) == 1
-            wire = system.Socket(AF_UNIX if inside else family_of(address[0]), SOCK_STREAM)
+            wire = system.Socket(family, socket.SOCK_STREAM)
         except OSError as error:  # a family that this host does not have
             self._failed(address, error)
             return

@@ -14,21 +14,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlight_py import _native
+from flashlight_py import _native, errors
 from flashlight_py.cores import fair_share
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.call import SHUTDOWN, Call
 from flashlight_py.distributed.constants import DistributedInit
-from flashlight_py.distributed.failures import abort, watchdog
-from flashlight_py.distributed.failures.flight_record import Flight, default_folder, new_job
+from flashlight_py.distributed.failures import abort, flight_record
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory import topology
-from flashlight_py.distributed.rendezvous.secret import nonce, proof
+from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
 from flashlight_py.distributed.rendezvous.store import (
     Peer,
-    Roster,
     Store,
-    derived,
     host_identity,
     this_process,
     why_not_apart,
@@ -44,12 +41,6 @@ from flashlight_py.distributed.start.world import (
     set_world,
 )
 from flashlight_py.distributed.verbs import BARRIER
-from flashlight_py.errors import (
-    BackendUnavailableError,
-    GroupClosedError,
-    RendezvousError,
-    UnavailableEverywhereError,
-)
 from flashlight_py.interfaces import own_addresses
 
 _log = logging.getLogger("flashlight_py")
@@ -137,7 +128,7 @@ def meet(create: StoreFactory, settings: Settings) -> World:
             new.undo.pop_all()
     except BaseException as error:
         abort.uninstall()
-        if isinstance(error, UnavailableEverywhereError):
+        if isinstance(error, errors.UnavailableEverywhereError):
             new.store.close()
         else:
             reason = f"{type(error).__name__}: {error}"  # with a path, which may be no text
@@ -169,10 +160,12 @@ def enter(world: World, settings: Settings) -> None:
 
 def _watch(world: World, settings: Settings) -> None:
     """Write this rank's last calls to the folder of ``settings`` when something goes wrong."""
-    group, where = world.group, settings.trace_dir
-    folder = default_folder(world.job) if where is None else Path(where)
+    job, group, where = world.job, world.group, settings.trace_dir
+    folder = flight_record.default_folder(job) if where is None else Path(where)
     if where != "":
-        watchdog.start(Flight(folder, group.rank, group.size, world.job, where is not None))
+        is_chosen = where is not None
+        flight = flight_record.Flight(folder, group.rank, group.size, job, is_chosen)
+        flight_record.start(flight)
 
 
 def distributed_shutdown() -> None:
@@ -198,7 +191,7 @@ def distributed_shutdown() -> None:
         if not group.is_calling():
             membership.leave_all()
             group.run(Call(BARRIER, part_of=SHUTDOWN))
-    except GroupClosedError:
+    except errors.GroupClosedError:
         _log.debug("the group broke before the shutdown; its user has the error")
     finally:
         leave()
@@ -224,7 +217,7 @@ def _close_at_exit() -> None:
 
 
 def _close(group: ProcessGroup) -> None:
-    watchdog.stop()
+    flight_record.stop()
     set_world(None)
     group.close()
     membership.close_all()
@@ -246,23 +239,22 @@ class NewWorld:
 
 
 def exchange_facts(new: NewWorld) -> None:
-    """Pass on host, cores, process and addresses of each rank; agree on a key of the job."""
+    """Pass on host, cores, process and addresses of each rank; agree on a key of the job.
+
+    Ranks that are threads of one process are rejected.
+    """
     store = new.store
-    host = host_identity().decode(errors="backslashreplace")
+    host = host_identity()
     bits = sum(1 << core for core in os.sched_getaffinity(0))
-    job = new_job() if store.rank == 0 else ""
+    job = flight_record.new_job() if store.rank == 0 else ""
     card = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
     texts = store.exchange(json.dumps(card).encode())
     # Even if others can overhear the exchange, they cannot make this key without the secret.
-    new.settings = replace(new.settings, job_key=derived(texts, _job_key, store.secret))
-    new.facts = derived(texts, Facts.read)
+    new.settings = replace(new.settings, job_key=texts.derived(derived_key, store.secret))
+    new.facts = texts.derived(Facts.read)
     new.near = new.facts.near[host]
-
-
-def check_processes(new: NewWorld) -> None:
-    """Reject ranks that are threads of one process."""
     if new.facts.twins:
-        raise RendezvousError(f"rank {new.store.rank} of {new.store.size}: {new.facts.twins}")
+        raise errors.RendezvousError(f"rank {store.rank} of {store.size}: {new.facts.twins}")
 
 
 def choose_address(new: NewWorld) -> None:
@@ -297,7 +289,7 @@ def join_gpus(new: NewWorld) -> None:
         return
     try:
         group.join_gpus()
-    except UnavailableEverywhereError as error:
+    except errors.UnavailableEverywhereError as error:
         if is_required:
             raise
         # Scripts with MAX_DEVICE_PER_NODE run on machines without a GPU as well.
@@ -309,7 +301,7 @@ def close_store(new: NewWorld) -> None:
     new.store.close()
 
 
-STEPS = (exchange_facts, check_processes, choose_address, join_ranks, join_gpus, close_store)
+STEPS = (exchange_facts, choose_address, join_ranks, join_gpus, close_store)
 
 
 # What replaces the standard library's threads, sockets and waiting, and its function that says so.
@@ -321,7 +313,7 @@ def _check_threads() -> None:
     """Refuse a process in which functions that block were replaced by cooperative ones."""
     for name, is_patched in _PATCHERS.items():
         if (module := sys.modules.get(name)) and any(map(getattr(module, is_patched), _PATCHED)):
-            raise BackendUnavailableError(
+            raise errors.BackendUnavailableError(
                 f"starting several ranks: {name.partition('.')[0]} has replaced threads and "
                 "sockets of this process by its own (monkey patching), and a collective blocks "
                 "all of these; do not patch the ranks, or start them as other processes, by spawn "
@@ -344,27 +336,19 @@ class Facts(NamedTuple):
     def read(cls, texts: Sequence[bytes]) -> Facts:
         near: dict[str, list[int]] = {}
         known = dict[Any, Any]()  # of many ranks: values that are equal are kept once
-        hosts, bits, addresses = list[str](), list[str](), list[Sequence[str]]()
-        # Processes are compared by their hashes: those of all ranks take much memory.
-        apart, count = set[int](), 0
+        rows = list[tuple[Any, ...]]()
+        hashes = list[int]()  # of processes, which themselves take much memory
         for rank, text in enumerate(texts):
             host, _, cores, _, process, own = json.loads(text)
-            host, cores, own = (known.setdefault(each, each) for each in (host, cores, tuple(own)))
             near.setdefault(host, []).append(rank)
-            for column, value in ((hosts, host), (bits, cores), (addresses, own)):
-                column.append(value)
-            peer = Peer(*process)
-            if peer.machine:
-                apart.add(hash(peer))
-                count += 1
+            rows.append(tuple(known.setdefault(each, each) for each in (host, cores, tuple(own))))
+            if (peer := Peer(*process)).machine:
+                hashes.append(hash(peer))
+        hosts, bits, addresses = zip(*rows, strict=True)
         shared = topology.shared_addresses(zip(hosts, addresses, strict=True))
         peers = (Peer(*json.loads(text)[4]) for text in texts)
-        twins = "" if len(apart) == count else why_not_apart(peers)
+        twins = why_not_apart(peers) if len(set(hashes)) < len(hashes) else ""
         return cls(hosts, near, bits, addresses, shared, twins, json.loads(texts[0])[1])
-
-
-def _job_key(texts: Sequence[bytes], secret: bytes) -> bytes:
-    return proof(secret, Roster.of(texts).body)
 
 
 def _numbers(bits: str) -> set[int]:

@@ -16,7 +16,7 @@ from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.failures.agreement import between_hosts
 from flashlight_py.distributed.groups.membership import Joiner
 from flashlight_py.distributed.memory import topology
-from flashlight_py.distributed.rendezvous.store import Store, SubStore, derived
+from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
@@ -100,7 +100,7 @@ def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choi
         except BackendUnavailableError as error:
             problem = str(error)
     problems = store.exchange(problem.encode(errors="backslashreplace"))
-    if failed := derived(problems, _first_text):
+    if failed := problems.derived(_first_text):
         inside.close()
         why = f"shared memory cannot be used: {failed}"
         return Choice(_gloo(store, settings), why, failed)
@@ -144,15 +144,7 @@ def _gloo(
         return part
     _native.load("gloo")
     one_host = all(host == store.hosts[0] for host in store.hosts)
-    return GlooBackend(
-        store,
-        topology.address_inside(settings.interface) if one_host else settings.address,
-        settings.timeout,
-        settings.joining_seconds,
-        settings.job_key,
-        store.hosts,
-        settings.host_timeout,
-        lazily,
-        is_watched,
-        at_once,
-    )
+    own = topology.address_inside(settings.interface) if one_host else settings.address
+    seconds = settings.timeout, settings.joining_seconds
+    hosts = store.hosts, settings.host_timeout
+    return GlooBackend(store, own, *seconds, settings.job_key, *hosts, lazily, is_watched, at_once)
