@@ -14,7 +14,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
-from tests.distributed.conformance import meant, values
+from tests.distributed.conformance import meant, on_ranks, values
 from tests.distributed.harness import RankPool, run_outcomes
 
 ranks = conformance.ranks_in(("shm", 2), ("gloo", 2))
@@ -23,27 +23,6 @@ ranks = conformance.ranks_in(("shm", 2), ("gloo", 2))
 def needs(name: str) -> pytest.MarkDecorator:
     """Skip a test of a public name whose optional package was deleted."""
     return pytest.mark.skipif(name not in fl.__all__, reason=f"there is no fl.{name}")
-
-
-def every_verb(rank: int, size: int) -> None:
-    """Do each row of the table of verbs, and compare with what the row means."""
-    everyone = [values(r, (6, 5), "float32") for r in range(size)]
-    for verb in VERBS:
-        if verb.is_message or verb.name == "barrier":
-            continue
-        x = everyone[rank].copy()
-        given = fl.scatter(x if rank == 0 else None) if verb.name == "scatter" else None
-        result = getattr(fl, verb.name)(x) if given is None else given
-        expected = meant(verb, everyone, rank)
-        if expected is not None:
-            conformance.assert_equal(np.asarray(result), expected, verb.name)
-    fl.barrier()
-    conformance.ring_of_messages(rank, size, 100)
-
-
-def other_shapes(rank: int, size: int) -> None:
-    with pytest.raises(fl.errors.MismatchError):
-        fl.all_reduce(np.ones(3 + rank))
 
 
 def train(rank: int, size: int, captured: bool) -> list[Any]:
@@ -106,12 +85,27 @@ def killed(rank: int, size: int) -> None:
     fl.all_reduce(np.ones(3))
 
 
-def test_every_verb(ranks: RankPool) -> None:
-    ranks.run(every_verb)
+@on_ranks()
+def test_every_verb(rank: int, size: int) -> None:
+    """Do each row of the table of verbs, and compare with what the row means."""
+    everyone = [values(r, (6, 5), "float32") for r in range(size)]
+    for verb in VERBS:
+        if verb.is_message or verb.name == "barrier":
+            continue
+        x = everyone[rank].copy()
+        given = fl.scatter(x if rank == 0 else None) if verb.name == "scatter" else None
+        result = getattr(fl, verb.name)(x) if given is None else given
+        expected = meant(verb, everyone, rank)
+        if expected is not None:
+            conformance.assert_equal(np.asarray(result), expected, verb.name)
+    fl.barrier()
+    conformance.ring_of_messages(rank, size, 100)
 
 
-def test_a_mismatch_is_an_error_on_all_ranks(ranks: RankPool) -> None:
-    ranks.run(other_shapes)
+@on_ranks()
+def test_a_mismatch_is_an_error_on_all_ranks(rank: int, size: int) -> None:
+    with pytest.raises(fl.errors.MismatchError):
+        fl.all_reduce(np.ones(3 + rank))
 
 
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=needs("capture"))])

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.rounds import BACKENDS
-from tests.distributed import conformance
+from tests.chaos.rounds import BACKENDS, start_together
 from tests.distributed.rendezvous_helpers import Ranks
 
 __all__ = ["BACKENDS", "growth"]
@@ -20,12 +19,8 @@ def growth(ranks: Ranks, folder: Path, backend: str, cycles: int) -> dict[str, i
     Raises:
         AssertionError: a rank failed.
     """
-    params = {"TIMEOUT": 20.0} | ({} if backend == "hierarchical" else {"BACKEND": backend})
-    plan: dict[str, Any] = {"part": "cycle", "init": "file", "cycles": WARM + cycles, "warm": WARM}
-    place = {"path": str(folder / "meeting"), "log": str(folder / "log"), "params": params}
-    several = backend == "hierarchical"
-    envs = [conformance.two_hosts(rank) if several else {} for rank in range(SIZE)]
-    started = [ranks.start(rank, SIZE, env=envs[rank], **plan, **place) for rank in range(SIZE)]
+    plan: dict[str, Any] = {"part": "cycle", "cycles": WARM + cycles, "warm": WARM}
+    started = start_together(ranks, folder, SIZE, backend, **plan)
     most: dict[str, int] = {}
     for rank in started:
         assert rank.await_event("ended", seconds=cycles)["code"] == 0, (folder / "log").read_text()

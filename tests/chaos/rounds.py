@@ -17,8 +17,6 @@ from tests.chaos.verbs import MESSAGES
 from tests.distributed import conformance, leftovers
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
-__all__ = ["BACKENDS", "FATES", "SHORT", "SIGNALS", "Round", "Verdict", "play", "start_ranks"]
-
 BACKENDS = ("gloo", "shm", "hierarchical")
 # From within: a signal comes from here. The code that such a rank ends with follows.
 FATES = {
@@ -71,13 +69,39 @@ class Round:
 
     def plan(self, rank: int, folder: Path) -> dict[str, Any]:
         """Return what ``rank`` is to do."""
-        params = {"TIMEOUT": SHORT if self.fate == "stop" else LONG}
-        if self.backend != "hierarchical":
-            params["BACKEND"] = self.backend  # type: ignore[assignment]
-        env = conformance.two_hosts(rank) if self.backend == "hierarchical" else {}
         place = {"path": str(folder / "meeting"), "log": str(folder / f"log-{rank}")}
         what = {"part": "endure", "verb": self.verb, "fate": self.fate, "init": "file"}
-        return {**self.drawn, **what, **place, "env": env, "params": params}
+        timeout = SHORT if self.fate == "stop" else LONG
+        return {**self.drawn, **what, **place, **world_of(self.backend, rank, timeout)}
+
+
+def world_of(backend: str, rank: int, timeout: float, **params: Any) -> dict[str, Any]:
+    """Return the part of a plan that makes ``rank`` use ``backend``, with more ``params``."""
+    params["TIMEOUT"] = timeout
+    if backend == "hierarchical":
+        return {"params": params, "env": conformance.two_hosts(rank)}
+    return {"params": {"BACKEND": backend, **params}, "env": {}}
+
+
+def start_together(
+    ranks: Ranks, folder: Path, size: int, backend: str, timeout: float = 20.0, **plan: Any
+) -> list[Rank]:
+    """Start ``size`` ranks, which meet in ``folder`` and compute unless ``plan`` has another part.
+
+    They check each result, for the ``seconds`` of ``plan``.
+    """
+    params = plan.pop("params", {})
+    place = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": size}
+    plan = {"part": "compute", "init": "file", **place, **plan}
+    return [ranks.start(r, **plan, **world_of(backend, r, timeout, **params)) for r in range(size)]
+
+
+def all_end_well(started: list[Rank]) -> bool:
+    for rank in started:
+        end = rank.await_event("ended")
+        assert end["code"] == 0, Path(rank.plan["log"]).read_text()
+        assert "computed" in rank.events
+    return True
 
 
 @dataclasses.dataclass

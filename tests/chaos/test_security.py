@@ -15,6 +15,7 @@ from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from tests.chaos import wire
 from tests.chaos.rank import Trap
+from tests.chaos.rounds import all_end_well, start_together
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
 NOBODY = 65534
@@ -31,12 +32,11 @@ def public() -> Iterator[Path]:
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
 
-def start(ranks: Ranks, folder: Path, backend: str, **plan: Any) -> list[Rank]:
+def start(
+    ranks: Ranks, folder: Path, backend: str, seconds: float = 0.3, **plan: Any
+) -> list[Rank]:
     """Start two ranks that compute for a moment."""
-    params = {"TIMEOUT": 20.0, "BACKEND": backend, **plan.pop("params", {})}
-    place = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": 2}
-    plan = {"part": "compute", "init": "file", "seconds": 0.3, "env": {}, **plan}
-    return [ranks.start(rank, params=params, **place, **plan) for rank in range(2)]
+    return start_together(ranks, folder, 2, backend, seconds=seconds, **plan)
 
 
 def test_files_and_memory_are_for_their_user_alone(ranks: Ranks, tmp_path: Path) -> None:
@@ -45,8 +45,7 @@ def test_files_and_memory_are_for_their_user_alone(ranks: Ranks, tmp_path: Path)
     Whatever the umask allows: the ranks record each creation.
     """
     started = start(ranks, tmp_path, "auto", umask=0, records_files=True)
-    for rank in started:
-        assert rank.await_event("ended")["code"] == 0, (tmp_path / "log").read_text()
+    assert all_end_well(started)
     created = [entry for rank in started for entry in rank.events["computed"]["created"]]
     assert any("meeting" in path for path, *_ in created)
     for path, flags, mode in created:
@@ -78,7 +77,7 @@ def test_another_users_files_stop_nobody_and_are_not_believed(
         file = tmp_path / f"meeting.{kind}"
         file.write_text('{"version": 2, "addresses": []}')
         os.chown(file, NOBODY, NOBODY)
-    assert all(rank.await_event("ended")["code"] == 0 for rank in start(ranks, tmp_path, "auto"))
+    assert all_end_well(start(ranks, tmp_path, "auto"))
 
 
 @as_root
@@ -102,7 +101,7 @@ def test_nothing_is_unpickled_from_a_file_of_the_rendezvous(ranks: Ranks, tmp_pa
     run = "0123456789abcdef"
     for kind in (f"run-{run}-0", f"ask-{run}-{run}", f"tmp-{run}-0"):
         (tmp_path / f"meeting.{kind}").write_bytes(trap)
-    assert all(rank.await_event("ended")["code"] == 0 for rank in start(ranks, tmp_path, "auto"))
+    assert all_end_well(start(ranks, tmp_path, "auto"))
     assert sorted(os.listdir(tmp_path)) == ["log"]
 
 
@@ -125,8 +124,7 @@ def test_a_stranger_does_not_join_at_the_port_and_his_pickle_is_not_run(
     stranger = start(1, uid=NOBODY, trap=str(public / "sprung"))
     assert stranger.await_event("ended")["code"] == 1
     assert "computed" not in stranger.events
-    for rank in (host, start(1)):
-        assert rank.await_event("ended")["code"] == 0, (tmp_path / "log").read_text()
+    assert all_end_well([host, start(1)])
     assert "the secrets differ" in (tmp_path / "log").read_text()
     assert not (public / "sprung").exists()
 
@@ -150,7 +148,7 @@ def test_on_one_host_all_sockets_are_on_the_loopback(
     ends = [end for rank in started for end in wire.connected(rank.pid)]
     assert bool(ends) == (backend == "gloo")
     assert {host for host, _ in ends} <= {"127.0.0.1"}
-    assert all(rank.await_event("ended")["code"] == 0 for rank in started)
+    assert all_end_well(started)
 
 
 def test_the_interface_that_is_asked_for_is_used(ranks: Ranks, tmp_path: Path) -> None:
@@ -159,7 +157,7 @@ def test_the_interface_that_is_asked_for_is_used(ranks: Ranks, tmp_path: Path) -
         rank.await_event("joined")
     hosts = {host for rank in started for host, _ in wire.connected(rank.pid)}
     assert "127.0.0.2" in hosts
-    assert all(rank.await_event("ended")["code"] == 0 for rank in started)
+    assert all_end_well(started)
 
 
 def test_loopback_unless_hosts_differ() -> None:

@@ -7,15 +7,13 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.chaos import wire
-from tests.distributed import conformance
+from tests.chaos.rounds import all_end_well, start_together
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
-SECONDS = 0.6
 # Descriptors that a rank may open: a flood of twice as many must not use them up.
 DESCRIPTORS = 64
 # Seconds in which ranks have come to connect, and starts of which one at least is caught at that.
@@ -25,33 +23,15 @@ MOST_STARTS = 20
 REFUSED = bytes(56)
 
 
-def start(ranks: Ranks, folder: Path, size: int, backend: str, **plan: Any) -> list[Rank]:
-    """Start ranks that compute for ``SECONDS``, and whose every result is checked."""
-    params = {"TIMEOUT": 20.0} | ({} if backend == "hierarchical" else {"BACKEND": backend})
-    plan = {"part": "compute", "init": "file", "seconds": SECONDS, "params": params, **plan}
-    place = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": size}
-    several = backend == "hierarchical"
-    envs = [conformance.two_hosts(rank) if several else {} for rank in range(size)]
-    return [ranks.start(rank, env=envs[rank], **place, **plan) for rank in range(size)]
-
-
-def all_is_well(started: list[Rank]) -> bool:
-    for rank in started:
-        end = rank.await_event("ended")
-        assert end["code"] == 0, Path(rank.plan["log"]).read_text()
-        assert "computed" in rank.events
-    return True
-
-
 def test_strangers_are_no_ranks_while_hosts_compute(ranks: Ranks, tmp_path: Path) -> None:
     """They listen as long as they may connect. Of one host, ``test_security`` says more."""
-    started = start(ranks, tmp_path, 3, "hierarchical")
+    started = start_together(ranks, tmp_path, 3, "hierarchical", seconds=0.6)
     for rank in started:
         rank.await_event("joined")
     for address in wire.listening(rank.pid for rank in started):
         with suppress(ConnectionError), socket.create_connection(address, 5) as stranger:
             stranger.sendall(bytes(1000))
-    assert all_is_well(started)
+    assert all_end_well(started)
 
 
 def stopped_while_connecting(started: list[Rank]) -> set[wire.Address]:
@@ -87,9 +67,8 @@ def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int
     Returns what each has received (nothing if the ranks were too quick) and how the ranks end.
     """
     draw = random.Random(str(folder))
-    params = {"BACKEND": "gloo", "TIMEOUT": 1.0}
-    plan: dict[str, Any] = {"params": params, "seconds": 0.2, "descriptors": DESCRIPTORS}
-    started = start(ranks, folder, 3, "gloo", **plan)
+    plan = {"timeout": 1.0, "seconds": 0.2, "descriptors": DESCRIPTORS}
+    started = start_together(ranks, folder, 3, "gloo", **plan)
     try:
         doors = stopped_while_connecting(started)
         crowds = [wire.crowd(door, wire.blobs(draw, each)) for door in doors]

@@ -8,17 +8,15 @@ import pytest
 from tests.cluster.hosts import Cluster
 from tests.distributed.test_conformance import (  # noqa: F401 - run here, with the fixture below
     test_a_reduction_gives_the_same_bits_every_time,
-    test_all_gather_of_unequal_first_dimensions,
     test_all_reduce_multiple_of_mixed_arrays,
-    test_broadcast_from_every_root,
     test_messages,
-    test_reduce_scatter_keeps_this_ranks_part,
     test_reductions_of_every_dtype_and_of_every_layout,
     test_reductions_of_every_dtype_in_every_layout,
     test_reductions_of_sizes_around_every_threshold,
     test_where_the_extremes_are,
     test_works_that_are_in_flight_or_dropped,
 )
+from tests.distributed.test_programs import test_each_verb_in_every_size  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

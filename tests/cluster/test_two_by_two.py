@@ -13,6 +13,7 @@ import flashlight_py as fl
 from tests.cluster.hosts import Cluster
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks
+from tests.distributed.programs import every_verb, run_program
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,7 @@ def test_the_short_form_of_the_conformance_suite(rank: int, size: int) -> None:
             conformance.every_size(rank, size, verb, dtype, [1, 16_384, 16_385, 300_001])
     conformance.all_reduce_multiple_mixed(rank, size, contiguous=True, async_op=True)
     conformance.many_in_flight(rank, size)
-    conformance.broadcast_from_each(rank, size, "float32", 300_001)
-    conformance.all_gather_unequal(rank, size, "float64", 1000)
-    conformance.reduce_scatter_parts(rank, size, "float32", 1000)
+    run_program(rank, size, every_verb(size, "float32", (1, 100_000)))
     conformance.ring_of_messages(rank, size, 100_000)
     conformance.locations(rank, size, "float32")
 

@@ -10,14 +10,12 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.rendezvous import environment
+from tests.distributed.conformance import on_ranks
 
 
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ([1.0, 2.0], "list"),
-        ("text", "str"),
-        (None, "NoneType"),
         (np.array([object()]), "object"),
         (np.array(["a"]), "<U1"),
         (np.array([datetime.datetime.now()], "datetime64[s]"), "datetime64"),
@@ -51,7 +49,8 @@ OPS = {
 }
 
 
-def reduced_by_other_names(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_names_of_operations_of_others(rank: int, size: int) -> None:
     for op, ours in OPS.items():
         for x in (np.arange(3) + rank, np.arange(6).reshape(2, 3).T + rank):
             expected = fl.all_reduce(x.copy(), op=ours)  # type: ignore[arg-type]
@@ -66,11 +65,10 @@ def reduced_by_other_names(rank: int, size: int) -> None:
     assert v.grad.tolist() == [1 / size] * size
 
 
-def test_names_of_operations_of_others(pool: Any) -> None:
-    pool(2).run(reduced_by_other_names)
-
-
-def misnamed(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_a_wrong_keyword_raises_type_error_on_its_rank_before_the_call_counts(
+    rank: int, size: int
+) -> None:
     if rank == 0:
         with pytest.raises(TypeError, match="unexpected keyword argument 'src'"):
             fl.broadcast(np.ones(2), src=0)  # type: ignore[call-overload]
@@ -79,11 +77,8 @@ def misnamed(rank: int, size: int) -> None:
     assert fl.all_reduce(1) == size
 
 
-def test_a_wrong_keyword_raises_type_error_on_its_rank_before_the_call_counts(pool: Any) -> None:
-    pool(2).run(misnamed)
-
-
-def reduced_elsewhere(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_a_result_may_go_elsewhere(rank: int, size: int) -> None:
     x = np.arange(3.0) + rank
     x.flags.writeable = False
     out = np.empty(3)
@@ -99,10 +94,6 @@ def reduced_elsewhere(rank: int, size: int) -> None:
             fl.all_reduce(x, out=place if rank == 0 else out)
     with pytest.raises(TypeError, match="takes an array, got int"):
         fl.all_reduce(3, out=out)
-
-
-def test_a_result_may_go_elsewhere(pool: Any) -> None:
-    pool(2).run(reduced_elsewhere)
 
 
 def test_a_read_only_array_is_refused() -> None:
@@ -179,6 +170,11 @@ def test_a_variable_with_a_history_is_sent_to_the_differentiable_verbs(verb: Any
     verb(fl.input(np.ones(3)) * 2.0)  # no gradient was asked for
 
 
+X, SECONDS, OBJECTS = np.zeros(2), np.zeros(1, "m8[s]"), np.array([None])
+DATED = [("x", "f4"), ("when", "M8[ms]")]
+NO_GROUP = "ProcessGroup, as new_group.*got list"
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -199,14 +195,45 @@ def test_a_variable_with_a_history_is_sent_to_the_differentiable_verbs(verb: Any
         (lambda: fl.all_to_all(X[:1], rows=[True]), r"rows must say.* got \[True\]"),
         (lambda: fl.all_to_all(X, rows=np.array([2.0])), "rows must say"),
         (lambda: fl.CoalescingReducer(1.0, bucket_bytes=0), "bucket_bytes"),
+        (lambda: fl.barrier(timeout="3"), "positive number of seconds: '3'"),  # type: ignore[arg-type]
+        (lambda: fl.distributed.shared_empty((1.5,)), "integers"),  # type: ignore[arg-type]
+        (lambda: fl.all_gather(X, out=np.broadcast_to(1.0, 2)), r"\(out=\).* read-only"),
     ],
 )
-def test_other_arguments(call: Any, match: str) -> None:
+def test_values_that_are_refused(call: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         call()
 
 
-X = np.zeros(2)
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: fl.all_reduce([1, 2]), r"got list\. np\.asarray"),
+        (lambda: fl.all_reduce("x"), r"got str\. all_gather_object\(x\) sends any object"),
+        (lambda: fl.all_reduce(None), r"got NoneType\. all_gather_object\(x\) sends any object"),
+        (lambda: fl.broadcast({"a": 1}), r"got dict\. broadcast_object\(x\) sends any object"),
+        (
+            lambda: fl.all_gather(3.5),
+            r"float\. np\.asarray\(x\) makes an array of numb.*, and all_g",
+        ),
+        (lambda: fl.gather((1, 2)), r"and gather_object\(x\) sends any object"),
+        (lambda: fl.all_gather(X, out=[0]), r"got list\. np\.asarray\(x\)"),
+        (lambda: fl.broadcast(OBJECTS), r"dtype object\. broadcast_object\(x\) sends any"),
+        (lambda: fl.all_gather(np.zeros(1, [("x", "O")])), r"'O'.*all_gather_object\(x\)"),
+        (lambda: fl.isend(OBJECTS, 0), r"dtype object\. all_gather_object\(x\) sends any"),
+        (lambda: fl.all_reduce(np.zeros(1, "U2")), "<U2; .*only moved .broadcast, .* take dates"),
+        (lambda: fl.scan(np.zeros(1, DATED), op="max"), "'when'.*only moved .broadcast"),
+        (lambda: fl.all_reduce(np.zeros(1, "M8[s]")), "takes op 'min' or 'max' and no scale"),
+        (lambda: fl.reduce(SECONDS, op="min", scale=2), "and no scale, got op='min'"),
+        (lambda: fl.reduce_scatter(SECONDS, op="land"), "takes op 'min' or 'max'"),
+        (lambda: fl.batch_isend_irecv([("send", X, 0)]), r"takes .*P2POp.* got tuple"),  # type: ignore[list-item]
+        *((lambda v=v: v(X, group=[0]), NO_GROUP) for v in (fl.all_reduce, fl.broadcast)),
+        (lambda: fl.all_gather_object(X, group=[0]), NO_GROUP),  # type: ignore[arg-type]
+    ],
+)
+def test_types_that_are_refused(call: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        call()
 
 
 def test_integers_are_scaled_exactly_or_not_at_all() -> None:
@@ -214,6 +241,7 @@ def test_integers_are_scaled_exactly_or_not_at_all() -> None:
         x = np.ones(3, np.int64)
         assert fl.all_reduce(x, scale=scale).tolist() == [int(scale)] * 3
     assert fl.all_to_all(np.ones(3), rows=np.array([3])).shape == (3,)
+    assert fl.distributed.shared_empty(np.int64(3)).shape == (3,)
 
 
 def test_a_list_is_checked_whole_before_any_of_it_is_sent() -> None:
@@ -237,9 +265,15 @@ INIT: list[tuple[Any, tuple[int, int], Any, str]] = [
     (None, (-1, -1), {"TIMEOUT": "soon"}, "positive number of seconds"),
     (None, (-1, -1), {"TIMEOUT": -1}, "positive number of seconds"),
     (None, (-1, -1), {"TIMEOUT": 3e6}, "at most 1000000"),
-    (None, (-1, -1), {"HOST_TIMEOUT": 0.5}, "from 1 to 100000, or 0"),
-    (None, (-1, -1), {"HOST_TIMEOUT": 2e5}, "from 1 to 100000, or 0"),
-    (None, (-1, -1), {"HOST_TIMEOUT": float("nan")}, "from 1 to 100000, or 0"),
+    *(
+        (
+            None,
+            (-1, -1),
+            {"HOST_TIMEOUT": value},
+            r"params\['HOST_TIMEOUT'\] must be .* 1 to 100000, or 0",
+        )
+        for value in (0.5, 2e5, -1, float("nan"), "inf", "soon")
+    ),
     (None, (-1, -1), {"BACKEND": "smoke"}, "must be one of"),
     (None, (-1, -1), {"MAX_DEVICE_PER_NODE": "0"}, "whole number"),
     (None, (0, 2), None, "belong to DistributedInit.FILE_SYSTEM"),

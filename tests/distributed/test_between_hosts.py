@@ -15,7 +15,7 @@ from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_GATHER, REDUCE, Verb
-from tests.distributed.conformance import assert_equal, by_hosts, dtype_of, values
+from tests.distributed.conformance import assert_equal, by_hosts, dtype_of, in_places, values
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import first_error
 
@@ -112,17 +112,7 @@ def broadcasts(rank: int, size: int, places: str, name: str) -> None:
 )
 def world(request: pytest.FixtureRequest, pool: Any) -> Any:
     places = PLACES[request.param]
-    return places, pool(len(places), env=PLACED[places])
-
-
-def _placed(places: str) -> Any:
-    def environment(rank: int) -> dict[str, str]:
-        return {"FLASHLIGHT_MEMORY_DOMAIN": places[rank]}
-
-    return environment
-
-
-PLACED = {places: _placed(places) for places in PLACES.values()}
+    return places, pool(len(places), env=in_places(places))
 
 
 @pytest.mark.parametrize("verb", [reductions, parts, gathered, broadcasts])
@@ -178,7 +168,7 @@ def scatter_to_a_late_rank(rank: int, size: int) -> str:
 @pytest.mark.slow
 def test_who_waits_for_another_host_is_not_late_itself() -> None:
     """Rank 1 has not ended the reduce_scatter, as rank 3 has not; rank 0 calls the next verb."""
-    world = {"env": PLACED["aabb"], "params": {"TIMEOUT": 1.5}}
+    world = {"env": in_places("aabb"), "params": {"TIMEOUT": 1.5}}
     for text in run_ranks(scatter_to_a_late_rank, 4, **world)[:3]:
         assert "rank 3 did not join" in text
 
@@ -196,7 +186,7 @@ def test_late_rank_is_named_on_other_hosts_after_any_verb(
     limit: float, timeout: float | None
 ) -> None:
     """Rank 0 could wait longer for rank 1 than the other host did for rank 0, and was named."""
-    world = {"env": PLACED["aabb"], "params": {"TIMEOUT": limit}}
+    world = {"env": in_places("aabb"), "params": {"TIMEOUT": limit}}
     texts = run_ranks(late_after_all_to_all, 4, timeout, **world)
     for rank in (0, 2, 3):
         assert "rank 1 did not join within" in texts[rank], texts[rank]
@@ -219,7 +209,7 @@ def wake_when_given_up(rank: int, size: int) -> str:
 @pytest.mark.slow
 def test_a_rank_that_was_given_up_tells_the_others_that_it_was_late_itself() -> None:
     """Rank 0 passed on that it had lost rank 2, which had waited for it in vain."""
-    texts = run_ranks(wake_when_given_up, 4, env=PLACED["aabb"], params={"TIMEOUT": 1})
+    texts = run_ranks(wake_when_given_up, 4, env=in_places("aabb"), params={"TIMEOUT": 1})
     assert "lost rank 2 (it gave up waiting for this rank" in texts[0], texts[0]
     for text in texts[1:]:
         assert "rank 0 did not join" in text, text
@@ -243,6 +233,6 @@ def stop_before_the_answer(rank: int, size: int) -> str:
 @pytest.mark.slow
 def test_a_rank_that_stops_before_the_answer_is_named_on_the_other_host() -> None:
     """There the next call waited for rank 0 less long than that waited for rank 1."""
-    texts = run_ranks(stop_before_the_answer, 4, env=PLACED["aabb"], params={"TIMEOUT": 1})
+    texts = run_ranks(stop_before_the_answer, 4, env=in_places("aabb"), params={"TIMEOUT": 1})
     for text in (texts[0], *texts[2:]):
         assert "rank 1 did not join" in text, texts

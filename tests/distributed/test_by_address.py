@@ -1,7 +1,12 @@
-"""The native entry of memory by its address: (address, dtype code, shape, owner) for an array."""
+"""The native entry does every verb, of arrays and of memory by its address.
+
+An address is (address, dtype code, shape, owner).
+"""
 
 import functools
 import gc
+import itertools
+import re
 import weakref
 from typing import Any
 
@@ -11,17 +16,18 @@ import pytest
 import flashlight_py as fl
 from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.calls.arrays import code_of, dtype_of_code
+from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
 from flashlight_py.errors import MismatchError
 from tests.distributed.conformance import on_ranks
 from tests.distributed.test_native_calls import CODES, in_both, native, record_of, settle
-from tests.distributed.told import told_now_or_later
+from tests.distributed.told import told, told_later
 
 in_all = on_ranks(("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
 BFLOAT16 = DTYPES.index("bfloat16")
 # Whether x and out are given by their addresses.
-MIXED = ((1, 1), (1, 0), (0, 1))
+MIXED = ((1, 1), (0, 0), (1, 0), (0, 1))
 
 
 class Size(tuple[int, ...]):
@@ -64,7 +70,7 @@ def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
 def test_every_verb_does_what_it_does_with_arrays(
     rank: int, size: int, async_op: bool, count: int
 ) -> None:
-    """What memory by its address becomes is what arrays become, bit for bit."""
+    """What arrays, and memory by its address, become is what public verbs return, bit for bit."""
     settle()
     group = current_world().group
     for code in range(len(DTYPES)) if count < 100 else (4, BFLOAT16, 12):
@@ -75,9 +81,15 @@ def test_every_verb_does_what_it_does_with_arrays(
             mine, given = x.copy(), {"op": how.get("op", "sum"), "peer": how.get("root", 0)}
             wanted = getattr(fl, verb)(x.copy(), **how)
             in_place = verb_named(verb).in_place
+            if not in_place:
+                got = native(group, verb, x, async_op=async_op, **given)
+                assert got is wanted is None or np.array_equal(got, wanted), (verb, how, code)
             out = None if in_place or wanted is None else np.zeros_like(wanted)
-            for one, other in MIXED[: 1 if in_place else 3]:
+            for one, other in MIXED[: 2 if in_place else 4]:
+                mine[...] = x
                 first = by_address(mine) if one else mine
+                if "op" in how:  # by its name, or as a ReduceOp
+                    given["op"] = how["op"] if one else ReduceOp[how["op"].upper()]
                 second = None if out is None else by_address(out) if other else out
                 got = native(group, verb, first, out=second, async_op=async_op, **given)
                 assert got is (first if in_place else second), (verb, how, code)
@@ -226,11 +238,15 @@ def test_a_mismatch_is_raised_on_every_rank(rank: int, size: int, async_op: bool
     """Ranks that call different things all raise, and the group goes on."""
     settle()
     group = current_world().group
-    errors = []
-    for verb in ("all_reduce", "broadcast", "reduce"):
-        x = by_address(np.zeros((3 + rank, 2)))
-        call = functools.partial(native, group, verb, x, async_op=async_op)
-        errors.append(told_now_or_later(call))
+    errors, x = [], np.zeros((3 + rank, 2))
+    for verb, given in itertools.product(("all_reduce", "broadcast", "reduce"), (by_address(x), x)):
+        now = told(functools.partial(native, group, verb, given, async_op=async_op))
+        errors.append(now or told_later())
+        recorded = record_of(group).error
+        assert re.match(rf"MismatchError: \[({verb}|barrier)\]", recorded), recorded
+        assert recorded.removeprefix("MismatchError: ") == errors[-1]
+        if now:  # ranks that have run ahead raise in the next call
+            told_later()
     for mine in (np.zeros((2 * size, 3 + rank)), np.zeros(2 * size, "f8" if rank else "f4")):
         for verb, rows in [("all_gather", 2 * size * size), ("all_to_all", 2 * size)]:
             out = by_address(np.zeros((rows, *mine.shape[1:]), mine.dtype))
@@ -263,7 +279,9 @@ def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
             x = (np.arange(sum(rows) * width) % 99 + rank).astype(dtype_of_code(code))
             x = x.reshape(sum(rows), width)
             wanted = fl.all_to_all(x, rows=rows)
-            for one, other in MIXED[: 1 if code == BFLOAT16 else 3]:
+            given = CODES["all_to_all"], x, None, rows, 1.0, 0, 0, False
+            assert group.fast.collective(*given).tobytes() == wanted.tobytes()
+            for one, other in MIXED[: 2 if code == BFLOAT16 else 4]:
                 out = np.zeros_like(wanted)
                 given = by_address(x) if one else x, by_address(out) if other else out
                 y = group.fast.collective(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
@@ -311,6 +329,9 @@ def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
                 with pytest.raises(ValueError, match=rf"out has {rows + 1} rows, and {rows} arr"):
                     native(group, verb, first, out=second, async_op=async_op)
                 assert np.all(out == -1)
+        assert np.array_equal(native(group, "all_gather", x, async_op=async_op), wanted)
+        got = native(group, "gather", x, peer=size - 1, async_op=async_op)
+        assert np.array_equal(got, wanted) if rank == size - 1 else got is None
 
 
 @in_all
@@ -322,7 +343,7 @@ def test_messages(rank: int, size: int) -> None:
         for code in (BFLOAT16, 3):
             x = (np.arange(count) % 7 + rank).astype(dtype_of_code(code))
             theirs = (np.arange(count) % 7 + before).astype(x.dtype)
-            for one, other in MIXED[: 1 if code == BFLOAT16 else 3]:
+            for one, other in MIXED[: 2 if code == BFLOAT16 else 4]:
                 out = np.zeros_like(x)
                 given, room = by_address(x) if one else x, by_address(out) if other else out
                 assert group.fast.sendrecv(given, after, room, before, 4, 4) is room

@@ -9,7 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.failures import journal
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import on_ranks
 
 CALLS = {
     "shared_empty": lambda group: group.shared_empty(3),
@@ -33,7 +33,8 @@ CALLS = {
 }
 
 
-def number(rank: int, size: int) -> None:
+@on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 3), slow=[("mpi", 3)])
+def test_errors_count_as_records_do(rank: int, size: int) -> None:
     world = fl.new_group(range(size))  # with a count of its own
     for group in (world, world.new_group([1, 0])):
         if not group.is_member:
@@ -70,13 +71,3 @@ def calls_of(group: Any) -> int:
         journal.groups()[name]["calls"] for name in journal.groups() if name == group.journal.name
     ]
     return int(found)
-
-
-@pytest.mark.parametrize(
-    ("backend", "size"),
-    [("gloo", 3), ("shm", 3), ("hierarchical", 3), pytest.param("mpi", 3, marks=pytest.mark.slow)],
-)
-def test_errors_count_as_records_do(pool: Any, backend: str, size: int) -> None:
-    if backend == "mpi":
-        pytest.importorskip("mpi4py")
-    pool(size, **BACKENDS[backend][1]).run(number)

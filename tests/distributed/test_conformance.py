@@ -78,21 +78,6 @@ def test_works_that_are_in_flight_or_dropped(ranks: Any) -> None:
     ranks.run(conformance.dropped_work_is_safe)
 
 
-def test_broadcast_from_every_root(ranks: Any) -> None:
-    dtypes, counts = ("float32", "int8", "bool", "complex128"), (0, 1, 7, 4097, 300_001)
-    ranks.run_each(conformance.broadcast_from_each, itertools.product(dtypes, counts))
-
-
-def test_all_gather_of_unequal_first_dimensions(ranks: Any) -> None:
-    cases = itertools.product(("float64", "uint8"), (0, 1, 10, 100_000))
-    ranks.run_each(conformance.all_gather_unequal, cases)
-
-
-def test_reduce_scatter_keeps_this_ranks_part(ranks: Any) -> None:
-    cases = itertools.product(("float32", "float16", "int64"), (0, 1, 100, 150_000))
-    ranks.run_each(conformance.reduce_scatter_parts, cases)
-
-
 def test_messages(ranks: Any) -> None:
     """Around a ring, beside collectives, and beside the collectives of another thread."""
     if ranks.size == 1:

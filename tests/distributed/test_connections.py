@@ -14,21 +14,14 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import in_places, on_ranks
 from tests.distributed.harness import run_ranks, run_survivors
 
 RANKS = 12
 # One listens; 1, 2, 4 and 8 ranks before and after it are 6 others.
 AT_FIRST = 1 + 6
 LATE, GONE = 7, 5
-
-
-def each_a_host(rank: int) -> dict[str, str]:
-    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank)}
-
-
-def two_hosts(rank: int) -> dict[str, str]:
-    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank % 2)}
+EACH_A_HOST = in_places("abcdefghijkl")
 
 
 def sockets() -> int:
@@ -46,7 +39,7 @@ def open_now() -> int:
 def among_many(timeout: float = 20) -> Any:
     """Return a decorator of a test on new ranks, each of which is a host."""
     return on_ranks(
-        ("hierarchical", RANKS), fresh=True, params={"TIMEOUT": timeout}, env=each_a_host
+        ("hierarchical", RANKS), fresh=True, params={"TIMEOUT": timeout}, env=EACH_A_HOST
     )
 
 
@@ -87,7 +80,7 @@ def small_and_large(rank: int, size: int) -> list[int]:
 
 def test_only_those_who_need_each_other_are_connected() -> None:
     """Small calls need no more than the neighbours, a message one more, large arrays all."""
-    world: Any = {"params": {"TIMEOUT": 20}, "env": each_a_host}
+    world: Any = {"params": {"TIMEOUT": 20}, "env": EACH_A_HOST}
     counts = np.array(run_ranks(small_and_large, RANKS, **world))
     base = counts[:, 0] - AT_FIRST  # what the process had before
     assert (counts[:, 1] == counts[:, 0]).all()
@@ -118,7 +111,7 @@ def on_two_hosts(rank: int, size: int) -> list[int]:
 
 def test_ranks_that_share_memory_connect_to_nobody_but_their_counterparts() -> None:
     """What joins all ranks is left alone until a message needs it."""
-    counts = np.array(run_ranks(on_two_hosts, 6, params={"TIMEOUT": 20}, env=two_hosts))
+    counts = np.array(run_ranks(on_two_hosts, 6, params={"TIMEOUT": 20}, env=in_places("ab")))
     assert (counts[:, 0] == counts[:, 1]).all()
     assert (counts[:, 2] == counts[:, 1] + 1).all()
 
@@ -157,7 +150,7 @@ def disappear(rank: int, size: int) -> None:
 @pytest.mark.slow
 def test_who_is_gone_is_named_among_many() -> None:
     """Also by those who were not connected to it."""
-    run_survivors(disappear, RANKS, GONE, params={"TIMEOUT": 20}, env=each_a_host)
+    run_survivors(disappear, RANKS, GONE, params={"TIMEOUT": 20}, env=EACH_A_HOST)
 
 
 def first_message(
@@ -189,10 +182,6 @@ def first_message(
 def await_file(path: Path) -> None:
     while not path.exists():
         time.sleep(0.01)
-
-
-def in_places(places: str) -> Any:
-    return lambda rank: {"FLASHLIGHT_MEMORY_DOMAIN": places[rank]}
 
 
 QUICK = [("aabb", False, True), ("abcdefghijkl", False, False)]

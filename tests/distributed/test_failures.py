@@ -5,9 +5,9 @@ import os
 import re
 import select
 import signal
-import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed import conformance
-from tests.distributed.conformance import on_ranks, ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in, world_of
 from tests.distributed.harness import run_outcomes, run_ranks, run_survivors
 from tests.distributed.told import told_now_or_later
 
 BACKENDS = ["gloo", "shm"]
 SHM, MPI = (pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "mpi"))
+EVERY = pytest.mark.parametrize("backend", ["gloo", SHM, MPI])
 ranks = ranks_in(*((b, n) for b in ("gloo", "mpi") for n in (2, 3)), slow=[("shm", 2), ("shm", 3)])
 pairs = on_ranks(("gloo", 2), ("mpi", 2), slow=[("shm", 2)])
 
@@ -31,17 +31,13 @@ def params(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"BACKEND": request.param}
 
 
-@pytest.fixture(params=["gloo", SHM, MPI])
-def world(request: pytest.FixtureRequest) -> dict[str, Any]:
-    if request.param == "mpi":
-        pytest.importorskip("mpi4py")
-    return conformance.BACKENDS[request.param][1]
+def all_first(places: int = 1) -> list[int]:
+    """Return the rows of an array of 6 that all go to the first rank, or to the first two."""
+    first = [6] if places == 1 else [4, 2]
+    return first + [0] * (fl.get_world_size() - places)
 
 
-def with_timeout(world: dict[str, Any], seconds: float) -> dict[str, Any]:
-    return {**world, "params": {**world.get("params", {}), "TIMEOUT": seconds}}
-
-
+# What the ranks call is not the same.
 CALLS: dict[str, Any] = {
     "shape": lambda rank: fl.all_reduce(np.zeros((2, 3) if rank else (3, 2))),
     "size": lambda rank: fl.all_reduce(np.zeros(1_000_000 + rank)),
@@ -65,19 +61,19 @@ CALLS: dict[str, Any] = {
     ),
     "shape of an all_to_all": lambda rank: fl.all_to_all(np.zeros((6, 2 + min(rank, 1)))),
     "rows of an all_to_all": lambda rank: fl.all_to_all(
-        np.zeros(6), rows=[6, *[0] * (fl.get_world_size() - 1)] if rank else None
+        np.zeros(6), rows=all_first() if rank else None
     ),
     "columns of an uneven all_to_all": lambda rank: fl.all_to_all(
-        np.zeros((6, 2 + min(rank, 1))), rows=[6, *[0] * (fl.get_world_size() - 1)]
+        np.zeros((6, 2 + min(rank, 1))), rows=all_first()
     ),
     "rows of a reduce_scatter": lambda rank: fl.reduce_scatter(
-        np.zeros((6, 3)), rows=[4, 2, *[0] * (fl.get_world_size() - 2)][:: -1 if rank else 1]
+        np.zeros((6, 3)), rows=all_first(2)[:: -1 if rank else 1]
     ),
     "rows or none in a reduce_scatter": lambda rank: fl.reduce_scatter(
-        np.zeros(6), rows=None if rank else [6, *[0] * (fl.get_world_size() - 1)]
+        np.zeros(6), rows=None if rank else all_first()
     ),
     "rows of a scatter": lambda rank: fl.scatter(
-        np.zeros((6, 3)), rows=[4, 2, *[0] * (fl.get_world_size() - 2)][:: -1 if rank else 1]
+        np.zeros((6, 3)), rows=all_first(2)[:: -1 if rank else 1]
     ),
     "op of an all_reduce_location": lambda rank: fl.all_reduce_location(
         np.zeros(3), op="max" if rank else "min"
@@ -94,28 +90,13 @@ CALLS: dict[str, Any] = {
 }
 
 
-def mismatch_then_go_on(rank: int, size: int, name: str) -> str:
-    said = told_now_or_later(lambda: CALLS[name](rank))
-    x = np.full(5, 1.0)
-    fl.all_reduce(x)  # the group lives on
-    assert np.all(x == size)
-    return said
-
-
-def test_a_mismatch_raises_on_every_rank_and_names_both_calls(ranks: Any) -> None:
-    for name in CALLS:
-        for rank, message in enumerate(ranks.run(mismatch_then_go_on, name)):
-            assert f"rank {rank} of {ranks.size}" in message, name
-            assert "called different things" in message, name
-            assert "rank 0 called" in message, name
-
-
-@pairs
-def test_a_mismatch_changes_nothing(rank: int, size: int) -> None:
-    x = np.arange(3.0 + rank)
-    with pytest.raises(fl.errors.MismatchError):
-        fl.all_reduce(x)
-    assert x.tolist() == [0.0, 1.0, 2.0, 3.0][: 3 + rank]
+@on_ranks()
+def test_a_mismatch_raises_on_every_rank_and_names_both_calls(rank: int, size: int) -> None:
+    for name, call in CALLS.items():
+        message = told_now_or_later(partial(call, rank))
+        assert f"rank {rank} of {size}" in message, name
+        assert "rank 0 called" in message, name
+        assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group lives on
 
 
 @pairs
@@ -251,13 +232,14 @@ def stay_away(rank: int, size: int, seconds: float) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_stays_away_is_named_after_the_timeout(world: Any) -> None:
-    outcomes = run_outcomes(stay_away, 3, 4.0, **with_timeout(world, 1))
+@EVERY
+def test_a_rank_that_stays_away_is_named_after_the_timeout(backend: str) -> None:
+    outcomes = run_outcomes(stay_away, 3, 4.0, **world_of(backend, TIMEOUT=1))
     for rank in (0, 2):
         text = outcomes[rank].value
         assert f"rank {rank} of 3: rank 1 did not join within 1 seconds" in text
     # In shared memory who comes late finds all calls there, and is in time.
-    assert outcomes[1].value == "stayed away" or world["params"]["BACKEND"] == "shm"
+    assert outcomes[1].value == "stayed away" or backend == "shm"
 
 
 def stop_in_the_middle(rank: int, size: int, meeting: str) -> str:
@@ -285,8 +267,7 @@ def stop_in_the_middle(rank: int, size: int, meeting: str) -> str:
 )
 def test_a_stopped_rank_is_named_with_what_it_joined_last(backend: str, tmp_path: Path) -> None:
     os.mkfifo(meeting := str(tmp_path / "meeting"))
-    world = with_timeout(conformance.BACKENDS[backend][1], 1)
-    texts = run_ranks(stop_in_the_middle, 3, meeting, **world)
+    texts = run_ranks(stop_in_the_middle, 3, meeting, **world_of(backend, TIMEOUT=1))
     late = [text for text in texts if text.startswith("timeout: ")]
     assert late, texts  # the second receives the failure of the first
     for text in late:
@@ -308,9 +289,10 @@ def barrier_with_timeout(rank: int, size: int, seconds: float) -> str:
     return str(caught.value)
 
 
-def test_a_barrier_has_a_timeout_of_its_own(world: Any) -> None:
-    seconds = 3.0 if "init" in world else 1.5
-    outcomes = run_outcomes(barrier_with_timeout, 2, seconds, **world)
+@EVERY
+def test_a_barrier_has_a_timeout_of_its_own(backend: str) -> None:
+    seconds = 3.0 if backend == "mpi" else 1.5
+    outcomes = run_outcomes(barrier_with_timeout, 2, seconds, **world_of(backend))
     assert "rank 1 did not join within 0.5 seconds" in outcomes[0].value
 
 
@@ -349,8 +331,9 @@ def interrupted(rank: int, size: int) -> str:
     return "interrupted"
 
 
-def test_waiting_answers_ctrl_c(world: Any) -> None:
-    assert run_outcomes(interrupted, 2, **world)[0].value == "interrupted"
+@EVERY
+def test_waiting_answers_ctrl_c(backend: str) -> None:
+    assert run_outcomes(interrupted, 2, **world_of(backend))[0].value == "interrupted"
 
 
 @pairs
@@ -373,20 +356,6 @@ def test_waiting_releases_the_gil(rank: int, size: int) -> None:
     assert rank != 0 or ticks > 20
 
 
-def raise_on_one(rank: int, size: int) -> str:
-    if rank == 1:
-        raise SystemExit(3)
-    with pytest.raises(fl.errors.PeerLostError) as caught:
-        fl.all_reduce(np.zeros(3))
-    return str(caught.value)
-
-
-def test_a_rank_that_exits_is_lost_to_the_others(params: Any) -> None:
-    outcomes = run_outcomes(raise_on_one, 2, params=params)
-    assert outcomes[1].exit_code == 3
-    assert "lost rank 1" in outcomes[0].value
-
-
 def init_many_times(rank: int, size: int, path: str, params: Any) -> int:
     for _ in range(10):
         fl.distributed_init(
@@ -406,18 +375,6 @@ def test_after_a_shutdown_the_world_is_this_process_and_init_can_be_repeated(
     counts = run_ranks(init_many_times, 2, str(tmp_path / "meet"), params, init=None)
     assert list(tmp_path.iterdir()) == []
     assert max(counts) < 4
-
-
-@on_ranks(("gloo", 2), slow=[("shm", 2)])
-def test_a_forked_child_is_no_rank_and_leaves_its_parents_world_alone(rank: int, size: int) -> None:
-    child = os.fork()
-    if child == 0:
-        alone = (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
-        fl.all_reduce(np.zeros(3))
-        sys.exit(0 if alone and not fl.is_distributed_init() else 1)  # with atexit handlers
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert fl.all_reduce(np.ones(3))[0] == 2
 
 
 def wait_for_a_late_rank_beside_one_that_raised(rank: int, size: int) -> str:

@@ -17,7 +17,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.failures import journal
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import world_of
 from tests.distributed.harness import run_outcomes, run_ranks
 
 VERBS: list[Callable[[ProcessGroup], Any]] = [
@@ -106,9 +106,7 @@ def fork_in_groups(rank: int, size: int) -> None:
 )
 def test_a_forked_child_has_no_group_and_leaves_its_parents_alone(backend: str, size: int) -> None:
     """Ranks of their own: the arrays that ranks of other tests share would be left open, too."""
-    if backend == "mpi":
-        pytest.importorskip("mpi4py")
-    run_ranks(fork_in_groups, size, **BACKENDS[backend][1])
+    run_ranks(fork_in_groups, size, **world_of(backend))
 
 
 def by_fork() -> int:

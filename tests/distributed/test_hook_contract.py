@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.work import Done, Then
-from tests.cupy_stand_in import StandInCupy
+from tests.distributed.conformance import on_ranks
 from tests.distributed.hook_steps import HOOKS, flat, gradients, make, reduce
 
 
@@ -53,7 +54,8 @@ def test_a_function_is_a_hook(pool: Any, size: int, options: dict[str, Any]) -> 
     pool(size).run(a_function, options)
 
 
-def what_is_seen(rank: int, size: int) -> list[tuple[Any, ...]]:
+@on_ranks(("shm", 2))
+def test_buckets_are_numbered_alike_in_every_step(rank: int, size: int) -> None:
     hook = Looking()
     reducer = fl.CoalescingReducer(0.5, bucket_bytes=1000, hook=hook)
     for step in range(2):
@@ -67,40 +69,22 @@ def what_is_seen(rank: int, size: int) -> list[tuple[Any, ...]]:
         assert len(hook.ended) == 3 * step + 3
         assert all(np.all(array == size / 2) for array in arrays)
     assert hook.ended == [0, 1, 2] * 2
-    assert hook.seen[:3] == hook.seen[3:]
-    return hook.seen[:3]
-
-
-def test_buckets_are_numbered_alike_in_every_step(pool: Any) -> None:
-    reported = pool(2).run(what_is_seen)
-    assert reported[0] == reported[1]
-    assert reported[0] == [
+    assert hook.seen == 2 * [
         (0, [(10, 20), (30,)], "float32", 0.5),
         (1, [(5,)], "float64", 0.5),
         (2, [(2, 3), (2,)], "float32", 0.5),
     ]
 
 
-def after_abandoning(rank: int, size: int) -> list[int]:
+@on_ranks(("shm", 2))
+def test_numbers_begin_anew_after_a_step_that_was_abandoned(rank: int, size: int) -> None:
     hook = Looking()
     reducer = fl.CoalescingReducer(1.0, bucket_bytes=8, hook=hook)
     reducer.add(np.ones(4))
     reducer.abandon()
     reducer.add(np.ones(4))
     reducer.finalize()
-    return [index for index, *_ in hook.seen]
-
-
-def test_numbers_begin_anew_after_a_step_that_was_abandoned(pool: Any) -> None:
-    assert pool(2).run(after_abandoning) == [[0, 0]] * 2
-
-
-def differing(rank: int, size: int, mine: list[tuple[str, dict[str, Any]]]) -> tuple[str, bool]:
-    name, options = mine[rank]
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        reduce(make(name, **options), gradients(rank, 0, "float32"), bucket_bytes=1 << 20)
-    everybody = fl.all_reduce(np.ones(2))
-    return str(caught.value), bool(np.all(everybody == size))
+    assert [index for index, *_ in hook.seen] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -112,12 +96,12 @@ def differing(rank: int, size: int, mine: list[tuple[str, dict[str, Any]]]) -> t
     ],
     ids=["cast", "rank", "start"],
 )
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_with_different_hooks_raise(pool: Any, backend: str, hooks: Any) -> None:
-    for message, usable in pool(2, params={"BACKEND": backend}).run(differing, hooks):
-        assert "rank 0" in message
-        assert "rank 1" in message
-        assert usable
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_ranks_with_different_hooks_raise(rank: int, size: int, hooks: Any) -> None:
+    name, options = hooks[rank]
+    with pytest.raises(fl.errors.MismatchError, match=r"(?s)rank 0 called.*rank 1 called"):
+        reduce(make(name, **options), gradients(rank, 0, "float32"), bucket_bytes=1 << 20)
+    assert np.all(fl.all_reduce(np.ones(2)) == size)
 
 
 @pytest.mark.parametrize("hook", [fl.Float16Compression, "float16", 16])
@@ -196,15 +180,13 @@ def test_bfloat16_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
         fl.Bfloat16Compression()
 
 
-def test_a_bucket_knows_whether_something_was_left_to_run(pool: Any) -> None:
-    assert pool(2).run(in_background) == [[False, True, False]] * 2
-
-
-def in_background(rank: int, size: int) -> list[bool]:
-    from flashlight_py.distributed.start.world import current_world
-
-    reported = []
-    for inline_bytes, blocking in ((24, False), (23, False), (0, True)):
+@on_ranks(("shm", 2))
+def test_a_bucket_knows_whether_something_was_left_to_run(rank: int, size: int) -> None:
+    for inline_bytes, blocking, is_left in (
+        (24, False, False),
+        (23, False, True),
+        (0, True, False),
+    ):
         array = np.ones(3)
         group = current_world().group
         bucket = fl.distributed.Bucket(0, array, [array], 1.0, group, inline_bytes)
@@ -212,9 +194,8 @@ def in_background(rank: int, size: int) -> list[bool]:
         assert isinstance(work, Done) is not bucket.in_background
         work.wait()
         assert np.all(array == size)
-        reported.append(bucket.in_background)
+        assert bucket.in_background == is_left
         assert bucket.all_gather(np.array([rank])).wait().tolist() == list(range(size))
-    return reported
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -227,22 +208,12 @@ def test_bytes_in_another_order_are_brought_in_order(name: str) -> None:
     assert swapped[0].dtype == ">f4"
 
 
-def test_nothing_at_all_is_a_bucket_too(pool: Any) -> None:
-    pool(2).run(empty)
-
-
-def empty(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_nothing_at_all_is_a_bucket_too(rank: int, size: int) -> None:
     for name in HOOKS:
         arrays = [np.empty((0, 3)), np.empty(0)]
         reduce(make(name), arrays)
         assert [array.shape for array in arrays] == [(0, 3), (0,)]
-
-
-@pytest.fixture
-def strict(monkeypatch: pytest.MonkeyPatch) -> Any:
-    library = StandInCupy()
-    monkeypatch.setitem(sys.modules, "cupy", library)
-    return library
 
 
 @pytest.mark.parametrize("name", ["Float16Compression", "PowerSGDCompression"])

@@ -5,10 +5,11 @@ import os
 from typing import Any
 
 import numpy as np
+import pytest
 
 import flashlight_py as fl
 from tests.distributed import hook_steps
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.hook_steps import (
     HOOKS,
     SHAPES,
@@ -20,11 +21,9 @@ from tests.distributed.hook_steps import (
     sums,
 )
 
-WORLDS = [
-    *(("single", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3), ("hierarchical", 3)),
-]
-
-ranks = ranks_in(*WORLDS)
+ranks = ranks_in(
+    *(("single", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3), ("hierarchical", 3))
+)
 DTYPES = ("float32", "float64")
 
 
@@ -87,23 +86,22 @@ def test_power_sgd_is_exact_for_matrices_of_low_rank(ranks: Any) -> None:
             np.testing.assert_allclose(got, exact, rtol=0, atol=most, err_msg=dtype)
 
 
-def constant(rank: int, size: int) -> tuple[float, float]:
-    """Return the relative error of the first result, and of the mean of 40."""
+@on_ranks(("shm", 2))
+def test_feedback_makes_up_for_what_single_steps_lack(rank: int, size: int) -> None:
+    """The mean of 40 results is closer to the sum than the first one."""
     hook = make("PowerSGDCompression")
     exact = flat(sums(size, 0, "float64"))
     results = [flat(reduce(hook, gradients(rank, 0, "float64"))) for _ in range(40)]
     norm = np.linalg.norm(exact)
     first = np.linalg.norm(results[0] - exact) / norm
-    return float(first), float(np.linalg.norm(np.mean(results, axis=0) - exact) / norm)
-
-
-def test_feedback_makes_up_for_what_single_steps_lack(pool: Any) -> None:
-    first, mean = pool(2).run(constant)[0]
     assert 0.3 < first < 1.0
-    assert mean < first / 3
+    assert np.linalg.norm(np.mean(results, axis=0) - exact) / norm < first / 3
 
 
-def resumed(rank: int, size: int, name: str, dtype: str) -> bool:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(("shm", 2))
+def test_a_loaded_state_has_the_same_next_step(rank: int, size: int, name: str, dtype: str) -> None:
     """Three steps, then one more with the same hook and with a new one that has its state."""
     hook = make(name)
     for step in range(3):
@@ -116,29 +114,18 @@ def resumed(rank: int, size: int, name: str, dtype: str) -> bool:
     other = make(name)
     other.load_state_dict(state)
     got = flat(reduce(other, gradients(rank, 3, dtype)))
-    same_state = all(
-        np.array_equal(array, other.state_dict()[key]) for key, array in hook.state_dict().items()
-    )
-    return got.tobytes() == expected.tobytes() and same_state
+    assert got.tobytes() == expected.tobytes()
+    for key, array in hook.state_dict().items():
+        assert np.array_equal(array, other.state_dict()[key])
 
 
-def test_a_loaded_state_has_the_same_next_step(pool: Any) -> None:
-    for case in itertools.product(HOOKS, DTYPES):
-        assert pool(2).run(resumed, *case) == [True, True], case
-
-
-def start_late(rank: int, size: int) -> list[bool]:
-    """Return which of five steps equal those without a hook."""
-    hook, exact = fl.PowerSGDCompression(start_step=3), []
+@on_ranks(("shm", 2))
+def test_power_sgd_begins_with_its_start_step(rank: int, size: int) -> None:
+    hook = fl.PowerSGDCompression(start_step=3)
     for step in range(5):
         got = flat(reduce(hook, gradients(rank, step, "float32"), 0.25))
         plain = flat(reduce(None, gradients(rank, step, "float32"), 0.25))
-        exact.append(got.tobytes() == plain.tobytes())
-    return exact
-
-
-def test_power_sgd_begins_with_its_start_step(pool: Any) -> None:
-    assert pool(2).run(start_late) == [[True, True, True, False, False]] * 2
+        assert (got.tobytes() == plain.tobytes()) == (step < 3)
 
 
 def test_bytes_per_step(pool: Any) -> None:
@@ -151,29 +138,27 @@ def test_bytes_per_step(pool: Any) -> None:
     assert reports["PowerSGDCompression"] == 4 * (thin + rest)
 
 
-def not_finite(rank: int, size: int, name: str, value: float) -> tuple[list[float], bool, bool]:
-    """One bad value on rank 0, then good steps; returns it, and what the next step is like."""
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(("shm", 2))
+def test_what_is_not_finite_is_seen_everywhere_and_forgotten(
+    rank: int, size: int, name: str, value: float
+) -> None:
+    """One bad value on rank 0, then a good step."""
     hook = make(name)
     arrays = gradients(rank, 0, "float32")
     if rank == 0:
         arrays[0][3, 4] = value
         arrays[1][5] = value
     reduce(hook, arrays)
-    reports = [float(arrays[0][3, 4]), float(arrays[1][5])]
-    following = flat(reduce(hook, gradients(rank, 1, "float32")))
+    assert not np.isfinite([arrays[0][3, 4], arrays[1][5]]).any()
+    assert np.isfinite(flat(reduce(hook, gradients(rank, 1, "float32")))).all()
     state = [array for array in hook.state_dict().values() if array.dtype.kind == "f"]
-    return reports, bool(np.isfinite(following).all()), all(np.isfinite(a).all() for a in state)
+    assert all(np.isfinite(array).all() for array in state)
 
 
-def test_what_is_not_finite_is_seen_everywhere_and_forgotten(pool: Any) -> None:
-    for case in itertools.product(HOOKS, (np.nan, np.inf)):
-        for values, following, remembered in pool(2).run(not_finite, *case):
-            assert not np.isfinite(values).any(), case
-            assert following, case
-            assert remembered, case
-
-
-def zeros_first(rank: int, size: int) -> float:
+@on_ranks(("shm", 2))
+def test_gradients_of_zeros_stop_nothing(rank: int, size: int) -> None:
     """Matrices of zeros, then ones: no direction is lost for ever."""
     hook = make("PowerSGDCompression")
     for _ in range(2):
@@ -181,19 +166,12 @@ def zeros_first(rank: int, size: int) -> float:
         assert not flat(reduce(hook, zeros)).any()
     exact = sum(flat(sums(size, step, "float64")) for step in range(30))
     got = sum(flat(reduce(hook, gradients(rank, step, "float64"))) for step in range(30))
-    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+    assert np.linalg.norm(got - exact) < np.linalg.norm(exact)
 
 
-def test_gradients_of_zeros_stop_nothing(pool: Any) -> None:
-    assert max(pool(2).run(zeros_first)) < 1.0
-
-
-def tiny(rank: int, size: int) -> float:
+@on_ranks(("shm", 2))
+def test_power_sgd_of_tiny_gradients(rank: int, size: int) -> None:
     """Gradients whose squares are nothing in float32."""
     exact = np.outer(np.arange(60.0), np.arange(40.0)) * 1e-30
     got = reduce(fl.PowerSGDCompression(rank=1), [exact.astype(np.float32)], 1 / size)[0]
-    return float(abs(got - exact).max() / exact.max())
-
-
-def test_power_sgd_of_tiny_gradients(pool: Any) -> None:
-    assert max(pool(2).run(tiny)) < 1e-5
+    assert abs(got - exact).max() < 1e-5 * exact.max()

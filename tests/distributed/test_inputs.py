@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in, world_of
 from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(("gloo", 4), ("shm", 4), ("hierarchical", 5), slow=[("mpi", 4)])
@@ -104,11 +104,6 @@ def test_ranks_tags_and_colors_may_be_integers_of_numpy(rank: int, size: int) ->
         fl.new_group([0.5, 1])  # type: ignore[list-item]
 
 
-def test_what_is_no_message_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"batch_isend_irecv takes .*P2POp.* got tuple"):
-        fl.batch_isend_irecv([("send", np.ones(1), 0)])  # type: ignore[list-item]
-
-
 @on_ranks()
 def test_a_failure_that_was_reported_is_not_raised_by_sync_distributed(
     rank: int, size: int
@@ -198,31 +193,9 @@ def other_tags(rank: int, size: int, peer: int) -> str:
 def test_tags_that_do_not_meet_are_both_reported_on_every_rank(
     backend: str, size: int, peer: int
 ) -> None:
-    world = BACKENDS[backend][1]
-    world = {**world, "params": {**world.get("params", {}), "TIMEOUT": 1}}
-    for text in run_ranks(other_tags, size, peer, **world):
+    for text in run_ranks(other_tags, size, peer, **world_of(backend, TIMEOUT=1)):
         assert "with tag 3" in text
         assert "with tag 7" in text
-
-
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: fl.barrier(timeout="3"), "positive number of seconds: '3'"),  # type: ignore[arg-type]
-        (lambda: fl.distributed.shared_empty((1.5,)), "integers"),  # type: ignore[arg-type]
-        (lambda: fl.all_gather(np.ones(2), out=np.broadcast_to(1.0, 2)), r"\(out=\).* read-only"),
-    ],
-)
-def test_wrong_arguments_are_reported_in_words(call: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        call()
-    assert fl.distributed.shared_empty(np.int64(3)).shape == (3,)
-
-
-def test_a_list_of_ranks_is_no_group() -> None:
-    for verb in (fl.all_reduce, fl.broadcast, fl.all_gather_object):
-        with pytest.raises(TypeError, match=r"ProcessGroup, as new_group.*got list"):
-            verb(np.ones(1), group=[0])  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("kind", ["rows", "calls", "calls with gaps", "messages"])
@@ -252,7 +225,8 @@ def test_sync_distributed_raises_each_failure_that_nobody_has_waited_for(
     fl.sync_distributed()
 
 
-def refuse_and_synchronize(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_call_that_one_rank_refused_is_the_next_of_the_others(rank: int, size: int) -> None:
     """Rank 0 makes its next call before the other ranks make the one that it refused."""
     if rank == 0:
         with pytest.raises(TypeError):
@@ -268,7 +242,8 @@ def refuse_and_synchronize(rank: int, size: int) -> None:
         assert fl.all_reduce(np.ones(count))[-1] == size
 
 
-def synchronize_in_a_thread(rank: int, size: int) -> None:
+@on_ranks()
+def test_sync_distributed_in_a_thread_takes_no_result(rank: int, size: int) -> None:
     """All works end well, whichever thread removes them from the lists."""
     is_done = threading.Event()
 
@@ -286,7 +261,8 @@ def synchronize_in_a_thread(rank: int, size: int) -> None:
         other.result()
 
 
-def wait_for_each_failure(rank: int, size: int) -> None:
+@on_ranks()
+def test_failures_that_were_raised_are_freed(rank: int, size: int) -> None:
     """Failures that the program has seen are freed."""
     for _ in range(20):
         work = fl.all_gather(np.ones((rank + 1, 2)), out=np.zeros((1, 2)), async_op=True)
@@ -298,14 +274,8 @@ def wait_for_each_failure(rank: int, size: int) -> None:
     assert len(errors) < 10, errors
 
 
-@pytest.mark.parametrize(
-    "program", [refuse_and_synchronize, synchronize_in_a_thread, wait_for_each_failure]
-)
-def test_sync_distributed_keeps_the_ranks_in_step(ranks: Any, program: Any) -> None:
-    ranks.run(program)
-
-
-def bools_of_any_byte(rank: int, size: int) -> None:
+@on_ranks()
+def test_bools_of_any_byte(rank: int, size: int) -> None:
     """Files and C code make bools whose byte is neither 0 nor 1."""
     everyone = [np.array([r + 2, 255 * (r == 0), 0, 7 - r] * 9, np.uint8) for r in range(size)]
     truth = [each != 0 for each in everyone]
@@ -317,7 +287,8 @@ def bools_of_any_byte(rank: int, size: int) -> None:
     same(fl.all_reduce(everyone[rank].view(bool).copy(), op="max"), np.logical_or.reduce(truth))
 
 
-def arrays_at_odd_addresses(rank: int, size: int) -> None:
+@on_ranks()
+def test_arrays_at_odd_addresses(rank: int, size: int) -> None:
     for count in (size, 30_000 * size):
         odd = np.zeros(8 * count + 1, np.uint8)[1:].view("f8")
         odd[:] = rank
@@ -327,7 +298,8 @@ def arrays_at_odd_addresses(rank: int, size: int) -> None:
         same(fl.reduce_scatter(odd)[:1], [size * odd[0]])
 
 
-def errors_of_numpy_on_one_rank(rank: int, size: int) -> None:
+@on_ranks()
+def test_errors_of_numpy_on_one_rank(rank: int, size: int) -> None:
     """What one rank has set by np.seterr decides no result and raises nothing."""
     with np.errstate(all="raise" if rank == 1 else "ignore"):
         for dtype in ("f2", "f4", "f8", "c8", "g"):
@@ -337,7 +309,8 @@ def errors_of_numpy_on_one_rank(rank: int, size: int) -> None:
             fl.all_reduce(np.full(3, np.inf if rank else -np.inf, dtype))
 
 
-def arrays_without_dimensions(rank: int, size: int) -> None:
+@on_ranks()
+def test_arrays_without_dimensions(rank: int, size: int) -> None:
     """They stay arrays, of their dtype, where indexing makes scalars of NumPy."""
     for value in ("abc", 3.0, 1j, np.datetime64(7, "s")):
         x = np.asarray(value)
@@ -353,7 +326,8 @@ def arrays_without_dimensions(rank: int, size: int) -> None:
         assert type(fl.broadcast_object([x])[0]) is np.ndarray
 
 
-def matrices(rank: int, size: int) -> None:
+@on_ranks()
+def test_matrices(rank: int, size: int) -> None:
     """Two dimensions stay two, however they are indexed."""
     for how in (False, True):
         xs = [
@@ -367,15 +341,3 @@ def matrices(rank: int, size: int) -> None:
     values, ranks = fl.all_reduce_location(np.array([[rank, -rank]]).view(np.matrix))
     same(values, [[0, 1 - size]])
     same(ranks, [[0, size - 1]])
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        matrices,
-        *(bools_of_any_byte, arrays_at_odd_addresses),
-        *(errors_of_numpy_on_one_rank, arrays_without_dimensions),
-    ],
-)
-def test_unusual_data(ranks: Any, check: Any) -> None:
-    ranks.run(check)

@@ -152,7 +152,8 @@ def test_memory_that_holds_no_numbers_is_refused(value: Any) -> None:
 # PyTorch --------------------------------------------------------------------------------------
 
 TORCH_DTYPES = [
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    pytest.param("bfloat16", marks=pytest.mark.skipif(not HAS_ML_DTYPES, reason="needs ml_dtypes")),
+    *("float16", "float32", "float64", "complex64", "complex128"),
     *("uint8", "int8", "int16", "int32", "int64"),
 ]
 
@@ -162,26 +163,10 @@ def torch() -> Any:
     return pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
 @pytest.mark.usefixtures("torch")
 @on_ranks(("shm", 2))
-def test_research_code_with_tensors(rank: int, size: int) -> None:
-    """What somebody writes who has tensors and no wish to know of NumPy."""
-    import torch
-
-    gradient = torch.full((3, 2), float(rank + 1))
-    fl.all_reduce(gradient, scale=1 / size)
-    weights = torch.arange(4.0) if rank == 0 else torch.zeros(4)
-    fl.broadcast(weights)
-    losses = fl.all_gather(torch.tensor([float(rank)]))
-    assert losses.tolist() == list(range(size))
-    flag = torch.tensor(rank == 0)
-    fl.all_reduce(flag, op="max")
-    assert bool(flag)
-    assert gradient.flatten().tolist() == [1.5] * 6
-    assert weights.tolist() == [0, 1, 2, 3]
-
-
-def reduce_tensor(rank: int, size: int, dtype: str) -> None:
+def test_tensors_of_every_dtype_and_layout(rank: int, size: int, dtype: str) -> None:
     import torch
 
     for tensor in (
@@ -196,13 +181,6 @@ def reduce_tensor(rank: int, size: int, dtype: str) -> None:
         work = fl.all_reduce(tensor, async_op=True)
         assert work.wait() is tensor
         assert bool((tensor == expected * size).all())
-
-
-@pytest.mark.parametrize("dtype", TORCH_DTYPES)
-def test_tensors_of_every_dtype_and_layout(pool: Any, torch: Any, dtype: str) -> None:
-    if dtype == "bfloat16" and not HAS_ML_DTYPES:
-        pytest.skip("needs ml_dtypes: pip install 'flashlight-py[bfloat16]'")
-    pool(2).run(reduce_tensor, dtype)
 
 
 def test_a_tensor_that_requires_grad_is_refused_and_its_detached_self_taken(torch: Any) -> None:

@@ -18,6 +18,7 @@ import flashlight_py as fl
 from flashlight_py.distributed import api
 from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.parallel import functional
+from tests.distributed import conformance
 from tests.distributed.conformance import BACKENDS
 
 LIMIT = 30  # seconds, of the ranks' waits
@@ -244,10 +245,7 @@ def _and_once_more(name: str, group: Group) -> None:
 
 
 def world_of(backend: str) -> tuple[int, dict[str, Any]]:
-    (*_, size), how = BACKENDS[backend]
-    if backend == "mpi":
-        pytest.importorskip("mpi4py")
-    return size, {**how, "params": {"TIMEOUT": LIMIT, **how.get("params", {})}}
+    return BACKENDS[backend][0][-1], conformance.world_of(backend, TIMEOUT=LIMIT)
 
 
 SETS = {"verbs": ROWS, "forms": FORMS, "goes on": GOES_ON}

@@ -17,16 +17,14 @@ from hypothesis import strategies as st
 
 import flashlight_py as fl
 from flashlight_py.distributed.verbs import VERBS
-from tests.distributed import conformance
-from tests.distributed.conformance import BACKENDS, on_ranks
+from tests.distributed.conformance import in_places, on_ranks, world_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import told, told_later, told_now_or_later, told_of_messages
 
 FEW = 25
 EXAMPLES = int(os.environ.get("EXAMPLES", FEW))
 WORLDS = {"gloo": 2, "shm": 3, "shm, sync": 3, "hierarchical": 3, "mpi": 2}
-WAYS = {name: how for name, (_, how) in BACKENDS.items()}
-WAYS["shm, sync"] = {**WAYS["shm"], "env": lambda rank: {"FLASHLIGHT_CHECKS": "sync"}}
+SYNC: dict[str, Any] = {"env": lambda rank: {"FLASHLIGHT_CHECKS": "sync"}}
 TABLED = {verb.name: verb for verb in VERBS if not verb.is_message}
 WITHOUT_ASYNC = ("barrier", "scatter", "all_gather", "gather", "all_to_all")
 
@@ -133,10 +131,8 @@ def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: b
 
 @pytest.mark.parametrize("backend", WORLDS)
 def test_programs_that_differ_raise_everywhere_and_change_nothing(pool: Any, backend: str) -> None:
-    if backend == "mpi":
-        pytest.importorskip("mpi4py")
-    size = WORLDS[backend]
-    world = pool(size, **WAYS[backend])
+    size, (name, *sync) = WORLDS[backend], backend.split(", ")
+    world = pool(size, **world_of(name, *[SYNC] * len(sync)))
     last = Call("all_reduce", dtype="float32", shape=(18,))
 
     @hypothesis.settings(max_examples=EXAMPLES, derandomize=EXAMPLES == FEW, database=None)
@@ -205,7 +201,7 @@ def test_each_side_reports_where_the_others_have_called(
     pool: Any, backend: str, starts: bool
 ) -> None:
     lines = [f"distributed/test_mismatches.py:{line_of(fn)}" for fn in (one, two)]
-    reported = pool(WORLDS[backend], **WAYS[backend]).run(where_it_was_called, starts)
+    reported = pool(WORLDS[backend], **world_of(backend)).run(where_it_was_called, starts)
     for message, again in reported:
         assert "rank 0 called all_reduce(float64 (3,), op=sum, scale=1" in message
         assert all(line in message for line in lines), message
@@ -294,7 +290,7 @@ MANY = [(1,) * 8 + (2, 3), (1,) * 8 + (3, 2), (1,) * 7 + (2, 1, 3)]
 
 @on_ranks(
     *(("gloo", 2), ("shm", 3), ("hierarchical", 3), ("mpi", 2)),
-    ("shm", 3, {"env": WAYS["shm, sync"]["env"]}),
+    ("shm", 3, SYNC),
 )
 def test_shapes_that_differ_beyond_the_eighth_dimension_are_distinguished(
     rank: int, size: int
@@ -331,10 +327,6 @@ def test_ranks_must_agree_on_whether_to_compare_calls(rank: int, size: int, tmp_
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
 
 
-def two_hosts_unchecked(rank: int) -> dict[str, str]:
-    return {**conformance.two_hosts(rank), "FLASHLIGHT_CHECKS": "0"}
-
-
 def differ_unchecked(rank: int, size: int) -> str:
     assert np.all(fl.all_reduce(np.ones(4)) == size)
     with pytest.raises(fl.errors.DistributedError) as caught:
@@ -343,6 +335,6 @@ def differ_unchecked(rank: int, size: int) -> str:
 
 
 def test_without_checks_hosts_that_differ_break_the_group() -> None:
-    names = run_ranks(differ_unchecked, 3, env=two_hosts_unchecked)
+    names = run_ranks(differ_unchecked, 3, env=in_places("aab", FLASHLIGHT_CHECKS="0"))
     assert set(names) <= {"MismatchError", "PeerLostError", "GroupClosedError"}
     assert "MismatchError" in names

@@ -1,6 +1,5 @@
 """What verbs only move: rows that have no bytes, and arrays of dtypes that nobody computes with."""
 
-import functools
 import itertools
 import re
 from typing import Any
@@ -10,7 +9,8 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import MismatchError
-from tests.distributed.conformance import on_ranks, ranks_in
+from tests.distributed.conformance import assert_equal, dtype_of, on_ranks, ranks_in, values
+from tests.distributed.programs import MOVING, every_verb, run_program
 from tests.distributed.told import told_now_or_later, told_of_messages
 
 ranks = ranks_in(("single", 1), ("shm", 3), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])
@@ -141,81 +141,30 @@ MOVED = [
 ]
 
 
-def dtype_of(name: Any) -> np.dtype[Any]:
-    import ml_dtypes  # noqa: F401  (NumPy knows the names of its dtypes then)
-
-    return np.dtype(name)
+LAYOUTS = [("contiguous", "sum"), ("reversed", "max"), ("fortran", "max")]  # with max into out
 
 
-def fill(array: Any, random: np.random.Generator) -> None:
-    dtype = array.dtype
-    if dtype.names is not None:
-        for name in dtype.names:
-            fill(array[name], random)
-        return
-    numbers = random.integers(0, 100, array.shape)
-    if dtype.kind == "V" and dtype.isbuiltin:
-        array[...] = numbers.astype(f"S{dtype.itemsize}").view(dtype)
-    else:
-        array[...] = numbers.astype(dtype)
+def test_what_is_moved_may_be_of_any_dtype(ranks: Any) -> None:
+    for dtype in map(dtype_of, MOVED):
+        calls = every_verb(ranks.size, dtype, [2], MOVING, [3], LAYOUTS)
+        ranks.run(run_program, calls)
 
 
-@functools.lru_cache(maxsize=64)
-def drawn(rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    array = np.zeros(shape, dtype)
-    fill(array, np.random.default_rng(rank))
-    array.flags.writeable = False
-    return array
+def test_what_is_moved_may_be_of_any_size(ranks: Any) -> None:
+    """Without rows; more than travels with a call."""
+    for dtype in (RECORD, np.dtype("M8[s]")):
+        ranks.run(run_program, every_verb(ranks.size, dtype, [2], MOVING, [0, 3000], LAYOUTS))
 
 
-def assert_same(got: Any, expected: Any) -> None:
-    assert got.dtype == expected.dtype.newbyteorder("=") or got.dtype == expected.dtype
-    assert got.shape == expected.shape
-    # Holes hold anything.
-    assert got.tobytes() == expected.tobytes() or repr(got.tolist()) == repr(expected.tolist())
-
-
-def every_verb(rank: int, size: int, name: Any, rows: int) -> None:
-    dtype = dtype_of(name)
-    many = [rows * (r + 1) for r in range(size)]
-    everyone = [drawn(r, (many[r], 2), dtype) for r in range(size)]
-    x, joined = everyone[rank], np.concatenate(everyone).astype(dtype)  # holes go otherwise
-    root = size - 1
-    for layout in (x, x.copy()[::-1][::-1], np.asfortranarray(x)):
-        assert_same(fl.all_gather(layout), joined)
-        assert_same(fl.all_gather(layout, async_op=True).wait(), joined)
-        got = fl.gather(layout, root)
-        assert got is None if rank != root else got is not None
-        if got is not None:
-            assert_same(got, joined)
-    out = np.zeros_like(joined)
-    assert fl.all_gather(x, out=out) is out
-    assert_same(out, joined)
-    for step in (1, -1):
-        given = drawn(rank, (rows, 2), dtype).copy()[:, ::step]
-        assert fl.broadcast(given, root) is given
-        assert_same(given, drawn(root, (rows, 2), dtype)[:, ::step])
-    whole = drawn(root, (size, rows, 2), dtype)
-    mine = whole[rank]
-    flat = whole.reshape(size * rows, 2)
-    for how in (False, True):
-        parts = flat if rank == root else None
-        assert_same(ended(fl.scatter(parts, root, async_op=how)), mine)
-        parts = list(whole) if rank == root else None
-        assert_same(ended(fl.scatter(parts, root, async_op=how)), mine)
-        out = np.zeros((rows, 2), dtype.newbyteorder("="))
-        assert (
-            ended(fl.scatter(parts, root, out=out if rank % 2 else None, async_op=how)) is not None
-        )
-        if rank % 2:
-            assert_same(out, mine)
-    assert_same(fl.scatter(joined if rank == root else None, root, rows=many), x)
-    parts = [drawn(r, (size, rows), dtype)[rank] for r in range(size)]
-    expected = np.concatenate(parts).astype(dtype)
-    given = drawn(rank, (size, rows), dtype).reshape(size * rows)
-    assert_same(fl.all_to_all(given), expected)
-    assert_same(fl.all_to_all(given, rows=[rows] * size), expected)
-    messages(rank, size, x, everyone, dtype)
+@on_ranks()
+def test_what_is_received_in_part_of_any_rank_may_be_of_any_dtype(rank: int, size: int) -> None:
+    for dtype in map(dtype_of, MOVED):
+        x = values(1, (3, 2), dtype)
+        if rank == 0 < size - 1:
+            got = fl.recv(np.zeros((8, 2), dtype), None, tag=1, partial=True)
+            assert_equal(got, x, str(dtype))
+        elif rank == 1:
+            fl.send(x, 0, tag=1)
 
 
 @on_ranks(("shm", 2))
@@ -225,44 +174,8 @@ def test_what_a_dtype_carries_stays_where_it_is(rank: int, size: int) -> None:
     assert fl.scatter(x if rank == 0 else None, 0, rows=[1] * size).tolist() == [rank]
 
 
-def messages(rank: int, size: int, x: Any, everyone: list[Any], dtype: np.dtype[Any]) -> None:
-    after, before = (rank + 1) % size, (rank - 1) % size
-    come = everyone[before]
-    got = np.zeros(come.shape, dtype)
-    if size > 1:
-        assert_same(fl.sendrecv(x, after, out=got, src=before), come)
-    got = np.zeros(come.shape, dtype)
-    works = [fl.isend(x, after), fl.irecv(got, before)]
-    for work in works:
-        work.wait()
-    assert_same(got, come)
-    got = np.zeros(come.shape, dtype)
-    ops = [fl.P2POp("send", x, after, tag=3), fl.P2POp("recv", got, before, tag=3)]
-    fl.batch_isend_irecv(ops).wait()
-    assert_same(got, come)
-    if size == 1:
-        return
-    if rank == 0:
-        room = np.zeros((len(everyone[1]) + 5, 2), dtype)
-        assert_same(fl.recv(room, None, tag=1, partial=True), everyone[1])
-        fl.send(x, 1)
-    elif rank == 1:
-        fl.send(x, 0, tag=1)
-        got = np.zeros(everyone[0].shape, dtype)
-        assert_same(fl.recv(got, 0), everyone[0])
-
-
 def ended(result: Any) -> Any:
     return result.wait() if isinstance(result, fl.Work) else result
-
-
-def test_what_is_moved_may_be_of_any_dtype(ranks: Any) -> None:
-    ranks.run_each(every_verb, [(name, 3) for name in MOVED])
-
-
-def test_what_is_moved_may_be_of_any_size(ranks: Any) -> None:
-    """Without rows; more than travels with a call."""
-    ranks.run_each(every_verb, [(name, rows) for name in (RECORD, "M8[s]") for rows in (0, 3000)])
 
 
 OTHER = np.dtype([("x", "f4"), ("z", "i8", (2,)), ("when", "M8[ms]"), ("name", "U3")])
@@ -375,21 +288,3 @@ def assert_dates(got: Any, expected: Any) -> None:
 def test_least_and_latest_dates_are_those_of_numpy(ranks: Any) -> None:
     for count in (2, 5_000):
         ranks.run(extremes, count)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: fl.broadcast(np.array([None])), r"dtype object\. broadcast_object\(x\) sends any"),
-        (lambda: fl.all_gather(np.zeros(1, [("x", "O")])), r"'O'.*all_gather_object\(x\)"),
-        (lambda: fl.isend(np.array([None]), 0), r"dtype object\. all_gather_object\(x\) sends any"),
-        (lambda: fl.all_reduce(np.zeros(1, "U2")), "<U2; .*only moved .broadcast, .* take dates"),
-        (lambda: fl.scan(np.zeros(1, RECORD), op="max"), "'when'.*only moved .broadcast"),
-        (lambda: fl.all_reduce(np.zeros(1, "M8[s]")), "takes op 'min' or 'max' and no scale"),
-        (lambda: fl.reduce(np.zeros(1, "m8[s]"), op="min", scale=2), "and no scale, got op='min'"),
-        (lambda: fl.reduce_scatter(np.zeros(1, "m8[s]"), op="land"), "takes op 'min' or 'max'"),
-    ],
-)
-def test_what_is_not_moved_or_not_computed_with_is_refused(call: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        call()

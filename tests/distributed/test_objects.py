@@ -9,8 +9,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.start.world import current_world
-from tests.distributed.conformance import ranks_in
-from tests.distributed.harness import run_ranks
+from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.told import told_now_or_later
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3))
@@ -45,7 +44,8 @@ class Unpicklable:
         raise RuntimeError("this one stays")
 
 
-def unpicklable_objects(rank: int, size: int) -> None:
+@on_ranks()
+def test_an_object_that_cannot_be_pickled_raises_on_every_rank(rank: int, size: int) -> None:
     last = size - 1
     mine = Unpicklable() if rank == last else rank
     calls = [
@@ -61,11 +61,8 @@ def unpicklable_objects(rank: int, size: int) -> None:
     assert fl.all_gather_object(rank) == list(range(size))  # the group lives on
 
 
-def test_an_object_that_cannot_be_pickled_raises_on_every_rank(ranks: Any) -> None:
-    ranks.run(unpicklable_objects)
-
-
-def wrong_arguments(rank: int, size: int) -> None:
+@on_ranks()
+def test_wrong_roots_are_refused(rank: int, size: int) -> None:
     for call in (fl.broadcast_object, fl.gather_object, fl.scatter_object):
         with pytest.raises(ValueError, match=f"0 to {size - 1}; got {size}"):
             call(0, size)
@@ -74,11 +71,8 @@ def wrong_arguments(rank: int, size: int) -> None:
     fl.barrier()
 
 
-def test_wrong_roots_are_refused(ranks: Any) -> None:
-    ranks.run(wrong_arguments)
-
-
-def roots_that_differ(rank: int, size: int) -> None:
+@on_ranks()
+def test_verbs_of_objects_raise_mismatch_error_if_the_roots_differ(rank: int, size: int) -> None:
     """Each pair of roots: both have an object to give, none of them, and only one."""
     for one, other in ((0, 1), (1, 0), (2, 1)) if size > 1 else ():
         root, long = one if rank == 0 else other, [f"{r}" * 2000 for r in range(size)]
@@ -94,26 +88,20 @@ def roots_that_differ(rank: int, size: int) -> None:
             assert verb(obj, other) == wanted
 
 
-def test_verbs_of_objects_raise_mismatch_error_if_the_roots_differ(ranks: Any) -> None:
-    ranks.run(roots_that_differ)
-
-
 def test_a_root_must_have_one_object_for_each_rank() -> None:
     for objs, got in ((None, "None"), ([1, 2], "2")):
         with pytest.raises(ValueError, match=f"one object for each of the 1 ranks, got {got}"):
             fl.scatter_object(objs)
 
 
-def arrays_as_objects(rank: int, size: int) -> None:
+@on_ranks()
+def test_arrays_inside_objects(rank: int, size: int) -> None:
     everyone = fl.all_gather_object({"x": np.full((rank, 2), rank)})
     assert [e["x"].shape for e in everyone] == [(r, 2) for r in range(size)]
 
 
-def test_arrays_inside_objects(ranks: Any) -> None:
-    ranks.run(arrays_as_objects)
-
-
-def arrays_without_copies(rank: int, size: int) -> None:
+@on_ranks()
+def test_large_arrays_inside_objects(rank: int, size: int) -> None:
     """Large buffers arrive as they were, and can be written to where the sender's can."""
     x = np.arange(3000.0).reshape(60, 50) + rank
     fixed = x.copy()
@@ -136,11 +124,8 @@ def arrays_without_copies(rank: int, size: int) -> None:
             assert all(array.ctypes.data % 16 == 0 for array in found.values())
 
 
-def test_large_arrays_inside_objects(ranks: Any) -> None:
-    ranks.run(arrays_without_copies)
-
-
-def objects_of_all_lengths(rank: int, size: int) -> None:
+@on_ranks()
+def test_objects_of_all_lengths(rank: int, size: int) -> None:
     """Around every length from which objects travel in another way."""
     for length in (0, 900, 1100, 16_000, 17_000, 70_000, 300_000):
         for root in range(size):
@@ -154,11 +139,8 @@ def objects_of_all_lengths(rank: int, size: int) -> None:
             assert [*map(len, fl.all_gather_object("z" * (rank * length)))] == lengths
 
 
-def test_objects_of_all_lengths(ranks: Any) -> None:
-    ranks.run(objects_of_all_lengths)
-
-
-def on_the_fast_path(rank: int, size: int) -> None:
+@on_ranks(("shm", 3), ("gloo", 3))
+def test_objects_on_the_fast_path(rank: int, size: int) -> None:
     """One native call does each verb, and is what the record shows."""
     group = current_world().group
     known = [None, NotImplemented, ..., [], (1, 2)]  # also what the fast path itself may return
@@ -182,11 +164,6 @@ def on_the_fast_path(rank: int, size: int) -> None:
         group.fast.objects(33, 1)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_objects_on_the_fast_path(pool: Any, backend: str) -> None:
-    pool(3, params={"BACKEND": backend}).run(on_the_fast_path)
-
-
 class Interrupted:
     """Ctrl-C where an object is pickled on rank 1."""
 
@@ -194,20 +171,14 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
-def interrupted_pickling(rank: int, size: int) -> str:
-    mine = Interrupted() if rank else 0
-    with pytest.raises((KeyboardInterrupt, fl.errors.PeerLostError)) as caught:
-        fl.all_gather_object(mine)
-    return type(caught.value).__name__
+@on_ranks(("shm", 2), ("gloo", 2), fresh=True)
+def test_an_interrupt_while_pickling_ends_the_group(rank: int, size: int) -> None:
+    with pytest.raises(KeyboardInterrupt if rank else fl.errors.PeerLostError):
+        fl.all_gather_object(Interrupted() if rank else 0)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_an_interrupt_while_pickling_ends_the_group(backend: str) -> None:
-    found = run_ranks(interrupted_pickling, 2, params={"BACKEND": backend})
-    assert found == ["PeerLostError", "KeyboardInterrupt"]
-
-
-def one_rank_through_python(rank: int, size: int) -> None:
+@on_ranks(("shm", 3), ("gloo", 3))
+def test_ranks_with_and_without_the_fast_path(rank: int, size: int) -> None:
     """A rank whose calls are noted by Python takes part in the same collectives."""
     group, large = current_world().group, np.arange(50_000.0)
     for off in range(size):
@@ -220,11 +191,6 @@ def one_rank_through_python(rank: int, size: int) -> None:
     group.journal.header[2] = 0
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_with_and_without_the_fast_path(pool: Any, backend: str) -> None:
-    pool(3, params={"BACKEND": backend}).run(one_rank_through_python)
-
-
 class Silent(Exception):
     def __str__(self) -> str:
         raise ZeroDivisionError
@@ -235,7 +201,8 @@ class Refusing:
         raise Silent
 
 
-def objects_as_messages(rank: int, size: int) -> None:
+@on_ranks()
+def test_objects_are_messages(rank: int, size: int) -> None:
     given: list[Any] = [{"rank": 0}, np.arange(100), list(range(5000)), "é"]
     if size == 1:
         with pytest.raises(ValueError, match="this rank itself"):
@@ -267,11 +234,8 @@ def objects_as_messages(rank: int, size: int) -> None:
     fl.barrier()
 
 
-def test_objects_are_messages(ranks: Any) -> None:
-    ranks.run(objects_as_messages)
-
-
-def long_objects_between_threads(rank: int, size: int) -> list[int]:
+@on_ranks(("shm", 3))
+def test_threads_send_and_receive_long_objects(rank: int, size: int) -> None:
     got: list[int] = []
 
     def work() -> None:
@@ -287,9 +251,4 @@ def long_objects_between_threads(rank: int, size: int) -> list[int]:
     for thread in threads:
         thread.join()
     fl.barrier()
-    return sorted(got)
-
-
-def test_threads_send_and_receive_long_objects(pool: Any) -> None:
-    got = pool(3).run(long_objects_between_threads)[0]
-    assert got == sorted(4 * [i * 1000 for i in range(20)])
+    assert rank or sorted(got) == sorted(4 * [i * 1000 for i in range(20)])

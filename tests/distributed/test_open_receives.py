@@ -17,7 +17,7 @@ from flashlight_py.errors import (
 )
 from flashlight_py.trace.records import call_text
 from tests.distributed.conformance import BACKENDS, WORLDS, on_ranks, ranks_in
-from tests.distributed.harness import run_ranks, run_survivors
+from tests.distributed.harness import run_survivors
 
 
 @pytest.mark.parametrize("width", [1, 30_000])
@@ -150,7 +150,14 @@ def test_a_record_of_a_receive_from_any_says_so() -> None:
     assert call_text(call) == "recv(float64 (3,), peer=any, tag=7)"
 
 
-def wait_for_anybody(rank: int, size: int) -> None:
+@on_ranks(
+    ("shm", 2),
+    slow=[("gloo", 2), ("hierarchical", 4), ("mpi", 3)],
+    fresh=True,
+    params={"TIMEOUT": 1},
+)
+def test_nobody_sends_in_time(rank: int, size: int) -> None:
+    """It ends by the timeout, and says whom it waited for and what is sent instead."""
     fl.barrier()  # all begin to count now, whoever has started late
     if rank == 0:
         with pytest.raises(CollectiveTimeoutError, match=r"rank(s)? 1.*tag[= ]7"):
@@ -159,17 +166,6 @@ def wait_for_anybody(rank: int, size: int) -> None:
         time.sleep(0.4)  # its own wait ends later
         with pytest.raises(DistributedError):
             fl.send(np.zeros(20_000), 0, tag=5)
-
-
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "hierarchical", "mpi")]
-
-
-@pytest.mark.parametrize("name", ["shm", *SLOW])
-def test_nobody_sends_in_time(name: str) -> None:
-    """It ends by the timeout, and says whom it waited for and what is sent instead."""
-    sizes, made = BACKENDS[name]
-    params = {**made.get("params", {}), "TIMEOUT": 1}
-    run_ranks(wait_for_anybody, sizes[0], **{**made, "params": params})
 
 
 def lose_a_sender(rank: int, size: int) -> None:

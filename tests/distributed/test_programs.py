@@ -36,6 +36,7 @@ def test_programs_of_every_verb_return_what_numpy_returns(ranks: Any, data: st.D
 def test_each_verb_in_every_size(ranks: Any) -> None:
     """Rows of every width, whatever the random programs have left out."""
     ranks.run(run_program, every_verb(ranks.size, "float32", (1, 1000, 100_000)), deadline=100.0)
+    ranks.run(run_program, every_verb(ranks.size, "int8", (1, 1000, 100_000)), deadline=100.0)
 
 
 @repeatable

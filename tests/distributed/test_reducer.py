@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import flashlight_py as fl
 from flashlight_py.distributed.reducers.reducer import plan_buckets
+from tests.distributed.conformance import on_ranks
 
 
 def reduce_many(rank: int, size: int, kind: str, options: dict[str, Any]) -> None:
@@ -52,17 +53,14 @@ def test_a_reducer_returns_the_scaled_sums(
     pool(size).run(reduce_many, kind, options)
 
 
-def abandoned(rank: int, size: int) -> None:
+@on_ranks(("shm", 2))
+def test_what_was_abandoned_is_not_sent(rank: int, size: int) -> None:
     reducer = fl.CoalescingReducer(1.0)
     x = np.ones(3)
     reducer.add(x)
     reducer.abandon()
     reducer.finalize()
     assert np.all(x == 1)
-
-
-def test_what_was_abandoned_is_not_sent(pool: Any) -> None:
-    pool(2).run(abandoned)
 
 
 def test_a_reducer_refuses_what_all_reduce_refuses() -> None:

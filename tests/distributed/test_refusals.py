@@ -15,7 +15,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.start.world import current_world
-from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
+from tests.distributed.conformance import in_places, on_ranks, ranks_in
 from tests.distributed.told import told, told_later, told_now_or_later
 
 SIZE, ODD = 3, 1
@@ -29,104 +29,13 @@ def ones(n: int = 6) -> Any:
     return np.ones(n)
 
 
-# What the odd rank calls, and what the others do.
-Calls = tuple[Callable[[], Any], Callable[[], Any]]
-COLLECTIVES: dict[str, Calls] = {
-    "all_reduce: no array": (lambda: fl.all_reduce(None), lambda: fl.all_reduce(ones())),
-    "all_reduce: a dtype": (lambda: fl.all_reduce(np.array(["a"])), lambda: fl.all_reduce(ones(1))),
-    "reduce: an op": (lambda: fl.reduce(np.ones(2, bool)), lambda: fl.reduce(ones(2))),
-    "all_reduce: a large array's scale": (
-        lambda: fl.all_reduce(ones(99_999), scale=np.nan),
-        lambda: fl.all_reduce(ones(99_999)),
-    ),
-    "reduce_scatter: unequal parts": (
-        lambda: fl.reduce_scatter(ones(7)),
-        lambda: fl.reduce_scatter(ones()),
-    ),
-    "scatter: parts that differ": (
-        lambda: fl.scatter([ones(1), ones(2), ones(3)], root=ODD),
-        lambda: fl.scatter(root=ODD),
-    ),
-    "all_gather: out": (
-        lambda: fl.all_gather(ones(), out=ones(7)[:, None]),
-        lambda: fl.all_gather(ones()),
-    ),
-    "all_to_all: rows": (
-        lambda: fl.all_to_all(ones(), rows=[6]),
-        lambda: fl.all_to_all(ones(), rows=[2, 2, 2]),
-    ),
-    "broadcast: a root": (
-        lambda: fl.broadcast(ones(), root=7),
-        lambda: fl.broadcast(ones(), root=2),
-    ),
-    "barrier: a timeout": (lambda: fl.barrier(timeout=-1), fl.barrier),
-    "broadcast_object: a root": (
-        lambda: fl.broadcast_object(3, root=-1),
-        lambda: fl.broadcast_object(3),
-    ),
-    "new_group: members": (lambda: fl.new_group([9]), lambda: fl.new_group([0, 1])),
-    "split: a color": (lambda: fl.split("red"), lambda: fl.split(0)),  # type: ignore[arg-type]
-    "shared_empty: a shape": (
-        lambda: fl.distributed.shared_empty((1.5,)),  # type: ignore[arg-type]
-        lambda: fl.distributed.shared_empty(3),
-    ),
-    "all_reduce_multiple: one of several": (
-        lambda: fl.all_reduce_multiple([ones(), None]),
-        lambda: fl.all_reduce_multiple([ones()]),
-    ),
-    "all_reduce_multiple: one of several that were started": (
-        lambda: fl.all_reduce_multiple([ones(), None], async_op=True),
-        lambda: fl.all_reduce_multiple([ones(), ones()], async_op=True).wait(),
-    ),
-    "all_reduce_multiple: all": (
-        lambda: fl.all_reduce_multiple([ones(), ones(2)], op="median"),
-        lambda: fl.all_reduce_multiple([ones(), ones(2)]),
-    ),
-    "all_reduce_multiple: all as one": (
-        lambda: fl.all_reduce_multiple([ones(), ones(2)], op="median", contiguous=True),
-        lambda: fl.all_reduce_multiple([ones(), ones(2)], contiguous=True),
-    ),
-    **{
-        f"all_reduce_multiple: several that were started, contiguous={c}": (
-            lambda c=c: fl.all_reduce_multiple(
-                [ones(), ones(2)], 1.0, op="no", async_op=True, contiguous=c
-            ),
-            lambda c=c: fl.all_reduce_multiple(
-                [ones(), ones(2)], 1.0, op="sum", async_op=True, contiguous=c
-            ).wait(),
-        )
-        for c in (False, True)
-    },
-    "all_reduce_multiple: strided arrays": (
-        lambda: fl.all_reduce_multiple([ones()[::2], ones()[::3]], op="no"),
-        lambda: fl.all_reduce_multiple([ones()[::2], ones()[::3]]),
-    ),
-    "all_reduce_multiple: strided arrays that were started": (
-        lambda: fl.all_reduce_multiple([ones()[::2], ones()[::3]], op="no", async_op=True),
-        lambda: fl.all_reduce_multiple([ones()[::2], ones()[::3]], async_op=True).wait(),
-    ),
-    "all_reduce: a strided array that was started": (
-        lambda: fl.all_reduce(ones()[::2], op="no", async_op=True),
-        lambda: fl.all_reduce(ones()[::2], async_op=True).wait(),
-    ),
-    "all_reduce: beside another verb": (lambda: fl.all_reduce(None), lambda: fl.broadcast(ones())),
-    "all_gather: one of several that were started": (
-        lambda: fl.all_gather([ones(), None], async_op=True),
-        lambda: fl.all_gather([ones(), ones()], async_op=True).wait(),
-    ),
-    "reduce_scatter: one of several that were started": (
-        lambda: fl.reduce_scatter([ones(), ones(7)], async_op=True),
-        lambda: fl.reduce_scatter([ones(), ones()], async_op=True).wait(),
-    ),
-    "all_gather: the first of several": (
-        lambda: fl.all_gather([None, ones()]),
-        lambda: fl.all_gather([ones(), ones()]),
-    ),
-    "all_reduce: started": (
-        lambda: fl.all_reduce(ones(), op="no", async_op=True),
-        lambda: fl.all_reduce(ones(), async_op=True).wait(),
-    ),
-}
+def op_if(bad: bool) -> Any:
+    return "no" if bad else "sum"
+
+
+def started(verb: Any, x: Any, op: str | None = None, **how: Any) -> Any:
+    """Start ``verb``, and wait for it."""
+    return verb(x, async_op=True, **({"op": op} if op else {}), **how).wait()
 
 
 def linear() -> Any:
@@ -208,11 +117,67 @@ def stop_profile(bad: bool) -> None:
     fl.profile(os.devnull).stop() if bad else fl.profile(os.devnull).start()
 
 
-# Functions that consist of several calls; the odd rank passes True, the others False.
-COMPOSED: dict[str, Callable[[Any], Any]] = {
+# The odd rank calls each with True and raises, the others with False.
+CASES: dict[str, Callable[[Any], Any]] = {
+    "all_reduce: no array": lambda bad: fl.all_reduce([ones(), None][bad]),
+    "all_reduce: a dtype": lambda bad: fl.all_reduce([ones(1), np.array(["a"])][bad]),
+    "all_reduce: a large array's scale": lambda bad: fl.all_reduce(
+        ones(99_999), scale=[1, np.nan][bad]
+    ),
+    "all_reduce: beside another verb": lambda bad: (
+        fl.all_reduce(None) if bad else fl.broadcast(ones())
+    ),
+    "all_reduce: started": lambda bad: started(fl.all_reduce, ones(), op_if(bad)),
+    "all_reduce: a strided array that was started": lambda bad: started(
+        fl.all_reduce, ones()[::2], op_if(bad)
+    ),
+    "reduce: an op": lambda bad: fl.reduce([ones(2), np.ones(2, bool)][bad]),
+    "reduce_scatter: unequal parts": lambda bad: fl.reduce_scatter(ones(6 + bad)),
+    "reduce_scatter: one of several that were started": lambda bad: started(
+        fl.reduce_scatter, [ones(), ones(6 + bad)]
+    ),
+    "scatter: parts that differ": lambda bad: fl.scatter(
+        [ones(1), ones(2), ones(3)] if bad else None, root=ODD
+    ),
+    "all_gather: out": lambda bad: fl.all_gather(ones(), out=ones(7)[:, None] if bad else None),
+    "all_gather: the first of several": lambda bad: fl.all_gather([[ones(), None][bad], ones()]),
+    "all_gather: one of several that were started": lambda bad: started(
+        fl.all_gather, [ones(), [ones(), None][bad]]
+    ),
+    "all_to_all: rows": lambda bad: fl.all_to_all(ones(), rows=[6] if bad else [2, 2, 2]),
+    "broadcast: a root": lambda bad: fl.broadcast(ones(), root=[2, 7][bad]),
+    "barrier: a timeout": lambda bad: fl.barrier(timeout=-1 if bad else None),
+    "broadcast_object: a root": lambda bad: fl.broadcast_object(3, root=-bad),
+    "new_group: members": lambda bad: fl.new_group([9] if bad else [0, 1]),
+    "split: a color": lambda bad: fl.split([0, "red"][bad]),  # type: ignore[arg-type]
+    "shared_empty: a shape": lambda bad: fl.distributed.shared_empty([3, (1.5,)][bad]),  # type: ignore[arg-type]
+    "all_reduce_multiple: one of several": lambda bad: fl.all_reduce_multiple(
+        [ones(), *[None] * bad]
+    ),
+    "all_reduce_multiple: one of several that were started": lambda bad: started(
+        fl.all_reduce_multiple, [ones(), [ones(), None][bad]]
+    ),
+    "all_reduce_multiple: strided arrays": lambda bad: fl.all_reduce_multiple(
+        [ones()[::2], ones()[::3]], op=op_if(bad)
+    ),
+    "all_reduce_multiple: strided arrays that were started": lambda bad: started(
+        fl.all_reduce_multiple, [ones()[::2], ones()[::3]], op_if(bad)
+    ),
+    **{
+        f"all_reduce_multiple: all, contiguous={c}": lambda bad, c=c: fl.all_reduce_multiple(
+            [ones(), ones(2)], op=op_if(bad), contiguous=c
+        )
+        for c in (False, True)
+    },
+    **{
+        f"all_reduce_multiple: all that were started, contiguous={c}": lambda bad, c=c: started(
+            fl.all_reduce_multiple, [ones(), ones(2)], op_if(bad), contiguous=c
+        )
+        for c in (False, True)
+    },
     "gather: a root": lambda bad: fl.gather(ones(), root=bad * 9),
-    "scan: an op": lambda bad: fl.scan(ones(), op="no" if bad else "sum"),  # type: ignore[arg-type]
-    "exscan: an op": lambda bad: fl.exscan(ones(), op="no" if bad else "sum"),  # type: ignore[arg-type]
+    "scan: an op": lambda bad: fl.scan(ones(), op=op_if(bad)),
+    "exscan: an op": lambda bad: fl.exscan(ones(), op=op_if(bad)),
     "all_reduce_location: an op": lambda bad: fl.all_reduce_location(
         ones(), op=["min", "sum"][bad]
     ),  # type: ignore[arg-type]
@@ -294,7 +259,6 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "Profile.start: started": start_profile,
     "Profile.stop: not started": stop_profile,
 }
-COLLECTIVES |= {n: (partial(call, True), partial(call, False)) for n, call in COMPOSED.items()}
 # Names that ``functions_of_groups`` returns and that need no case, by the reason.
 WITHOUT_CASE = {
     "before or after the group": "distributed_init distributed_shutdown",
@@ -330,28 +294,28 @@ def functions_of_groups() -> set[str]:
 
 
 def test_cases_cover_every_public_collective_function() -> None:
-    tried = {name.partition(":")[0] for name in [*COLLECTIVES, *messages(0)]}
+    tried = {name.partition(":")[0] for name in [*CASES, *messages(0)]}
     assert functions_of_groups() == tried | set(" ".join(WITHOUT_CASE.values()).split())
 
 
 @on_ranks()
 def test_a_refused_collective_raises_on_every_rank(rank: int, size: int) -> None:
-    journal = fl.distributed.start.world.current_world().group.journal
-    before = journal.count[0]
-    for name, (wrong, right) in COLLECTIVES.items():
+    calls = world().journal.count
+    before = calls[0]
+    for name, call in CASES.items():
         began = time.monotonic()
         if rank == ODD:
             with pytest.raises(WRONG) as caught:
-                wrong()
+                call(True)
             assert not isinstance(caught.value, fl.errors.DistributedError), name
             told_later()
         else:
-            check(right, name, told_now_or_later)
+            check(partial(call, False), name, told_now_or_later)
         assert fl.all_reduce(np.ones(3))[0] == size, name  # in step
         assert time.monotonic() - began < AT_ONCE, name
     fl.sync_distributed()  # nothing is left to be raised
     # The calls of a flight record have the same numbers on every rank.
-    assert len(set(fl.all_gather_object(journal.count[0] - before))) == 1
+    assert len(set(fl.all_gather_object(calls[0] - before))) == 1
 
 
 def check(
@@ -380,31 +344,24 @@ def test_the_others_have_its_reason(rank: int, size: int) -> None:
             fl.reduce_scatter(ones())
 
 
-def refuse_alike(rank: int, size: int) -> None:
-    for _ in range(3):
-        for wrong, _right in COLLECTIVES.values():
+@on_ranks()
+def test_ranks_that_refuse_alike_raise_their_own_and_go_on(rank: int, size: int) -> None:
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for name, call in [*CASES.items()] * 3:
+        if name != "scatter: parts that differ":  # the root alone has parts
             with pytest.raises(WRONG):
-                wrong()
+                call(True)
     with pytest.raises(ValueError, match="read-only"):
-        fl.sendrecv(ones(), (rank + 1) % size, out=np.broadcast_to(1.0, 6), src=(rank - 1) % size)
+        fl.sendrecv(ones(), right, out=np.broadcast_to(1.0, 6), src=left)
     with pytest.raises(ValueError, match="dst must be a rank"):
-        fl.sendrecv(ones(), size, out=ones(), src=(rank - 1) % size)
+        fl.sendrecv(ones(), size, out=ones(), src=left)
     got = np.zeros(1)
-    fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, out=got, src=(rank - 1) % size)
-    assert got[0] == (rank - 1) % size
+    fl.sendrecv(np.full(1, float(rank)), right, out=got, src=left)
+    assert got[0] == left
     assert fl.all_reduce(np.ones(3))[0] == size
 
 
-@on_ranks()
-def test_ranks_that_refuse_alike_raise_their_own_and_go_on(rank: int, size: int) -> None:
-    scatter = COLLECTIVES.pop("scatter: parts that differ")
-    try:
-        refuse_alike(rank, size)
-    finally:
-        COLLECTIVES["scatter: parts that differ"] = scatter
-
-
-def messages(peer: int) -> dict[str, Calls]:
+def messages(peer: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """Calls of a rank that refuses, and of its peer."""
     me, locked = ODD, np.broadcast_to(1.0, 6)
     p2p = fl.P2POp
@@ -463,11 +420,7 @@ def test_a_group_goes_on_as_well(rank: int, size: int) -> None:
     assert rank == ODD or ", and refused its arguments (TypeError" in str(caught.value)
 
 
-def two_hosts_unchecked(rank: int) -> dict[str, str]:
-    return {**BACKENDS["hierarchical"][1]["env"](rank), "FLASHLIGHT_CHECKS": "0"}
-
-
-@on_ranks(("hierarchical", SIZE), fresh=True, env=two_hosts_unchecked)
+@on_ranks(("hierarchical", SIZE), fresh=True, env=in_places("aab", FLASHLIGHT_CHECKS="0"))
 def test_without_checks_between_hosts_the_group_ends_with_the_reason(rank: int, size: int) -> None:
     with pytest.raises(TypeError if rank == ODD else fl.errors.DistributedError) as caught:
         fl.all_reduce(None if rank == ODD else np.ones(3))
@@ -534,8 +487,7 @@ def test_a_refused_message_beside_nobody_raises_where_it_is_awaited(rank: int, s
 
 @on_ranks()
 def test_a_call_without_an_argument_says_which(rank: int, size: int) -> None:
-    group = fl.distributed.start.world.current_world().group
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'dst'") as caught:
-        group.send(ones())  # type: ignore[call-arg]
+        world().send(ones())  # type: ignore[call-arg]
     assert caught.value.__context__ is None
     fl.barrier()

@@ -17,11 +17,9 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import of
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.errors import DistributedError, MismatchError
-from tests.distributed.conformance import BACKENDS, on_ranks
-from tests.distributed.harness import run_ranks, run_survivors
+from tests.distributed.conformance import on_ranks
+from tests.distributed.harness import run_survivors
 from tests.distributed.told import told, told_later
-
-BACKEND = pytest.mark.parametrize("backend", ["shm", "gloo"])
 
 
 def in_both(size: int, **how: Any) -> Any:
@@ -30,6 +28,7 @@ def in_both(size: int, **how: Any) -> Any:
 
 # Over TCP what nobody waits for may lie in the kernel for 200 ms; what somebody does must not.
 CALLS, LONGEST = 16, 0.1
+COARSE = 6  # Linux's CLOCK_MONOTONIC_COARSE, which Python has no name for
 # Each with the ranks that need nobody in it, and what all have afterwards.
 VERBS: dict[str, Any] = {
     "broadcast": (fl.broadcast, lambda rank, root: rank == root),
@@ -60,9 +59,13 @@ def test_who_needs_nobody_does_not_wait(rank: int, size: int, verb: str) -> None
     assert np.all(total == size * (size + 1) / 2)
 
 
-def compare_later(rank: int, size: int, differ: bool) -> list[str]:
+@pytest.mark.parametrize("differ", [False, True])
+@on_ranks(("shm", 3), fresh=True)
+def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back(
+    rank: int, size: int, differ: bool
+) -> None:
     """Make many calls that are compared ahead, the last of another op on rank 1 if they differ."""
-    cpu, x, found = of(None).backend(), np.ones(3), list[str]()
+    cpu, x, error = of(None).backend(), np.ones(3), ""
     assert isinstance(cpu, ComparesAhead)
     try:
         for n in range(100):
@@ -71,11 +74,11 @@ def compare_later(rank: int, size: int, differ: bool) -> list[str]:
             cpu.start(call).wait()
         while not cpu.look_back("all_reduce", 30.0):
             time.sleep(0)
-    except MismatchError as error:
-        found.append(str(error))
+    except MismatchError as mismatch:
+        error = str(mismatch)
         with pytest.raises(MismatchError):
             fl.barrier()  # the next call that compares finds it too
-    return found
+    assert ("op=max" in error) == ("op=sum" in error) == differ
 
 
 def look_back_after_the_end(rank: int, size: int) -> None:
@@ -93,13 +96,6 @@ def look_back_after_the_end(rank: int, size: int) -> None:
 
 def test_a_look_back_in_a_group_that_has_ended_raises() -> None:
     run_survivors(look_back_after_the_end, 2, 1)
-
-
-def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back() -> None:
-    assert run_ranks(compare_later, 3, False) == [[]] * 3
-    for (error,) in run_ranks(compare_later, 3, True):
-        assert "op=max" in error
-        assert "op=sum" in error
 
 
 @in_both(3)
@@ -190,31 +186,26 @@ def test_all_ranks_go_on_after_refusals_of_a_root(rank: int, size: int, verb: st
         assert fl.all_reduce(1) == size
 
 
-def raise_in_a_later_call(rank: int, size: int, verb: str) -> tuple[list[int], str]:
-    """Differ in a call from which the root returns; tell which later calls raise, and what."""
+@pytest.mark.parametrize("verb", VERBS)
+@in_both(3)
+def test_a_call_that_raises_for_an_earlier_one_gives_nothing(
+    rank: int, size: int, verb: str
+) -> None:
+    """Differ in a call from which the root returns, and see which later calls raise."""
     call = VERBS[verb][0]
     told(lambda: fl.broadcast(np.zeros(3 + (rank > 0))))
     fl.send(np.zeros(1), (rank + 1) % size)  # all have called
     fl.recv(np.zeros(1), (rank - 1) % size)
     errors = [told(lambda: call(np.full(3, rank + 1.0))) for _ in range(40)]
     assert told_later() == ""  # all have been told
-    return [n for n, error in enumerate(errors) if error], "".join(errors)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-@BACKEND
-def test_a_call_that_raises_for_an_earlier_one_gives_nothing(
-    pool: Any, backend: str, verb: str
-) -> None:
-    root, *others = pool(3, **BACKENDS[backend][1]).run(raise_in_a_later_call, verb)
-    assert len(root[0]) == 1, root
-    assert "called different things in an earlier call of this group" in root[1]
-    for numbers, message in others:
-        if verb in ("reduce", "gather"):  # the root needs the others, they do not need it
-            assert numbers == []
-        else:
-            assert numbers == root[0]
-            assert f"{verb}, and raised the error of an earlier call instead" in message
+    numbers, message = [n for n, error in enumerate(errors) if error], "".join(errors)
+    of_root = fl.broadcast_object(numbers)
+    assert len(of_root) == 1
+    if rank > 0 and verb in ("reduce", "gather"):  # the root needs the others, they do not need it
+        assert numbers == []
+    else:
+        assert numbers == of_root
+        assert "called different things in an earlier call of this group" in message
 
 
 def tell(sender: int, receiver: int, rank: int) -> None:
@@ -224,7 +215,33 @@ def tell(sender: int, receiver: int, rank: int) -> None:
         fl.send(message, receiver) if rank == sender else fl.recv(message, sender)
 
 
-def differ_twice(rank: int, size: int) -> list[bool]:
+@in_both(3)
+def test_ranks_that_need_a_withdrawn_call_raise_the_earlier_mismatch_once(
+    rank: int, size: int
+) -> None:
+    """Rank 0 raises a mismatch that rank 1, which waits for its call, has not been told either."""
+    if rank == 2:
+        tell(1, 2, rank)
+    assert (told(lambda: fl.scan(np.zeros(3 + (rank == 2)))) != "") == (rank == 2)
+    if rank == 1:
+        work = fl.broadcast(np.ones(5), async_op=True)
+        tell(1, 2, rank)
+        tell(1, 0, rank)
+        message = told(work.wait)
+    else:
+        tell(1, 0, rank)
+        tell(2, 0, rank)
+        tick = time.clock_gettime(COARSE)
+        while time.clock_gettime(COARSE) == tick:
+            pass  # a call in the same tick as the one before compares earlier ones behind it
+        message = told(lambda: fl.broadcast(np.ones(5)))
+    assert "an earlier call of this group, 1 before this one: " in message
+    assert "rank 2 called scan(float64 (4,)" in message
+    assert told_later() == ""  # all have been told
+
+
+@in_both(2)
+def test_each_of_two_earlier_mismatches_is_raised(rank: int, size: int) -> None:
     """Rank 1 makes the second of two wrong calls after the root has raised the first."""
     raised = []
 
@@ -250,12 +267,7 @@ def differ_twice(rank: int, size: int) -> list[bool]:
     for _ in range(10):
         call(3)
     assert told_later() == ""
-    return raised
-
-
-@BACKEND
-def test_each_of_two_earlier_mismatches_is_raised(pool: Any, backend: str) -> None:
-    root, other = pool(2, **BACKENDS[backend][1]).run(differ_twice)
+    root, other = fl.all_gather_object(raised)
     assert root[:3] == [False, False, True]
     # A call in the same clock tick as the one before it leaves the second one to the next call.
     assert sorted(root[3:5]) == [False, True]
@@ -263,7 +275,8 @@ def test_each_of_two_earlier_mismatches_is_raised(pool: Any, backend: str) -> No
     assert other == [True, True, *root[2:]]
 
 
-def gather_rows_after_a_mismatch(rank: int, size: int) -> None:
+@in_both(3)
+def test_a_gather_goes_on_after_an_earlier_mismatch(rank: int, size: int) -> None:
     """Rank 1 is many calls ahead of a gather in which rank 2 raises the earlier mismatch."""
     one, root = np.zeros(1), 2
     if rank == 1:
@@ -289,19 +302,13 @@ def gather_rows_after_a_mismatch(rank: int, size: int) -> None:
         assert np.all(fl.all_reduce(np.full(60_000, rank + 1.0 + n)) == 6 + 3 * n)
 
 
-def scatter_after_a_mismatch(rank: int, size: int) -> bool:
+@in_both(2)
+def test_all_ranks_find_the_same_earlier_mismatches(rank: int, size: int) -> None:
     """The root waits for all in a scatter of 5 KB, and raises; another does not know its size."""
     told(lambda: fl.broadcast(np.zeros(3 + rank), 1))
     raised = told(lambda: fl.scatter(np.ones((size, 300)) if rank == 1 else None, 1))
     told_later()
-    return raised != ""
-
-
-@BACKEND
-def test_all_ranks_find_the_same_earlier_mismatches(pool: Any, backend: str) -> None:
-    world = BACKENDS[backend][1]
-    pool(3, **world).run(gather_rows_after_a_mismatch)
-    assert len(set(pool(2, **world).run(scatter_after_a_mismatch))) == 1
+    assert len(set(fl.all_gather_object(raised != ""))) == 1
 
 
 def sync_on_rank_1(rank: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import CollectiveTimeoutError, GroupClosedError, PeerLostError
-from tests.distributed.conformance import on_ranks
+from tests.distributed.conformance import in_places, on_ranks
 from tests.distributed.harness import run_survivors
 
 # More than what fits into the kernel's memory of a connection; and what a lost rank may take.
@@ -224,11 +224,7 @@ def test_a_group_outlives_one_that_is_dropped_and_not_the_world(rank: int, size:
         inner.barrier()
 
 
-def two_hosts(rank: int) -> dict[str, str]:
-    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank % 2)}
-
-
-@on_ranks(("hierarchical", 4), fresh=True, params={"TIMEOUT": 30}, env=two_hosts)
+@on_ranks(("hierarchical", 4), fresh=True, params={"TIMEOUT": 30}, env=in_places("ab"))
 def test_groups_over_hosts_cost_no_threads(rank: int, size: int) -> None:
     assert total() == size
     before = tasks_and_descriptors()

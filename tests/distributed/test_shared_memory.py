@@ -16,7 +16,7 @@ import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.hierarchical_calls import cut_evenly
 from tests.distributed import conformance
-from tests.distributed.conformance import assert_equal, combined, on_ranks, values
+from tests.distributed.conformance import assert_equal, combined, in_places, on_ranks, values
 from tests.distributed.harness import run_ranks
 
 SHM = {"BACKEND": "shm"}
@@ -109,6 +109,7 @@ def describe(rank: int, size: int) -> tuple[str, str]:
     [
         (2, {}, "shared memory (all ranks share this host's memory)", "SHM"),
         (2, {"params": {"BACKEND": "gloo"}}, "Gloo over TCP (BACKEND is gloo)", "GLOO"),
+        (2, {"env": in_places("ab")}, "Gloo over TCP (no two ranks share memory)", "GLOO"),
         (3, {"env": conformance.two_hosts}, "2 hosts with 2, 1 ranks", "GLOO"),
     ],
 )
@@ -119,15 +120,6 @@ def test_describe_says_which_way_and_why(
         assert f"rank {rank} of {size}" in text
         assert said in text
         assert backend == name
-
-
-def each_alone(rank: int) -> dict[str, str]:
-    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank)}
-
-
-def test_ranks_that_share_no_memory_use_gloo(pool: Any) -> None:
-    text, _ = pool(2, env=each_alone).run(describe)[0]
-    assert "Gloo over TCP (no two ranks share memory)" in text
 
 
 def hide_shm(rank: int, size: int, path: str, hidden: list[int]) -> tuple[str, list[str]]:
@@ -170,18 +162,11 @@ def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
     assert apart in found[0][1][0]
 
 
-@on_ranks(("shm", 2), fresh=True, env=each_alone, init=None)
+@on_ranks(("shm", 2), fresh=True, env=in_places("ab"), init=None)
 def test_shm_that_cannot_be_is_refused_on_every_rank(rank: int, size: int, tmp_path: Path) -> None:
     params = {"FILE_PATH": str(tmp_path / "meet"), "BACKEND": "shm"}
     with pytest.raises(fl.errors.BackendUnavailableError, match="do not all share memory"):
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
-
-
-@pytest.mark.parametrize("odd", [{1}, {2, 3, 4}], ids=["within a host", "between hosts"])
-@on_ranks(("hierarchical", 5), fresh=True)
-def test_a_mismatch_reaches_every_rank_of_every_host(rank: int, size: int, odd: set[int]) -> None:
-    with pytest.raises(fl.errors.MismatchError):
-        fl.all_reduce(np.zeros(5 if rank in odd else 4))
 
 
 def test_parts_cover_an_array() -> None:

@@ -13,15 +13,9 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed import conformance
-from tests.distributed.conformance import on_ranks, ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in, world_of
 from tests.distributed.harness import run_outcomes
 
-WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "shm": (2, {"params": {"BACKEND": "shm"}}),
-    "gloo": (2, {"params": {"BACKEND": "gloo"}}),
-    "hierarchical": (3, {"env": conformance.two_hosts}),
-}
 # Much more than what is tried takes; the group's own timeout is 300 s.
 SOON = 20.0
 
@@ -52,7 +46,8 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def two_threads_reduce(rank: int, size: int) -> list[float]:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_two_threads_reduce_with_a_late_peer(rank: int, size: int) -> None:
     arrays = [np.full(8, rank + 1.0), np.full(8, rank + 1.0)]
     fl.barrier()
     if rank > 0:
@@ -60,7 +55,7 @@ def two_threads_reduce(rank: int, size: int) -> list[float]:
     threads = [in_thread(lambda array=array: fl.all_reduce(array))[0] for array in arrays]
     for thread in threads:
         thread.join(SOON)
-    return [float(array[0]) for array in arrays]
+    assert [float(array[0]) for array in arrays] == [3.0, 3.0]
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
@@ -77,7 +72,8 @@ def test_all_reduce_multiple_goes_on_if_another_thread_begins_calls(rank: int, s
     assert all(np.all(x == size) for xs in lists for x in xs)
 
 
-def a_barrier_then_a_reduction(rank: int, size: int) -> float:
+@on_ranks(("shm", 2), ("gloo", 2))
+def test_a_barrier_and_a_reduction_of_two_threads_keep_their_order(rank: int, size: int) -> None:
     """Rank 0 has both on their way, in this order, before the others begin the first."""
     x = np.full(8, rank + 1.0)
     if rank == 0:
@@ -87,20 +83,14 @@ def a_barrier_then_a_reduction(rank: int, size: int) -> float:
         fl.all_reduce(x)
         thread.join(SOON)
         assert raised == [None]
-        return float(x[0])
-    group = fl.distributed.start.world.current_world().group
-    until(lambda: group.backend().call_ahead(0))
-    fl.send(np.zeros(1), 0)
-    time.sleep(0.1)
-    fl.barrier()
-    return float(fl.all_reduce(x)[0])
-
-
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("work", [two_threads_reduce, a_barrier_then_a_reduction])
-def test_two_threads_wait_for_a_late_peer(pool: Any, backend: str, work: Any) -> None:
-    got = pool(2, params={"BACKEND": backend}).run(work)
-    assert got == ([[3.0, 3.0]] * 2 if work is two_threads_reduce else [3.0] * 2)
+    else:
+        group = fl.distributed.start.world.current_world().group
+        until(lambda: group.backend().call_ahead(0))
+        fl.send(np.zeros(1), 0)
+        time.sleep(0.1)
+        fl.barrier()
+        fl.all_reduce(x)
+    assert x[0] == 3.0
 
 
 @everywhere
@@ -293,9 +283,9 @@ def test_a_handler_inside_a_verb_leaves(
     backend: str, verb: str, handler: str, tmp_path: Path
 ) -> None:
     """Saving is refused, which ends the verb; leaving ends it too. The others notice at once."""
-    size, how = WORLDS[backend]
-    arguments = (verb, handler, str(tmp_path))
-    outcomes = run_outcomes(preempted_inside, size, *arguments, deadline=SOON, **how)
+    size, arguments = 3 if backend == "hierarchical" else 2, (verb, handler, str(tmp_path))
+    world = world_of(backend)
+    outcomes = run_outcomes(preempted_inside, size, *arguments, deadline=SOON, **world)
     first = "GroupClosedError" if handler == "leaves" else "DistributedError"
     expected = [first, *["PeerLostError"] * (size - 1)]
     assert [outcome.value for outcome in outcomes] == expected, outcomes
