@@ -11,7 +11,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.exchange import BackendStore
-from flashlight_py.distributed.backends.mpi import movement
+from flashlight_py.distributed.backends.mpi import verb_steps
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.joining import join
 from flashlight_py.distributed.backends.shm import ShmBackend
@@ -38,12 +38,12 @@ def join_again(store: Store) -> MpiBackend:
 
 def verbs_in_small_pieces(rank: int, size: int, program: Sequence[Any], limit: int) -> None:
     """As if MPI's counts ended at ``limit``."""
-    before, movement.LARGEST_BYTES = movement.LARGEST_BYTES, limit
+    before, verb_steps.LARGEST_BYTES = verb_steps.LARGEST_BYTES, limit
     try:
         run_program(rank, size, program)
         ring(rank, size, 5000)
     finally:
-        movement.LARGEST_BYTES = before
+        verb_steps.LARGEST_BYTES = before
 
 
 def ring(rank: int, size: int, count: int) -> None:

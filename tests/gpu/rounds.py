@@ -39,7 +39,7 @@ from flashlight_py.distributed.groups.membership import of
 from tests.distributed.harness import Outcome, RanksFailedError, run_outcomes, run_ranks
 from tests.gpu import verbs
 from tests.gpu.conftest import world
-from tests.gpu.machine import NO_GPU
+from tests.gpu.machine import NO_GPU, why_no_gpu
 
 TIMEOUT = 3.0  # seconds of a collective, once all ranks have joined
 JOINING = 25.0  # seconds to join, as many ranks start CUDA and NCCL at the same time
@@ -336,20 +336,6 @@ def play_all(rounds: Sequence[Round], lanes: int, ends: float) -> list[Result]:
 
 def nothing(rank: int, size: int) -> None:
     """Do nothing."""
-
-
-def why_no_gpu() -> str:
-    """Return why CUDA cannot be used, or "" if it can."""
-    try:
-        import cupy
-    except ImportError as error:
-        return str(error)
-    runtime: Any = cupy.cuda.runtime
-    try:
-        runtime.getDeviceCount()
-    except runtime.CUDARuntimeError as error:
-        return str(error)
-    return ""
 
 
 def main() -> int:

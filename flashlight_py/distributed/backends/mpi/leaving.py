@@ -62,10 +62,7 @@ class Leaving:
 
 
 def end_the_job(mpi: Any, linger: Callable[[float], None]) -> None:
-    """Abort, soon; no code of the interpreter's exit runs after that.
-
-    ``linger(end)`` gives the others time to notice, until the clock says ``end``.
-    """
+    """Abort, when ``linger(end)`` has given the others time to notice, until the time ``end``."""
     if mpi.Is_finalized():
         return
     end = time.monotonic() + _LINGER_SECONDS
@@ -76,7 +73,7 @@ def end_the_job(mpi: Any, linger: Callable[[float], None]) -> None:
         for descriptor in (1, 2):
             _await_reader(descriptor, end)
         linger(end)
-    finally:  # also after Ctrl-C, or where nobody reads any more
+    finally:  # also after Ctrl-C, or where nobody reads any more; no code of the exit runs
         mpi.COMM_WORLD.Abort(1)
 
 
