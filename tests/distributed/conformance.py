@@ -24,7 +24,7 @@ from flashlight_py.distributed.calls.combining import MEANINGS, cut, factors
 from flashlight_py.distributed.calls.combining import combined as in_order
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, VERBS, Verb
-from tests.distributed.harness import RankPool
+from tests.distributed.harness import RankPool, run_survivors
 
 Array = NDArray[Any]
 
@@ -85,12 +85,17 @@ def _world_id(world: tuple[Any, ...]) -> str:
 
 
 def on_ranks(
-    *worlds: World, slow: Sequence[World] = (), fresh: bool = False, **how: Any
+    *worlds: World,
+    slow: Sequence[World] = (),
+    fresh: bool = False,
+    lost: int | None = None,
+    **how: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator: the test is what each rank does, ``test(rank, size, *fixtures)``.
 
     It runs in the fixture ``ranks``, or in each of ``worlds`` and ``slow`` with more ``params`` or
-    ``env``. ``fresh``: on ranks of its own, which it may end.
+    ``env``. ``fresh``: on ranks of its own, which it may end. ``lost``: the same, and this rank is
+    killed by what it does (-1: the last rank).
     """
     marked = [(world, ()) for world in worlds] + [(world, pytest.mark.slow) for world in slow]
 
@@ -99,7 +104,9 @@ def on_ranks(
 
         def run(ranks: Any, **given: Any) -> None:
             call = _on_rank, test.__module__, test.__name__, *(given[name] for name in names)
-            if fresh:
+            if lost is not None:
+                run_survivors(call[0], ranks.size, lost % ranks.size, *call[1:], **ranks.world)
+            elif fresh:
                 with RankPool(ranks.size, **ranks.world) as pool:
                     pool.run(*call)
             else:

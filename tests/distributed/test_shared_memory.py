@@ -366,26 +366,17 @@ VERBS: list[Callable[[Any, Any, int], Any]] = [
 ]
 
 
-def move_secrets(rank: int, size: int, owners: tuple[int, ...]) -> list[str]:
+@pytest.mark.skipif(not can_keep_secrets(), reason="needs memfd_secret (Linux 5.14, x86 or ARM)")
+@on_ranks(("shm", 2), ("shm", 3))
+def test_secret_memory_is_moved_by_every_verb(rank: int, size: int) -> None:
     """Call each verb in a new group, as one that has failed to read once does not try again."""
-    x = filled(secret(COUNT) if rank in owners else np.empty(COUNT, np.int32), rank)
-    wrong = []
+    x = filled(secret(COUNT) if rank == 1 or size == 3 else np.empty(COUNT, np.int32), rank)
     for verb in VERBS:
         with fl.new_group(range(size)) as group:
             for turn in range(TURNS):
                 got, expected = verb(group, x, rank)
-                if not np.array_equal(np.ravel(got), np.ravel(expected)):
-                    wrong.append(f"{verb.__name__} {turn}")
+                assert np.array_equal(np.ravel(got), np.ravel(expected)), (verb, turn)
             group.barrier()
-    return wrong
-
-
-@pytest.mark.skipif(not can_keep_secrets(), reason="needs memfd_secret (Linux 5.14, x86 or ARM)")
-@pytest.mark.parametrize(("size", "owners"), [(2, (1,)), (3, (0, 1, 2))])
-def test_secret_memory_is_moved_by_every_verb(
-    pool: Any, size: int, owners: tuple[int, ...]
-) -> None:
-    assert pool(size, params={"BACKEND": "shm"}).run(move_secrets, owners) == [[]] * size
 
 
 def give_up_reading_by_right() -> None:
@@ -398,19 +389,13 @@ def give_up_reading_by_right() -> None:
     assert _LIBC.capset(header, words) == 0
 
 
-def become_undumpable(rank: int, size: int) -> list[bool]:
+@pytest.mark.skipif(platform.system() != "Linux", reason="needs prctl and capset")
+@on_ranks(("shm", 2), fresh=True)
+def test_a_process_that_becomes_undumpable_is_not_lost(rank: int, size: int) -> None:
     give_up_reading_by_right()
     fl.barrier()
-    right = []
     for turn in range(5 * TURNS):
         if turn == TURNS and rank == 1:
             assert _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
         got = fl.all_gather(np.full(COUNT, rank, np.int32))
-        right.append(bool((got.reshape(size, -1) == np.arange(size)[:, None]).all()))
-    return right
-
-
-@pytest.mark.skipif(platform.system() != "Linux", reason="needs prctl and capset")
-def test_a_process_that_becomes_undumpable_is_not_lost() -> None:
-    results = run_ranks(become_undumpable, 2, params={"BACKEND": "shm"})
-    assert results == [[True] * 5 * TURNS] * 2
+        assert (got.reshape(size, -1) == np.arange(size)[:, None]).all(), turn
