@@ -103,7 +103,7 @@ def test_nothing_moves_and_shapes_are_known(rank: int, size: int, blocking: bool
 
 @on_ranks()
 def test_both_ends_of_a_message_know_its_number(rank: int, size: int) -> None:
-    """The numbers of twenty messages from rank 0 to the last, which are received in several ways."""
+    """Twenty messages from rank 0 to the last, which are received in several ways."""
     backend, x, numbers = current_world().group.backend(), np.zeros((3, 2)), []
     for i in range(20):
         found: list[int] = []
