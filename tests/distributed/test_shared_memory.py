@@ -22,6 +22,7 @@ from flashlight_py.distributed.backends.hierarchical_calls import cut_evenly
 from tests.distributed import conformance
 from tests.distributed.conformance import assert_equal, combined, in_places, on_ranks, values
 from tests.distributed.harness import run_ranks
+from tests.launch.launcher import run
 
 SHM = {"BACKEND": "shm"}
 
@@ -264,13 +265,7 @@ def in_namespaces(script: str, folder: Path, **words: str) -> subprocess.Complet
     tried = subprocess.run(unshare, capture_output=True, check=False)
     if tried.returncode != 0:
         pytest.skip(f"needs to unshare namespaces: {tried.stderr.decode().strip()}")
-    return subprocess.run(
-        ["unshare", "-m", "bash", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run(["unshare", "-m", "bash", "-c", script])
 
 
 # Memory that other processes cannot read goes through shared memory -------------------------------

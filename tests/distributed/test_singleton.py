@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.rendezvous.environment import check_no_launcher, check_schedulers
 from flashlight_py.distributed.start.world import current_world
+from tests.launch.launcher import run
 
 STARTED = {
     "OMPI_COMM_WORLD": {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
@@ -164,15 +164,8 @@ fl.barrier()
 def warned(arguments: list[str], environ: dict[str, str]) -> str:
     names = {name for names in (*STARTED.values(), *SCHEDULERS.values()) for name in names}
     clean = {k: v for k, v in os.environ.items() if k not in names and k != "FLASHLIGHT_ALONE"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORGETFUL, *arguments],
-        env={**clean, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stderr
+    command = [sys.executable, "-c", FORGETFUL, *arguments]
+    return run(command, env={**clean, **environ}, check=True).stderr
 
 
 def test_a_forgotten_init_is_said_once_by_the_first_verb() -> None:
