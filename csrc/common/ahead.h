@@ -50,6 +50,17 @@ inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
   return false;
 }
 
+// Up to which call those of `needed` have compared that have withdrawn their calls; nothing: none has. Who needs
+// such a call raises the earlier mismatch as well.
+inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks needed) {
+  std::optional<uint32_t> last;
+  for (int r = needed.first; r < needed.last; ++r) {
+    const auto compared = static_cast<uint32_t>(calls[r].count);
+    if (calls[r].ndim == FL_WITHDRAWN && (!last || is_before(*last, compared))) last = compared;
+  }
+  return last;
+}
+
 // The ranks for whose calls `rank` waits, which needs those of `needed`: all if one of these waits for all. That
 // one may raise the mismatch of an earlier call, and then `rank` must do so, too.
 template <typename WaitsForAll>
@@ -88,11 +99,12 @@ class Differing {
     const int size = static_cast<int>(calls.size());
     std::vector<bool> told(size);
     for (int r = 0; r < size; ++r) {
-      const Ranks others = needed(r);
-      const bool is_withdrawn = calls[r].ndim == FL_WITHDRAWN, waits = !is_withdrawn && others.count() == size;
+      const bool is_withdrawn = calls[r].ndim == FL_WITHDRAWN;
+      const Ranks others = is_withdrawn ? Ranks{r, r + 1} : needed(r);
+      const bool waits = others.count() == size;
+      const auto known = withdrawn_after(calls.data(), others);
       for (Call& call : calls_) {
-        const bool is_known = is_withdrawn && !is_before(static_cast<uint32_t>(calls[r].count), call.number);
-        call.told[r] = call.told[r] || waits || is_known;
+        call.told[r] = call.told[r] || waits || (known && !is_before(*known, call.number));
       }
       told[r] = waits || is_withdrawn || calls[r].ndim == FL_REFUSED || sees_difference(calls.data(), r, others);
     }
@@ -100,10 +112,9 @@ class Differing {
     forget([](const Call& call) { return std::find(call.told.begin(), call.told.end(), false) == call.told.end(); });
   }
 
-  // What is to be raised in call `number`: with `only_news` one of which this rank has not been told.
+  // What is to be raised in call `number`: one of which this rank has not been told, or else, unless `only_news`,
+  // the last. Where all calls before it were compared, forget_old() comes first; others may not forget it before.
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
-    if (none()) return std::nullopt;
-    if (!only_news) forget_old(number);  // else others may not forget it yet: not all calls were compared
     const auto is_news = [&](const Call& call) {
       return !call.told[rank_] && !call.is_raised && number - call.number <= most_ahead_;
     };

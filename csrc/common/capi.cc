@@ -43,11 +43,7 @@ void keep_error() noexcept {
 fl_op* failed_to_start() noexcept {
   keep_error();
   try {
-    auto failed = std::make_shared<Operation>();
-    failed->shared = std::make_shared<Shared>();
-    failed->status = FL_FAILED;
-    failed->message = last_error;
-    return new Started(failed);
+    return new Started(ended_with(FL_FAILED, {last_error, {}, {}, {}}));
   } catch (const std::bad_alloc&) {
     return &out_of_memory;
   }

@@ -1,6 +1,7 @@
 // Why an operation ended, and which ranks it is about.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -48,13 +49,23 @@ inline std::string as_told(const std::string& message, const std::string& who) {
   return is_told ? message : message + ", as " + who + end;
 }
 
-// `rank`, who is `who`, gave up because of this rank, which is late and not lost: `theirs` says why, as others
-// hear it from both.
-inline Failure given_up_by(int rank, const std::string& who, Failure theirs) {
-  Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + theirs.what());
-  theirs = Failure(theirs.status, theirs.missing, as_told(theirs.what(), who));
-  failure.for_others = std::make_shared<const Failure>(std::move(theirs));
-  return failure;
+// What it means for rank `self` that `rank`, who is `who`, gave up: `theirs` says why.
+inline Failure given_up_by(int rank, const std::string& who, int self, const Failure& theirs) {
+  Failure told(theirs.status, theirs.missing, as_told(theirs.what(), who));
+  if (std::find(theirs.missing.begin(), theirs.missing.end(), self) != theirs.missing.end()) {
+    // This rank is late and not lost; the others hear the reason from both.
+    Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + theirs.what());
+    failure.for_others = std::make_shared<const Failure>(std::move(told));
+    return failure;
+  }
+  switch (theirs.status) {
+    case FL_RAISED:
+    case FL_HOST_LOST: return theirs;
+    case FL_PEER_LOST:
+    case FL_TIMEOUT:
+    case FL_LEAVING: return told;
+    default: return {FL_PEER_LOST, {rank}, std::string("it gave up: ") + theirs.what()};
+  }
 }
 
 // The ranks called different things; `seen` says what. The group lives on.

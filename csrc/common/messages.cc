@@ -121,11 +121,7 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   record.call = call;
   const uint64_t sequence = record.call.sequence = sequence_of(++port.sent_[peer]);
   record.address = is_read ? reinterpret_cast<uintptr_t>(data) : 0;
-  if (bytes > kTinyMessage) {
-    stream_copy(room.data, data, bytes);
-  } else if (bytes > 0) {
-    std::memcpy(record.tiny, data, bytes);
-  }
+  if (bytes > 0) stream_copy(bytes > kTinyMessage ? room.data : record.tiny, data, bytes);
   known.charged += charge_of(record.kind, bytes);
   wire_.send(to, room);  // the record is the receiver's now
   if (!waits) return Sent::kGone;
@@ -395,11 +391,7 @@ void Engine::deliver(Message& message, int from, const Record& record, const cha
     return refuse(message, from, record);
   }
   const size_t all = message.bytes();
-  if (record.bytes > kTinyMessage) {
-    copy(message.data_, data, record.bytes);
-  } else if (record.bytes > 0) {
-    std::memcpy(message.data_, record.tiny, record.bytes);
-  }
+  if (record.bytes > 0) copy(message.data_, data_of(record, data), record.bytes);
   if (record.bytes < all) {
     message.movement_ = new Message::Movement(record, source);
     return take_rest(message);

@@ -56,10 +56,15 @@ void execute(Transport& transport, Operation& operation) noexcept {
 }
 
 std::unique_ptr<Outcome> outcome_of(const Failure& failure) {
-  auto outcome = std::make_unique<Outcome>();
-  outcome->message = failure.what();
-  outcome->missing = failure.missing;
-  return outcome;
+  return std::make_unique<Outcome>(Outcome{failure.what(), failure.missing, {}, {}});
+}
+
+std::shared_ptr<Operation> ended_with(fl_status status, Outcome outcome) {
+  auto operation = std::make_shared<Operation>();
+  static_cast<Outcome&>(*operation) = std::move(outcome);
+  operation->shared = std::make_shared<Shared>();
+  operation->status = status;
+  return operation;
 }
 
 fl_status Started::wait(double seconds) {

@@ -197,6 +197,9 @@ Clock::time_point deadline_after(double seconds);
 // status; anything but Mismatch breaks the transport.
 void execute(Transport& transport, Operation& operation) noexcept;
 
+// One that has ended before it began.
+std::shared_ptr<Operation> ended_with(fl_status status, Outcome outcome = {});
+
 // End `operation` without running it.
 void finish(Operation& operation, fl_status status, const std::string& message = {}, std::vector<int> missing = {});
 

@@ -9,15 +9,6 @@ const Outcome kNothing;
 
 Failure closed_by_this_rank() { return {FL_CLOSED, {}, kWasClosed}; }
 
-// What was wrong with a call that no Message stands for.
-Handle ended(fl_status status, Outcome outcome) {
-  auto operation = std::make_shared<Operation>();
-  static_cast<Outcome&>(*operation) = std::move(outcome);
-  operation->shared = std::make_shared<Shared>();
-  operation->status = status;
-  return handle_of(std::move(operation));
-}
-
 }  // namespace
 
 // Messages ------------------------------------------------------------------------------------
@@ -237,7 +228,8 @@ Handle Port::refused() {
   if (!has_refusal()) return nullptr;
   const Engine::Lock lock(engine_.mutex_);
   auto refusal = take_refusal();
-  return refusal ? ended(FL_MISMATCH, {Mismatch().what(), {}, std::move(*refusal), {}}) : nullptr;
+  if (!refusal) return nullptr;
+  return handle_of(ended_with(FL_MISMATCH, {Mismatch().what(), {}, std::move(*refusal), {}}));
 }
 
 std::optional<Seen> Port::take_refusal() {

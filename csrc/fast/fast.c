@@ -123,19 +123,6 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   return is_number ? call_number(self, args, seconds) : call_arrays(self, args, seconds);
 }
 
-/* native_barrier(): None, or NotImplemented. */
-static PyObject *native_barrier(PyObject *self, PyObject *args) {
-  Binding *binding = binding_of(self);
-  (void)args;
-  const int is_left = binding == NULL ? -1 : is_left_to_python(binding);
-  if (is_left < 0) return NULL;
-  if (is_left) Py_RETURN_NOTIMPLEMENTED;
-  plain_call call;
-  plain_barrier(&call);
-  call.seconds = binding->seconds;
-  return run_collective(binding, Py_None, Py_None, &call);
-}
-
 /* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented, where a rank that is None is nobody;
    native_sendrecv(ops): the Work of all of them. */
 static PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -198,7 +185,6 @@ static PyMethodDef functions[] = {
     {"native", FAST(native_call)},
     {"native_sendrecv", FAST(native_sendrecv)},
     {"native_object", FAST(native_object)},
-    {"native_barrier", native_barrier, METH_NOARGS, NULL},
 };
 
 static void free_binding(PyObject *capsule) {
@@ -245,7 +231,7 @@ static int parse(PyObject *args, Binding *b) {
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
    (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
    (first, dropped)):
-   (native, native_sendrecv, native_object, native_barrier). The group and the library's functions are addresses;
+   (native, native_sendrecv, native_object). The group and the library's functions are addresses;
    `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;
@@ -307,7 +293,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__fast(void) {
   import_array();
-  if (!plain_names() || !binding_names() || !batch_names() || !object_names() || !entry_names()) return NULL;
+  if (!plain_names() || !binding_names() || !batch_names() || !object_names()) return NULL;
   PyObject *module = PyModule_Create(&definition), *const types[] = {work_type(), entry_type()};
   for (int i = 0; i < 2; ++i) {
     const int is_added = module && types[i] && PyModule_AddType(module, (PyTypeObject *)types[i]) == 0;

@@ -410,12 +410,6 @@ PyObject *plain_matched(PyObject *array, const fl_match *match) {
   return array;
 }
 
-void plain_barrier(plain_call *call) {
-  plain_begin(call, FL_BARRIER);
-  Py_INCREF(Py_None);
-  call->result = Py_None;
-}
-
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   PyObject *x = args[1], *out = args[2];
   fl_signature *s = &call->signature;

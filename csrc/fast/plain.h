@@ -29,8 +29,6 @@ typedef struct {
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call);
 /* A call of `verb` without arguments yet. */
 void plain_begin(plain_call *call, int verb);
-/* A barrier, which has no arguments. */
-void plain_barrier(plain_call *call);
 
 /* One end of a message: `array` of which `verb` is FL_SEND or FL_RECV, and whether fewer rows may come
    (False or None: no); 1 or 0. */

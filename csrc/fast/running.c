@@ -140,12 +140,16 @@ PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_cal
     run_alone(call);
     return end(binding, NULL, x, out, call, made);
   }
-  if (run_in_steps(binding, call, &call->signature, &op, &made) ||
-      (PyErr_Occurred() == NULL && run_at_once(binding, call, &call->signature, &op, &made))) {
-    return end(binding, op, x, out, call, made);
+  int has_run = run_in_steps(binding, call, &call->signature, &op, &made);
+  /* What is behind other calls may go on after Ctrl-C, when the room of a gather is gone. */
+  const int may_wait = binding->library.begin == NULL || call->output != &call->room;
+  if (!has_run && may_wait && PyErr_Occurred() == NULL) {
+    has_run = run_at_once(binding, call, &call->signature, &op, &made);
   }
+  if (has_run) return end(binding, op, x, out, call, made);
   Py_XDECREF(call->result);
-  return NULL;
+  if (PyErr_Occurred() != NULL) return NULL;
+  Py_RETURN_NOTIMPLEMENTED;
 }
 
 void fill_message(fl_message *message, const plain_call *call, const fl_site *site) {

@@ -15,7 +15,7 @@ int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *s
                  recorded *made);
 int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                 recorded *made);
-/* A collective on this thread. */
+/* A collective on this thread; where there are steps, a gather that is behind other calls is left to Python. */
 PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call);
 /* A send or a receive, which may have to find out who sends, or how many rows. */
 PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain_call *call);

@@ -7,7 +7,6 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 /* The type of what stands for a public verb: see entry.c. */
 PyObject *entry_type(void);
-int entry_names(void);
 
 /* all_to_all with `rows`; NotImplemented where Python must do it, and nothing has happened. Where `out` has not
    as many rows as arrive, the result is another array. */

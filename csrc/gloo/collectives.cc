@@ -132,12 +132,11 @@ void Collectives::enter(Call& call, const void* data, const Parts& give) {
 // would be the result of other ranks: they are told that it was withdrawn.
 void Collectives::raise_news(const Call& call) {
   while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
-  auto news = differing_.to_raise(calls_, true);
+  const auto news = differing_.to_raise(calls_, true);
   if (!news) return;
   announce(withdrawn(call.mine, compared_), call.site, nullptr, Parts(size_), kRunsAhead);
   mesh_.hurry();
-  news->seen.ago = calls_ - news->number;
-  throw Mismatch(news->seen);
+  raise_earlier(news);
 }
 
 // The ranks whose calls bring something for `rank`, which calls that. All, where data follows that does not
@@ -209,6 +208,10 @@ bool Collectives::receive_some(Call& call, Ranks needed) {
   received_at_ = Clock::now();
   if (sees_difference(call.seen.calls.data(), rank_, needed)) {
     mesh_.hurry();
+    if (const auto until = withdrawn_after(call.seen.calls.data(), needed)) {
+      while (is_before(compared_, *until)) compare_call(compared_ + 1);
+      raise_earlier(differing_.to_raise(calls_, false));
+    }
     throw Mismatch(seen_in(calls_));
   }
   const auto waits = [&](int r) { return how_of(r, calls_) == kWaits; };
@@ -221,8 +224,10 @@ Collectives::How Collectives::how_of(int r, uint32_t number) const {
 
 void Collectives::receive_all(Call& call) {
   while (compared_ + 1 != calls_) compare_call(compared_ + 1);
-  raise_earlier();
+  differing_.forget_old(calls_);
+  const auto earlier = differing_.to_raise(calls_, false);
   const bool same = compare_call(calls_);
+  raise_earlier(earlier);
   call.seen = last_;
   if (!same) throw Mismatch(call.seen);
 }
@@ -278,11 +283,8 @@ bool Collectives::compare_call(uint32_t number) {
   return same;
 }
 
-// A mismatch of an earlier call, also if this rank has been told of it.
-void Collectives::raise_earlier() {
-  auto found = differing_.to_raise(calls_, false);
+void Collectives::raise_earlier(std::optional<Differing::Call> found) const {
   if (!found) return;
-  compare_call(calls_);
   found->seen.ago = calls_ - found->number;
   throw Mismatch(found->seen);
 }
@@ -400,9 +402,7 @@ std::vector<int> Collectives::not_arrived(const Call& call) {
 Parts Collectives::same_for_all(size_t bytes) const { return Parts(size_, Part{0, bytes}); }
 
 Parts Collectives::equal_sections(size_t bytes) const {
-  Parts parts(size_);
-  for (int r = 0; r < size_; ++r) parts[r] = {bytes * r, bytes};
-  return parts;
+  return in_a_row(size_, [&](int) { return bytes; });
 }
 
 void Collectives::barrier(Call& call) {

@@ -17,6 +17,24 @@ struct Part {
 };
 using Parts = std::vector<Part>;
 
+// One behind the other, each with as many bytes as `bytes(rank)` says.
+template <typename Bytes>
+Parts in_a_row(int ranks, Bytes bytes) {
+  Parts parts(ranks);
+  size_t begin = 0;
+  for (int r = 0; r < ranks; ++r) {
+    parts[r] = {begin, static_cast<size_t>(bytes(r))};
+    begin += parts[r].bytes;
+  }
+  return parts;
+}
+
+inline size_t longest(const Parts& parts) {
+  size_t bytes = 0;
+  for (const Part& part : parts) bytes = std::max(bytes, part.bytes);
+  return bytes;
+}
+
 // One operation as it runs.
 struct Call {
   const fl_signature& mine;
@@ -114,7 +132,7 @@ class Collectives {
   bool compare_call(uint32_t number);
   How how_of(int r, uint32_t number) const;
   void raise_news(const Call& call);
-  void raise_earlier();
+  void raise_earlier(std::optional<Differing::Call> found) const;
   size_t common_bytes(const Parts& give) const;
   void pass_on(Call& call, const void* data, const Parts& give, size_t bytes);
   void give_each(const void* data, const Parts& give);

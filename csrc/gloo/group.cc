@@ -67,10 +67,9 @@ std::shared_ptr<Operation> Group::lost() {
   const bool concerns_others = reason && reason->status == FL_HOST_LOST;
   const bool was_raised = mesh_->is_broken() && !concerns_others;
   const Failure found = was_raised ? mesh_->why_broken() : mesh_->explain(-1, "it gave up");
-  auto operation = std::make_shared<Operation>();  // which ends nothing: whoever asks decides
-  operation->shared = ended_;
-  finish(*operation, found.status, found.what(), found.missing);
-  return operation;
+  auto operation = ended_with(found.status, {found.what(), found.missing, {}, {}});
+  operation->ended = Clock::now();
+  return operation;  // it ends nothing: whoever asks decides
 }
 
 void Group::give_up(const std::string& why) {

@@ -2,13 +2,14 @@
 
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cstring>
 
-#include "attempt.h"
 #include "line.h"
 
 namespace fl {
@@ -18,12 +19,23 @@ namespace {
 constexpr size_t kSpareAttempts = 64;
 
 // How long a wait reads the connection itself: a few times what it takes to have Gloo's thread
-// scheduled, and then the one that waits. Half of that after a wait for which it was too short, and so
-// on: nobody burns what others need where hosts are far, or threads more than processors. Every so many
-// waits the whole time is tried again, as waits in which nobody reads are longer.
+// scheduled, and then the one that waits.
 constexpr std::chrono::microseconds kBrief{600};
-constexpr int kMostVain = 6;
-constexpr unsigned kTryEvery = 8;
+
+// What each end sends: first the one that connects, then, where that is in order, the other.
+struct Greeting {
+  int32_t rank;
+  int32_t asks;    // not to be connected, but how many collectives the other has begun
+  uint64_t group;  // in this one
+  int64_t calls;   // the answer
+  char proof[FL_PROOF_BYTES];
+};
+
+// The other end has closed the connection, or does not belong to this group: one that belongs to it may
+// come.
+struct Refused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 }  // namespace
 
@@ -48,6 +60,108 @@ class Links::Listener : public Handler {
 
  public:
   int socket;
+};
+
+// A connection that is being made, until both ends have proven who they are. Events come on Gloo's thread.
+class Links::Attempt : public Handler {
+ public:
+  static constexpr char kStranger[] = "who connected in its place does not know the secret of this job";
+
+  // To `peer`, by a socket that is connecting, maybe only to ask what it has called in a group; or by one
+  // that was accepted, of whoever it is (-1).
+  Attempt(Links& links, int socket, int peer, std::optional<uint64_t> asks_of = {})
+      : socket(socket),
+        is_ours(peer >= 0),
+        peer(peer),
+        asks_of(asks_of),
+        links_(links),
+        is_connected_(peer < 0) {
+    const int on = 1;
+    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  }
+  ~Attempt() override {
+    if (!is_taken) ::close(socket);
+  }
+  Attempt(const Attempt&) = delete;
+
+  void handleEvents(int) override {
+    try {
+      serve();
+    } catch (const Refused& error) {
+      links_.ended(*this, error.what(), true);
+    } catch (const std::exception& error) {
+      links_.ended(*this, error.what(), false);
+    }
+  }
+
+  // Have it end itself; from any thread.
+  void cancel() noexcept { shutdown(socket, SHUT_RDWR); }
+
+  const int socket;
+  const bool is_ours;
+  int peer;
+  std::optional<uint64_t> asks_of;
+  int64_t calls = 0;  // the answer
+  bool has_place = false;  // of one that was accepted: it is the one for this peer
+  bool is_taken = false;   // the socket is Gloo's
+
+ private:
+  // After ended() it is not there any more.
+  void serve() {
+    if (!is_connected_) {
+      int error = 0;
+      socklen_t size = sizeof error;
+      getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
+      if (error != 0) throw std::system_error(error, std::generic_category());
+      is_connected_ = true;
+      greet();
+      return links_.device_->registerDescriptor(socket, EPOLLIN, this);
+    }
+    if (!receive()) return;
+    if (is_ours) {
+      if (!links_.prover_.is_shown_by(peer, theirs_.proof)) throw std::runtime_error(kStranger);
+      calls = theirs_.calls;
+    } else {
+      peer = theirs_.rank;
+      if (theirs_.asks != 0) asks_of = theirs_.group;
+      if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("no rank");
+      if (!links_.prover_.is_shown_by(peer, theirs_.proof)) {
+        answer(Greeting{});  // who is mistaken finds no proof in it, and a stranger learns nothing
+        throw Refused(kStranger);
+      }
+      if (!asks_of && !links_.has_place(*this)) throw Refused("there is one");
+      greet();
+    }
+    if (!asks_of) links_.adopt(*this);
+    links_.ended(*this, {}, false);
+  }
+
+  void greet() {
+    Greeting mine{links_.rank, asks_of ? 1 : 0, asks_of.value_or(0), 0, {}};
+    if (!is_ours && asks_of) mine.calls = links_.calls_(*asks_of);
+    std::memcpy(mine.proof, links_.prover_.shown_to(peer).data(), sizeof mine.proof);
+    answer(mine);
+  }
+
+  void answer(const Greeting& greeting) {
+    const ssize_t sent = send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL);  // a new socket has room
+    if (sent != sizeof greeting) throw Refused("the connection broke");
+  }
+
+  // Not a byte more: what follows is for Gloo.
+  bool receive() {
+    char* const into = reinterpret_cast<char*>(&theirs_) + received_;
+    const ssize_t count = recv(socket, into, sizeof theirs_ - received_, 0);
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (count <= 0) throw Refused("the connection was closed");
+    received_ += count;
+    return received_ == sizeof theirs_;
+  }
+
+  Links& links_;
+  bool is_connected_;
+  Greeting theirs_{};
+  size_t received_ = 0;
 };
 
 Links::Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on)
@@ -116,9 +230,7 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
   auto& wanted = static_cast<Receiver&>(buffer);
   if (wanted.received() > 0 || !is_connected(peer)) return;
   Pair& pair = *this->pair(peer);
-  const int vain = vain_.load(std::memory_order_relaxed);
-  const bool tries = reads_.fetch_add(1, std::memory_order_relaxed) % kTryEvery == 0;
-  const auto end = Clock::now() + kBrief / (tries ? 1 : 1 << vain);
+  const auto end = Clock::now() + kBrief / (1 << reading_.halvings());
   pair.is_served(false);
   for (;;) {
     pair.read_what_has_arrived();
@@ -126,8 +238,7 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
     sched_yield();
   }
   pair.is_served(true);
-  const int next = wanted.received() == 0 ? std::min(vain + 1, kMostVain) : tries ? 0 : vain / 2;
-  vain_.store(next, std::memory_order_relaxed);
+  reading_.has_waited(wanted.received() == 0);
 }
 
 // Connecting -----------------------------------------------------------------------------------
@@ -204,10 +315,6 @@ void Links::accept() {
   if (attempts_.size() >= 2 * size + kSpareAttempts && other != attempts_.end()) other->first->cancel();
   attempts_.emplace(begun, std::move(attempt));
   device_->registerDescriptor(made, EPOLLIN, begun);
-}
-
-void Links::listen_to(Attempt& attempt) {
-  device_->registerDescriptor(attempt.socket, EPOLLIN, &attempt);
 }
 
 // Where both ends have begun, the one of the lower rank stays.

@@ -16,8 +16,6 @@
 
 namespace fl {
 
-class Attempt;
-
 class Links : public Context {
  public:
   // Of a peer: a connection to it was made, on Gloo's thread, which nobody else has yet. A thread that fails
@@ -70,13 +68,12 @@ class Links : public Context {
   void read(gloo::transport::UnboundBuffer& buffer, int peer);
 
  private:
-  friend class Attempt;
   enum State { kNone, kConnecting, kConnected, kFailed };
   class Listener;
+  class Attempt;
 
   void begin(int peer, std::optional<uint64_t> asks_of = {});
   void accept();
-  void listen_to(Attempt& attempt);
   bool has_place(Attempt& attempt);
   void adopt(Attempt& attempt);
   void explain(int peer, const std::string& problem);
@@ -96,8 +93,7 @@ class Links : public Context {
   const std::unique_ptr<Listener> settles_;  // of settle(), which may come when there are no descriptors left
   Descriptors descriptors_;
   double seconds_ = 0;
-  std::atomic<int> vain_{0};  // the more, the more threads have read for nothing of late
-  std::atomic<unsigned> reads_{0};
+  Persistence reading_;
   std::unique_ptr<std::atomic<int>[]> states_;  // by peer; written under the lock
 
   std::mutex closing_;  // one thread closes, and others wait until it has

@@ -333,18 +333,12 @@ Failure Mesh::explain(int peer, const std::string& what) {
   if (has_farewell()) {
     const auto [r, farewell] = first_farewell();
     const auto status = static_cast<fl_status>(farewell->status);
-    const std::vector<int>& theirs = farewell->missing;
-    if (place_in(theirs, rank) >= 0) {
-      if (status == FL_HOST_LOST) {
-        return {status, {r}, "it has given up the host of this rank: " + farewell->words};
-      }
-      return given_up_by(r, name(r), {status, theirs, farewell->words});
+    if (place_in(farewell->missing, rank) >= 0 && status == FL_HOST_LOST) {
+      return {status, {r}, "it has given up the host of this rank: " + farewell->words};
     }
-    const std::string message = as_told(farewell->words, name(r));
-    if (status == FL_RAISED || status == FL_HOST_LOST) return {status, theirs, farewell->words};
-    if (status == FL_TIMEOUT) return {status, await_cause(theirs), message};
-    if (status == FL_PEER_LOST || status == FL_LEAVING) return {status, theirs, message};
-    return {FL_PEER_LOST, {r}, "it gave up: " + farewell->words};
+    Failure found = given_up_by(r, name(r), rank, {status, farewell->missing, farewell->words});
+    if (found.status == FL_TIMEOUT) found.missing = await_cause(found.missing);
+    return found;
   }
   if (missing.empty() && peer >= 0) missing.push_back(peer);
   const bool has_closed = !missing.empty() && broken[missing[0]] == kHasLeft;

@@ -13,16 +13,11 @@ void for_each_piece(size_t bytes, Visit visit) {
 
 // The root's array in a part for each other rank.
 Parts parts_for_others(size_t bytes, int ranks, int root) {
-  Parts parts(ranks);
-  const int others = ranks - 1;
-  size_t begin = 0;
-  for (int r = 0, i = 0; r < ranks; ++r) {
-    if (r == root) continue;
-    const size_t end = ++i == others ? bytes : bytes / others * i;
-    parts[r] = {begin, end - begin};
-    begin = end;
-  }
-  return parts;
+  const size_t others = ranks - 1;
+  const int last = root == ranks - 1 ? ranks - 2 : ranks - 1;
+  return in_a_row(ranks, [&](int r) {
+    return r == root ? 0 : bytes / others + (r == last ? bytes % others : 0);
+  });
 }
 
 }  // namespace
@@ -100,10 +95,8 @@ Bytes Collectives::broadcast(Call& call, void* data) {
 
 void Collectives::give_parts(Call& call, const void* data, size_t bytes, const Parts& parts) {
   const Buffer whole = mesh_.buffer(data, bytes);
-  size_t longest = 0;
-  for (const Part& part : parts) longest = std::max(longest, part.bytes);
   std::vector<int> sent;
-  for_each_piece(longest, [&](size_t at, size_t) {
+  for_each_piece(longest(parts), [&](size_t at, size_t) {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_ || at >= parts[r].bytes) continue;
       whole->send(r, kPartSlot, parts[r].begin + at, std::min(kChunkBytes, parts[r].bytes - at));
@@ -154,12 +147,10 @@ Bytes Collectives::gather(Call& call, const void* data, const fl_room* room) {
 
 Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Parts& give, const fl_room* room) {
   meet(call, data, give);
-  Parts take(size_);
-  size_t total = 0;
-  for (int r = 0; wanted && r < size_; ++r) {
-    take[r] = {total, static_cast<size_t>(call.seen.calls[r].count) * call.mine.itemsize};
-    total += take[r].bytes;
-  }
+  const Parts take = in_a_row(size_, [&](int r) {
+    return wanted ? static_cast<size_t>(call.seen.calls[r].count) * call.mine.itemsize : 0;
+  });
+  const size_t total = take.back().begin + take.back().bytes;
   Bytes output;
   const bool fits = room != nullptr && room->bytes == total;
   if (!fits) output = make_bytes(total);
@@ -188,14 +179,8 @@ void Collectives::all_to_all(Call& call, const void* data, void* output) {
 }
 
 void Collectives::all_to_all_uneven(Call& call, const fl_sections& sections, void* output) {
-  Parts give(size_), take(size_);
-  size_t given = 0, taken = 0;
-  for (int r = 0; r < size_; ++r) {
-    give[r] = {given, static_cast<size_t>(sections.bytes[rank_ * size_ + r])};
-    take[r] = {taken, static_cast<size_t>(sections.bytes[r * size_ + rank_])};
-    given += give[r].bytes;
-    taken += take[r].bytes;
-  }
+  const Parts give = in_a_row(size_, [&](int r) { return sections.bytes[rank_ * size_ + r]; });
+  const Parts take = in_a_row(size_, [&](int r) { return sections.bytes[r * size_ + rank_]; });
   meet(call, sections.data, give);
   deliver(call, sections.data, give, output, take);
 }

@@ -29,12 +29,6 @@ size_t places(int ranks) {
   return std::clamp<size_t>(kOfAll / ranks / place_bytes(ranks), 2, kMostPlaces);
 }
 
-size_t longest(const Parts& parts) {
-  size_t bytes = 0;
-  for (const Part& part : parts) bytes = std::max(bytes, part.bytes);
-  return bytes;
-}
-
 size_t piece_bytes(const Parts& parts, const fl_signature& mine) {
   const size_t most = place_bytes(static_cast<int>(parts.size()));
   return std::clamp(longest(parts) / kPieces, kLeastPiece, most) / mine.itemsize * mine.itemsize;
@@ -44,18 +38,11 @@ size_t piece_bytes(const Parts& parts, const fl_signature& mine) {
 Parts even_parts(const fl_signature& mine, int ranks, int without = -1) {
   const size_t count = static_cast<size_t>(mine.count), item = mine.itemsize;
   const size_t among = without < 0 ? ranks : ranks - 1;
-  Parts parts(ranks);
   size_t i = 0;
-  for (int r = 0; r < ranks; ++r) {
-    const size_t begin = count / among * i + std::min(i, count % among);
-    if (r == without) {
-      parts[r] = {begin * item, 0};
-      continue;
-    }
-    parts[r] = {begin * item, (count / among + (i < count % among ? 1 : 0)) * item};
-    ++i;
-  }
-  return parts;
+  return in_a_row(ranks, [&](int r) {
+    if (r == without) return size_t{0};
+    return (count / among + (i++ < count % among ? 1 : 0)) * item;
+  });
 }
 
 }  // namespace
@@ -70,18 +57,93 @@ class Collectives::ReductionInParts {
  public:
   // `output` takes this rank's reduced part; null: it only passes through, on its way to the
   // collector.
-  ReductionInParts(Collectives& group, Call& call, const void* data, char* output, Parts parts, int collector);
-  void run();
+  ReductionInParts(Collectives& group, Call& call, const void* data, char* output, Parts parts, int collector)
+      : group_(group),
+        waiter_(call.waiter),
+        mine_(call.mine),
+        rank_(group.rank_),
+        size_(group.size_),
+        collector_(collector),
+        parts_(std::move(parts)),
+        piece_bytes_(piece_bytes(parts_, mine_)),
+        depth_(places(size_)),
+        first_(group.taken_),
+        in_place_(output == data && collector == kNobody),
+        data_(static_cast<char*>(const_cast<void*>(data))),
+        output_(output),
+        sends_(group.mesh_.buffer(data, call.bytes())),
+        results_(output != nullptr ? group.mesh_.buffer(output, parts_[rank_].bytes)
+                                   : group.mesh_.buffer(group.room(rank_).ptr, group.room(rank_).size)),
+        collected_(size_),
+        from_(size_) {
+    for (int r = 0; r < size_ && collects(rank_); ++r) {
+      collected_[r] = group.mesh_.buffer(data_ + parts_[r].begin, parts_[r].bytes);
+    }
+  }
+
+  void run() {
+    const size_t rounds = (longest(parts_) + piece_bytes_ - 1) / piece_bytes_;
+    size_t started = 0;
+    for (size_t c = 0; c < rounds; ++c) {
+      while (started < std::min(c + depth_, rounds)) start(started++);
+      combine(c);
+    }
+    finish();
+  }
 
  private:
-  Part piece(int r, size_t c) const;
+  // Bytes of piece `c` of rank r's part; none where the part has ended.
+  Part piece(int r, size_t c) const {
+    const size_t begin = std::min(c * piece_bytes_, parts_[r].bytes);
+    return {parts_[r].begin + begin, std::min(piece_bytes_, parts_[r].bytes - begin)};
+  }
   size_t place(size_t c) const { return (first_ + c) % depth_ * place_bytes(size_); }
   bool collects(int r) const { return collector_ == kEverybody || collector_ == r; }
   int peer(int step) const { return (rank_ + step) % size_; }
-  void start(size_t c);
-  void combine(size_t c);
-  void give(size_t at, size_t bytes);
-  void finish();
+
+  void start(size_t c) {
+    for (int step = 1; step < size_; ++step) {
+      const int r = peer(step);
+      const Part theirs = piece(r, c);
+      if (theirs.bytes == 0) continue;
+      if (collects(rank_)) collected_[r]->recv(r, kPartSlot, c * piece_bytes_, theirs.bytes);
+      sends_->send(r, kReduceSlot, theirs.begin, theirs.bytes);
+      sent_.push_back(r);
+    }
+  }
+
+  void combine(size_t c) {
+    const Part own = piece(rank_, c);
+    if (own.bytes == 0) return;
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) waiter_.received(group_.room(r), r);
+      const char* came = static_cast<const char*>(group_.room(r).ptr) + place(c);
+      from_[r] = r == rank_ ? data_ + own.begin : came;
+    }
+    if (in_place_) waiter_.sent(*sends_, sent_[c]);
+    if (output_ == nullptr && c >= depth_) waiter_.sent(*results_, given_[c - depth_]);
+    const size_t at = output_ != nullptr ? c * piece_bytes_ : place(c);
+    char* result = static_cast<char*>(results_->ptr) + at;
+    fl::reduce(mine_.dtype, mine_.op, mine_.scale, result, from_.data(), size_, own.bytes / mine_.itemsize);
+    group_.ask_for_piece(place(c));
+    ++group_.taken_;
+    for (int step = 1; step < size_; ++step) {
+      if (!collects(peer(step))) continue;
+      results_->send(peer(step), kPartSlot, at, own.bytes);
+      given_.push_back(peer(step));
+    }
+  }
+
+  void finish() {
+    for (size_t i = 0; i < sent_.size() && !in_place_; ++i) waiter_.sent(*sends_, sent_[i]);
+    const size_t passed = output_ != nullptr ? 0 : given_.size() - std::min(given_.size(), depth_);
+    for (size_t i = passed; i < given_.size(); ++i) waiter_.sent(*results_, given_[i]);
+    if (!collects(rank_)) return;
+    for (int r = 0; r < size_; ++r) {
+      if (r == rank_) continue;
+      for (size_t c = 0; piece(r, c).bytes > 0; ++c) waiter_.received(*collected_[r], r);
+    }
+  }
 
   Collectives& group_;
   Waiter& waiter_;
@@ -98,96 +160,6 @@ class Collectives::ReductionInParts {
   std::vector<const void*> from_;
   std::vector<int> sent_, given_;  // to whom, of what is to be waited for
 };
-
-Collectives::ReductionInParts::ReductionInParts(Collectives& group, Call& call, const void* data,
-                                                char* output, Parts parts, int collector)
-    : group_(group),
-      waiter_(call.waiter),
-      mine_(call.mine),
-      rank_(group.rank_),
-      size_(group.size_),
-      collector_(collector),
-      parts_(std::move(parts)),
-      piece_bytes_(piece_bytes(parts_, mine_)),
-      depth_(places(size_)),
-      first_(group.taken_),
-      in_place_(output == data && collector == kNobody),
-      data_(static_cast<char*>(const_cast<void*>(data))),
-      output_(output),
-      sends_(group.mesh_.buffer(data, call.bytes())),
-      results_(output != nullptr ? group.mesh_.buffer(output, parts_[rank_].bytes)
-                                 : group.mesh_.buffer(group.room(rank_).ptr, group.room(rank_).size)),
-      collected_(size_),
-      from_(size_) {
-  for (int r = 0; r < size_ && collects(rank_); ++r) {
-    collected_[r] = group.mesh_.buffer(data_ + parts_[r].begin, parts_[r].bytes);
-  }
-}
-
-// Bytes of piece `c` of rank r's part; none where the part has ended.
-Part Collectives::ReductionInParts::piece(int r, size_t c) const {
-  const size_t begin = std::min(c * piece_bytes_, parts_[r].bytes);
-  return {parts_[r].begin + begin, std::min(piece_bytes_, parts_[r].bytes - begin)};
-}
-
-void Collectives::ReductionInParts::run() {
-  const size_t rounds = (longest(parts_) + piece_bytes_ - 1) / piece_bytes_;
-  size_t started = 0;
-  for (size_t c = 0; c < rounds; ++c) {
-    while (started < std::min(c + depth_, rounds)) start(started++);
-    combine(c);
-  }
-  finish();
-}
-
-void Collectives::ReductionInParts::start(size_t c) {
-  for (int step = 1; step < size_; ++step) {
-    const int r = peer(step);
-    const Part theirs = piece(r, c);
-    if (theirs.bytes == 0) continue;
-    if (collects(rank_)) collected_[r]->recv(r, kPartSlot, c * piece_bytes_, theirs.bytes);
-    sends_->send(r, kReduceSlot, theirs.begin, theirs.bytes);
-    sent_.push_back(r);
-  }
-}
-
-void Collectives::ReductionInParts::combine(size_t c) {
-  const Part own = piece(rank_, c);
-  if (own.bytes == 0) return;
-  for (int r = 0; r < size_; ++r) {
-    if (r != rank_) waiter_.received(group_.room(r), r);
-    const char* came = static_cast<const char*>(group_.room(r).ptr) + place(c);
-    from_[r] = r == rank_ ? data_ + own.begin : came;
-  }
-  if (in_place_) waiter_.sent(*sends_, sent_[c]);
-  if (output_ == nullptr && c >= depth_) waiter_.sent(*results_, given_[c - depth_]);
-  const size_t at = output_ != nullptr ? c * piece_bytes_ : place(c);
-  char* result = static_cast<char*>(results_->ptr) + at;
-  fl::reduce(mine_.dtype, mine_.op, mine_.scale, result, from_.data(), size_, own.bytes / mine_.itemsize);
-  group_.ask_for_piece(place(c));
-  ++group_.taken_;
-  give(at, own.bytes);
-}
-
-void Collectives::ReductionInParts::give(size_t at, size_t bytes) {
-  for (int step = 1; step < size_; ++step) {
-    const int r = peer(step);
-    if (!collects(r)) continue;
-    results_->send(r, kPartSlot, at, bytes);
-    given_.push_back(r);
-  }
-}
-
-void Collectives::ReductionInParts::finish() {
-  for (size_t i = 0; i < sent_.size() && !in_place_; ++i) waiter_.sent(*sends_, sent_[i]);
-  const size_t passed = output_ != nullptr ? 0 : given_.size() - std::min(given_.size(), depth_);
-  for (size_t i = passed; i < given_.size(); ++i) waiter_.sent(*results_, given_[i]);
-  if (!collects(rank_)) return;
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_) continue;
-    for (size_t c = 0; piece(r, c).bytes > 0; ++c) waiter_.received(*collected_[r], r);
-  }
-}
 
 // What comes from rank r; nothing does from this rank itself: its own room is free.
 gloo::transport::UnboundBuffer& Collectives::room(int r) { return *rooms_[r]; }
@@ -262,13 +234,7 @@ void Collectives::reduce_scatter(Call& call, const void* data, void* output) {
 }
 
 void Collectives::reduce_scatter_uneven(Call& call, const fl_sections& sections, void* output) {
-  Parts parts(size_);
-  size_t given = 0;
-  for (int r = 0; r < size_; ++r) {
-    parts[r] = {given, static_cast<size_t>(sections.bytes[r])};
-    given += parts[r].bytes;
-  }
-  reduce_sections(call, sections.data, output, parts);
+  reduce_sections(call, sections.data, output, in_a_row(size_, [&](int r) { return sections.bytes[r]; }));
 }
 
 // Small where all parts are: every rank must choose alike.

@@ -9,10 +9,8 @@ constexpr size_t kMostWaiting = 1 << 20;
 constexpr size_t kSmall = 1 << 10;
 
 // A thread that looks for what comes reads it itself: Gloo's thread, and then this one, need not be scheduled
-// first. So many looks it takes, half of them after those that were in vain, and so on: nobody burns what
-// others need where hosts are far, or threads more than processors. Every so many times all are tried again.
-constexpr int kLooks = 200, kMostVain = 6;
-constexpr unsigned kTryEvery = 8;
+// first. So many looks it takes at most.
+constexpr int kLooks = 200;
 
 // Of more ranks a thread reads only what comes of the one that it waits for.
 constexpr int kMostLookedAt = 8;
@@ -158,15 +156,10 @@ void GlooWire::end_looking(int peer, bool in_vain) {
   for_each(peer, [](Pair* pair, std::atomic<int>& lookers) {
     if (--lookers == 0 && pair != nullptr) pair->is_served(true);
   });
-  const int vain = vain_.load(std::memory_order_relaxed);
-  const bool tried = looks_.fetch_add(1, std::memory_order_relaxed) % kTryEvery == 0;
-  vain_.store(in_vain ? std::min(vain + 1, kMostVain) : tried ? 0 : vain / 2, std::memory_order_relaxed);
+  looking_.has_waited(in_vain);
 }
 
-Patience GlooWire::patience() const {
-  const bool tries = looks_.load(std::memory_order_relaxed) % kTryEvery == 0;
-  return {0, kLooks >> (tries ? 0 : vain_.load(std::memory_order_relaxed))};
-}
+Patience GlooWire::patience() const { return {0, kLooks >> looking_.halvings()}; }
 
 // What pairs say -------------------------------------------------------------------------------
 

@@ -61,8 +61,7 @@ class GlooWire final : public Wire, public Parcels {
 
   Links& links_;
   Futex futex_;
-  std::atomic<int> vain_{0};
-  std::atomic<unsigned> looks_{0};
+  Persistence looking_;
   const std::unique_ptr<Ends[]> ends_;  // by peer
 };
 

@@ -78,14 +78,10 @@ bool Collectives::serve() {
 
 // Wait until nobody reads this rank's data any more.
 void Collectives::end_reading() {
-  RankBlock& own = segment_.block(rank_);
-  const uint32_t done = ++chunks_;
-  own.filled.set(done);
-  own.reduced.set(done);
-  own.drained.raise(done);
+  pass_chunks(1);
   for (int r = 0; r < size_; ++r) {
     if (!reads(r)) continue;
-    watch_.wait_and(segment_.block(r).drained, done, r, [this] { return serve(); });
+    watch_.wait_and(segment_.block(r).drained, chunks_, r, [this] { return serve(); });
   }
 }
 

@@ -138,7 +138,6 @@ class Collectives {
   bool compare_call(uint32_t number);
   bool all_call_the_same(uint32_t number) const;
   std::vector<fl_signature> calls(uint32_t number) const;
-  void raise_earlier(bool only_news);
   [[noreturn]] void raise_now();
   Seen seen_in(uint32_t number);
   bool is_placed(int rank, uint32_t number);
@@ -159,6 +158,7 @@ class Collectives {
   void move_rows(const fl_signature& mine, const Rows& rows, const void* data, char* into);
   void stream_rows(const Rows& rows, const char* data, char* into);
   void pass_rows(uint32_t number);
+  void pass_chunks(uint32_t chunks);
   void exchange_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output);
   void reduce_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output);
   void move_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output);

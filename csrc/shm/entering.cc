@@ -267,8 +267,11 @@ void Collectives::receive_calls(const fl_signature& mine) {
 
 void Collectives::compare_all() {
   while (compared_ + 1 != calls_) compare_call(compared_ + 1);
-  raise_earlier(false);
-  if (!compare_call(calls_)) throw Mismatch();
+  differing_.forget_old(calls_);
+  const auto earlier = differing_.to_raise(calls_, false);
+  const bool same = compare_call(calls_);
+  if (earlier) throw Mismatch(seen_in(earlier->number));
+  if (!same) throw Mismatch();
 }
 
 void Collectives::receive_some(const fl_signature& mine) {
@@ -293,7 +296,7 @@ void Collectives::receive_some(const fl_signature& mine) {
 
 bool Collectives::look_back(double seconds) {
   compare_earlier(calls_ + 1);
-  raise_earlier(true);
+  if (const auto news = differing_.to_raise(calls_, true)) throw Mismatch(seen_in(news->number));
   if (compared_ == calls_) return false;
   const uint32_t oldest = compared_ + 1;
   const double age = (coarse_now() - description_of(rank_, oldest).called_at) * 1e-9;
@@ -366,16 +369,13 @@ std::vector<fl_signature> Collectives::calls(uint32_t number) const {
 
 // Mismatches ----------------------------------------------------------------------------------
 
-// That of an earlier call: with `only_news` one of which this rank has not been told.
-void Collectives::raise_earlier(bool only_news) {
-  const auto found = differing_.to_raise(calls_, only_news);
-  if (!found) return;
-  if (!only_news) compare_call(calls_);
-  throw Mismatch(seen_in(found->number));
-}
-
-// That of this call, which others may not have made yet.
+// That of this call, which others may not have made yet; or of the earlier one for which another rank has withdrawn
+// its call. What that rank has compared, this one can compare as well.
 void Collectives::raise_now() {
+  if (withdrawn_after(calls().data(), needed_)) {
+    compare_earlier(calls_);
+    if (const auto earlier = differing_.to_raise(calls_, false)) throw Mismatch(seen_in(earlier->number));
+  }
   try {
     wait_for_all(watch_.at_most(kAnnouncingSeconds), calls_);
   } catch (const Failure&) {  // then what they call is not known

@@ -74,7 +74,7 @@ ShmGroup::Result ShmGroup::run_collective(const Request& call) {
   if (queued_.load(std::memory_order_relaxed) != 0 && !has_caught_up()) {
     return start_collective(call, asked(call.site));
   }
-  if (turn_.is_mine()) return ended(FL_FAILED, kInTheMiddle, {}, {});
+  if (turn_.is_mine()) return in_the_middle();
   bool was_late = false;  // another thread has begun one meanwhile, or it has been queued
   Result result = guarded([&](Seen& seen) {
     const Running running(*this, interrupt_);
@@ -118,16 +118,6 @@ void ShmGroup::abandon() noexcept {
 ShmGroup::Result ShmGroup::failed(const Failure& failure) {
   peers_.fail(failure);
   return ended(failure);
-}
-
-ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message, std::vector<int> missing, Seen seen) {
-  auto operation = std::make_shared<Operation>();
-  operation->shared = std::make_shared<Shared>();
-  operation->status = status;
-  operation->message = message;
-  operation->missing = std::move(missing);
-  operation->seen = std::move(seen);
-  return operation;
 }
 
 bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds, const fl_site* site) {

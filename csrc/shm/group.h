@@ -86,9 +86,8 @@ class ShmGroup : private Helper, private Family::Ticking {
   template <typename Body>
   Result guarded(Body body);
   Result failed(const Failure& failure);
-  Result ended(fl_status status, const std::string& message, std::vector<int> missing, Seen seen);
-  Result ended(const Failure& failure) {
-    return ended(failure.status, failure.what(), failure.missing, failure.seen);
+  static Result ended(const Failure& failure) {
+    return ended_with(failure.status, {failure.what(), failure.missing, failure.seen, {}});
   }
   fl_site asked(const fl_site* site) const;
   Bytes dispatch(const Request& call, InterruptCheck interrupt, const fl_site* site, Seen& seen);
@@ -105,7 +104,9 @@ class ShmGroup : private Helper, private Family::Ticking {
   void tick() override;
   Result run_collective(const Request& call);
 
-  static constexpr const char* kInTheMiddle = "this thread is in the middle of another call of the group";
+  static Result in_the_middle() {
+    return ended_with(FL_FAILED, {"this thread is in the middle of another call of the group", {}, {}, {}});
+  }
 
   const int rank_, size_;
   const std::shared_ptr<Family> family_;
@@ -177,11 +178,9 @@ ShmGroup::Result ShmGroup::guarded(Body body) {
   try {
     Bytes output = body(seen);
     if (output.data == nullptr) return nullptr;
-    auto done = ended(FL_OK, "", {}, std::move(seen));
-    done->output = std::move(output);
-    return done;
+    return ended_with(FL_OK, {"", {}, std::move(seen), std::move(output)});
   } catch (const Mismatch& mismatch) {
-    return ended(FL_MISMATCH, mismatch.what(), {}, mismatch.seen);
+    return ended_with(FL_MISMATCH, {mismatch.what(), {}, mismatch.seen, {}});
   } catch (const Failure& caught) {
     return failed(caught);
   } catch (const std::exception& error) {  // no memory: the others are in the middle of this call

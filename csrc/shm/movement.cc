@@ -154,8 +154,13 @@ void Collectives::pass_rows(uint32_t number) {
     largest = std::max(largest, static_cast<size_t>(call_of(r, number).count) * mine.itemsize);
   }
   const bool direct = choose_in(number, mine, largest, true) == kDirectly;
-  chunks_ += direct ? 1 : chunks_of(largest, chunk_for(largest));
+  pass_chunks(direct ? 1 : chunks_of(largest, chunk_for(largest)));
+}
+
+// Count chunks of which this rank has moved nothing.
+void Collectives::pass_chunks(uint32_t chunks) {
   RankBlock& own = segment_.block(rank_);
+  chunks_ += chunks;
   own.filled.set(chunks_);
   own.reduced.set(chunks_);
   own.drained.raise(chunks_);

@@ -90,14 +90,9 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
     const auto status = static_cast<fl_status>(farewell.status);
     const std::vector<int> missing(farewell.missing, farewell.missing + farewell.missing_count);
     if (status == FL_OK) return Failure(FL_PEER_LOST, {r}, kHasLeft);
-    if (std::find(missing.begin(), missing.end(), rank_) != missing.end()) {
-      if (status == FL_RAISED) return Failure(FL_CLOSED, {}, "this rank reported an exception");
-      return given_up_by(r, name(r), {status, missing, farewell.message});
-    }
-    if (status == FL_RAISED) return Failure(status, missing, farewell.message);
-    const bool is_about_others = status == FL_PEER_LOST || status == FL_TIMEOUT || status == FL_LEAVING;
-    if (is_about_others) return Failure(status, missing, as_told(farewell.message, name(r)));
-    return Failure(FL_PEER_LOST, {r}, std::string("it gave up: ") + farewell.message);
+    const bool is_own = std::find(missing.begin(), missing.end(), rank_) != missing.end();
+    if (is_own && status == FL_RAISED) return Failure(FL_CLOSED, {}, "this rank reported an exception");
+    return given_up_by(r, name(r), rank_, {status, missing, farewell.message});
   }
   return std::nullopt;
 }

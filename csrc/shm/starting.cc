@@ -46,7 +46,7 @@ ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& s
 }
 
 ShmGroup::Result ShmGroup::start_collective(const Request& call, const fl_site& site) {
-  if (starting_.is_mine()) return ended(FL_FAILED, kInTheMiddle, {}, {});
+  if (starting_.is_mine()) return in_the_middle();
   while (!starting_.try_take_for(kSliceMilliseconds)) {
     if (peers_.has_ended()) return ended(peers_.why_ended());
   }
@@ -74,7 +74,7 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
       });
       if (result == nullptr && call.is_ahead) return true;
       // A handle all the same: what was started can be waited for where it was started, and only there.
-      if (result == nullptr) result = ended(FL_OK, "", {}, {});
+      if (result == nullptr) result = ended_with(FL_OK);
       result->ended = Clock::now();
       return true;
     }

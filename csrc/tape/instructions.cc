@@ -10,32 +10,28 @@ namespace fl::tape {
 namespace {
 
 // Call what Python gave with arguments that never change.
-class Call final : public Instruction {
- public:
-  Call(PyObject* function, PyObject* args) : function_(function), args_(args) {}
+struct Call final : public Instruction {
+  PyObject *function, *args;
 
   Outcome run(Table) override {
-    const Owned result(PyObject_Call(function_, args_, nullptr));
+    const Owned result(PyObject_Call(function, args, nullptr));
     return result == nullptr ? Outcome::failed : Outcome::done;
   }
-
   int64_t work() const override { return -1; }
-
- private:
-  PyObject *function_, *args_;
 };
 
-// A kernel of csrc/nn.
-class Native final : public Instruction {
- public:
-  using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
-  Native(const char* row, int64_t work)
-      : kernel_(*reinterpret_cast<Kernel* const*>(row)), work_(work) {}  // its first field
+struct Native final : public Instruction {
+  Kernel* kernel;
+  int64_t elements;
+  std::vector<int> at;  // -1: not given
+  std::vector<char*> arrays;
+  std::vector<int64_t> sizes;
+  std::vector<double> numbers;
 
   Outcome run(Table table) override {
-    for (size_t i = 0; i < at.size(); ++i) arrays_[i] = at[i] < 0 ? nullptr : table[at[i]];
+    for (size_t i = 0; i < at.size(); ++i) arrays[i] = at[i] < 0 ? nullptr : table[at[i]];
     try {
-      kernel_(arrays_, sizes.data(), numbers.data());
+      kernel(arrays.data(), sizes.data(), numbers.data());
     } catch (const std::bad_alloc&) {
       const PyGILState_STATE state = PyGILState_Ensure();  // it may run without the interpreter
       PyErr_NoMemory();
@@ -44,30 +40,16 @@ class Native final : public Instruction {
     }
     return Outcome::done;
   }
-  int64_t work() const override { return work_; }
-
-  std::vector<int> at;  // -1: not given
-  std::vector<int64_t> sizes;
-  std::vector<double> numbers;
-
-  enum { MOST = 16 };
-
- private:
-  Kernel* kernel_;
-  int64_t work_;
-  char* arrays_[MOST] = {};
+  int64_t work() const override { return elements; }
 };
 
 // Leave the captured path unless a truth value is true.
-class Require final : public Instruction {
- public:
-  explicit Require(int at) : at_(at) {}
-  Outcome run(Table table) override { return *table[at_] != 0 ? Outcome::done : Outcome::left; }
+struct Require final : public Instruction {
+  int at;
+
+  Outcome run(Table table) override { return *table[at] != 0 ? Outcome::done : Outcome::left; }
   int64_t work() const override { return 1; }
   bool may_leave() const override { return true; }
-
- private:
-  int at_;
 };
 
 // The loop of `ufunc` for the dtypes whose characters are `types`, or one of our own by its name.
@@ -134,7 +116,8 @@ std::unique_ptr<Instruction> read_loops(PyObject* described) {
 // ("reduce", ufunc, types, from, to, rows, columns, itemsize, along rows, the initial value or None)
 std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   PyObject *ufunc, *types;
-  Reduction r;
+  auto made = std::make_unique<Reduction>();
+  Reduction& r = *made;
   PyArrayObject* initial;
   if (!read(described, 1, &ufunc, &types, &r.from, &r.to, &r.rows, &r.columns, &r.itemsize, &r.along_rows,
             &initial) ||
@@ -142,45 +125,33 @@ std::unique_ptr<Instruction> read_reduction(PyObject* described) {
     return nullptr;
   }
   r.initial = initial == nullptr ? nullptr : PyArray_BYTES(initial);
-  return reduce(r);
+  return made;
 }
-
-// A product by its name and fields; see tape.h.
-template <typename Form, auto... fields>
-std::unique_ptr<Instruction> read_product(PyObject* described) {
-  Form form;
-  return read(described, 1, &(form.*fields)...) ? product(form) : nullptr;
-}
-constexpr auto read_gemm =
-    read_product<Gemm, &Gemm::transposed_a, &Gemm::transposed_b, &Gemm::is_double, &Gemm::a, &Gemm::b,
-                 &Gemm::c, &Gemm::m, &Gemm::n, &Gemm::k, &Gemm::a_step, &Gemm::b_step>;
-constexpr auto read_gemv =
-    read_product<Gemv, &Gemv::row_major, &Gemv::transposed, &Gemv::is_double, &Gemv::matrix, &Gemv::x,
-                 &Gemv::y, &Gemv::rows, &Gemv::columns, &Gemv::matrix_step, &Gemv::x_step>;
-constexpr auto read_dot =
-    read_product<Dot, &Dot::is_double, &Dot::x, &Dot::y, &Dot::to, &Dot::count, &Dot::x_step, &Dot::y_step>;
-constexpr auto read_outer = read_product<Outer, &Outer::scalar, &Outer::is_double, &Outer::a, &Outer::b,
-                                         &Outer::c, &Outer::m, &Outer::n, &Outer::a_step>;
-constexpr auto read_rows =
-    read_product<RowSum, &RowSum::is_double, &RowSum::from, &RowSum::to, &RowSum::rows, &RowSum::columns>;
 
 // ("call", function, args)
 std::unique_ptr<Instruction> read_call(PyObject* described) {
-  PyObject *function, *args;
-  if (!read(described, 1, &function, &args)) return nullptr;
-  return std::make_unique<Call>(function, args);
+  auto made = std::make_unique<Call>();
+  return read(described, 1, &made->function, &made->args) ? std::move(made) : nullptr;
 }
 
-// ("native", address, work, sizes, numbers, whether each array is given, entries ...)
+// A kernel of our own by its name, or one of csrc/nn by the address of its row, which begins with it.
+Kernel* find_kernel(PyObject* which) {
+  if (PyLong_Check(which)) return *static_cast<Kernel* const*>(PyLong_AsVoidPtr(which));
+  const char* name = PyUnicode_AsUTF8AndSize(which, nullptr);
+  Kernel* kernel = name == nullptr ? nullptr : own_kernel(name);
+  if (kernel == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no kernel %s", name);
+  return kernel;
+}
+
+// ("native", kernel, work, sizes, numbers, whether each array is given, entries ...)
 std::unique_ptr<Instruction> read_native(PyObject* described) {
   const Owned fixed(PyTuple_GetSlice(described, 0, 6));
-  const char* address;
-  int64_t work;
-  PyObject *sizes, *numbers, *are_given;
-  if (!fixed || !read(fixed.get(), 1, &address, &work, &sizes, &numbers, &are_given)) return nullptr;
-  auto made = std::make_unique<Native>(address, work);
+  auto made = std::make_unique<Native>();
+  PyObject *which, *sizes, *numbers, *are_given;
+  if (!fixed || !read(fixed.get(), 1, &which, &made->elements, &sizes, &numbers, &are_given)) return nullptr;
+  made->kernel = find_kernel(which);
   Py_ssize_t next = 6;
-  const bool is_read = read_each(sizes, [&](PyObject* each) {
+  const bool is_read = made->kernel != nullptr && read_each(sizes, [&](PyObject* each) {
     return take(each, &made->sizes.emplace_back());
   }) && read_each(numbers, [&](PyObject* each) {
     made->numbers.push_back(PyFloat_AsDouble(each));
@@ -189,14 +160,14 @@ std::unique_ptr<Instruction> read_native(PyObject* described) {
     int& at = made->at.emplace_back(-1);
     return each != Py_True || take(PyTuple_GetItem(described, next++), &at);
   });
-  if (is_read && made->at.size() > Native::MOST) PyErr_SetString(PyExc_ValueError, "too many arrays");
-  return PyErr_Occurred() == nullptr ? std::move(made) : nullptr;
+  made->arrays.resize(made->at.size());
+  return is_read ? std::move(made) : nullptr;
 }
 
 // ("require", at)
 std::unique_ptr<Instruction> read_require(PyObject* described) {
-  int at;
-  return read(described, 1, &at) ? std::make_unique<Require>(at) : nullptr;
+  auto made = std::make_unique<Require>();
+  return read(described, 1, &made->at) ? std::move(made) : nullptr;
 }
 
 }  // namespace
@@ -205,10 +176,8 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described) {
   static const struct {
     const char* name;
     std::unique_ptr<Instruction> (*read)(PyObject*);
-  } kinds[] = {{"loops", read_loops}, {"reduce", read_reduction}, {"add_rows", read_rows},
-               {"gemm", read_gemm},   {"gemv", read_gemv},        {"dot", read_dot},
-               {"outer", read_outer}, {"call", read_call},        {"require", read_require},
-               {"native", read_native}};
+  } kinds[] = {{"loops", read_loops}, {"reduce", read_reduction}, {"native", read_native},
+               {"call", read_call},   {"require", read_require}};
   PyObject* name = PyTuple_Check(described) ? PyTuple_GetItem(described, 0) : nullptr;
   const char* text = name == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(name, nullptr);
   for (const auto& kind : kinds) {

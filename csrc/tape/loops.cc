@@ -171,35 +171,6 @@ class ManyDimensions final : public Instruction {
   std::vector<intptr_t> dimensions_;
 };
 
-class Reduce final : public Instruction {
- public:
-  explicit Reduce(const Reduction& reduction) : r_(reduction) {}
-
-  Outcome run(Table table) override {
-    char *from = table[r_.from], *to = table[r_.to];
-    const intptr_t row_step = r_.columns * r_.itemsize, next = r_.along_rows ? row_step : r_.itemsize;
-    for (intptr_t i = 0; i < (r_.along_rows ? r_.rows : r_.columns); ++i) {
-      std::memcpy(to + i * r_.itemsize, r_.initial == nullptr ? from + i * next : r_.initial,
-                  static_cast<size_t>(r_.itemsize));
-    }
-    // The first element of a row, or the first row, is there already.
-    const intptr_t taken = r_.initial == nullptr, first = r_.along_rows ? taken : 0;
-    const intptr_t count = r_.columns - first, step = r_.along_rows ? 0 : r_.itemsize;
-    const intptr_t steps[] = {step, r_.itemsize, step};
-    for (intptr_t row = taken - first; count > 0 && row < r_.rows; ++row) {
-      char* into = to + (r_.along_rows ? row * r_.itemsize : 0);
-      char* args[] = {into, from + row * row_step + first * r_.itemsize, into};
-      r_.loop(args, &count, steps, r_.data);
-    }
-    return Outcome::done;
-  }
-
-  int64_t work() const override { return r_.rows * r_.columns; }
-
- private:
-  Reduction r_;
-};
-
 }  // namespace
 
 std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
@@ -213,6 +184,23 @@ std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
   return std::make_unique<Rows>(std::move(operations), dimensions[0], 1);
 }
 
-std::unique_ptr<Instruction> reduce(const Reduction& reduction) { return std::make_unique<Reduce>(reduction); }
+Outcome Reduction::run(Table table) {
+  char *source = table[from], *target = table[to];
+  const intptr_t row_step = columns * itemsize, next = along_rows ? row_step : itemsize;
+  for (intptr_t i = 0; i < (along_rows ? rows : columns); ++i) {
+    std::memcpy(target + i * itemsize, initial == nullptr ? source + i * next : initial,
+                static_cast<size_t>(itemsize));
+  }
+  // The first element of a row, or the first row, is there already.
+  const intptr_t taken = initial == nullptr, first = along_rows ? taken : 0;
+  const intptr_t count = columns - first, step = along_rows ? 0 : itemsize;
+  const intptr_t steps[] = {step, itemsize, step};
+  for (intptr_t row = taken - first; count > 0 && row < rows; ++row) {
+    char* into = target + (along_rows ? row * itemsize : 0);
+    char* args[] = {into, source + row * row_step + first * itemsize, into};
+    loop(args, &count, steps, data);
+  }
+  return Outcome::done;
+}
 
 }  // namespace fl::tape

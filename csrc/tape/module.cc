@@ -107,16 +107,6 @@ PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   return fall_back(step->slow, args, kwargs);
 }
 
-PyObject* create_step(PyTypeObject* type, PyObject*, PyObject*) {
-  PyObject* self = PyType_GenericAlloc(type, 0);
-  if (self == nullptr) return nullptr;
-  Step* step = reinterpret_cast<Step*>(self);
-  step->slow = share(Py_None).release();
-  step->left = share(Py_None).release();
-  step->programs = PyList_New(0);
-  return self;
-}
-
 int traverse_step(PyObject* self, visitproc visit, void* arg) {
   Step* step = reinterpret_cast<Step*>(self);
   Py_VISIT(Py_TYPE(self));
@@ -134,17 +124,14 @@ int clear_step(PyObject* self) {
   return 0;
 }
 
-/* use_slots(type, descriptors): those of variables, in the order of Slots::Name. */
-PyObject* use_slots(PyObject*, PyObject* args) {
+/* use_variables(type, slots, structure): descriptors in the order of Slots::Name; the address of an int64 that
+   is compared with the stamps of programs. */
+PyObject* use_variables(PyObject*, PyObject* args) {
   PyObject *type, *descriptors;
-  const bool is_given = PyArg_ParseTuple(args, "OO!", &type, &PyTuple_Type, &descriptors);
-  return is_given && slots.use(type, descriptors) ? share(Py_None).release() : nullptr;
-}
-
-/* use_structure(address): of an int64 that is compared with those of programs. */
-PyObject* use_structure(PyObject*, PyObject* address) {
-  structure = static_cast<const int64_t*>(PyLong_AsVoidPtr(address));
-  return PyErr_Occurred() ? nullptr : share(Py_None).release();
+  Py_ssize_t address;
+  if (!PyArg_ParseTuple(args, "OO!n", &type, &PyTuple_Type, &descriptors, &address)) return nullptr;
+  structure = reinterpret_cast<const int64_t*>(address);
+  return slots.use(type, descriptors) ? share(Py_None).release() : nullptr;
 }
 
 /* use_blas(is_long, sgemm, dgemm, sgemv, dgemv, sdot, ddot): addresses. */
@@ -229,8 +216,7 @@ PyMemberDef step_members[] = {{"slow", T_OBJECT_EX, offsetof(Step, slow), 0, nul
                               {"programs", T_OBJECT_EX, offsetof(Step, programs), 0, nullptr},
                               {"replays", T_PYSSIZET, offsetof(Step, replays), 0, nullptr},
                               {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(caught<create_step>)},
-                            {Py_tp_call, reinterpret_cast<void*>(caught<call>)},
+PyType_Slot step_slots[] = {{Py_tp_call, reinterpret_cast<void*>(caught<call>)},
                             {Py_tp_traverse, reinterpret_cast<void*>(traverse_step)},
                             {Py_tp_clear, reinterpret_cast<void*>(clear_step)},
                             {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
@@ -248,8 +234,7 @@ PyMethodDef methods[] = {
     {"find_memory", caught<find_memory>, METH_VARARGS, nullptr},
     {"same", caught<same>, METH_VARARGS, nullptr},
     {"run", caught<run>, METH_VARARGS, nullptr},
-    {"use_slots", caught<use_slots>, METH_VARARGS, nullptr},
-    {"use_structure", caught<use_structure>, METH_O, nullptr},
+    {"use_variables", caught<use_variables>, METH_VARARGS, nullptr},
     {"use_blas", caught<use_blas>, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_tape", nullptr, -1,     methods,

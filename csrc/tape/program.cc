@@ -27,8 +27,7 @@ Owned array_of(PyObject* object, Argument::Kind kind) {
   return array != nullptr && PyArray_CheckExact(array.get()) ? std::move(array) : nullptr;
 }
 
-// What is compared of an array's flags.
-constexpr int FLAGS = NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
+constexpr int FLAGS = NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;  // those that are compared
 
 }  // namespace
 
@@ -118,7 +117,7 @@ int same_value(PyObject* before, PyObject* after) {
   return PyObject_RichCompareBool(first.get(), second.get(), Py_EQ);
 }
 
-// (arguments, names, (arrays of the state, names of the function, slots), table, instructions, bindings,
+// (arguments, names, (arrays of the state, names of the function, gradients), table, instructions, bindings,
 //  result, occupied, keep)
 std::unique_ptr<Program> Program::read(PyObject* description) {
   PyObject *arguments{}, *names{}, *state{}, *table{}, *instructions{}, *bindings{}, *result{}, *occupied{};
@@ -138,9 +137,8 @@ std::unique_ptr<Program> Program::read(PyObject* description) {
       }) &&
       read_all<&Name::holder, &Name::name, &Name::value, &Name::is_items, &Name::is_number,
                &Name::descriptor>(known, &p.known_) &&
-      read_all<&Binding::variable, &Binding::slot, &Binding::value>(found, &p.found_) &&
-      read_all<&Binding::variable, &Binding::slot, &Binding::value, &Binding::since>(bindings,
-                                                                                     &p.bindings_) &&
+      read_all<&Binding::variable, &Binding::value>(found, &p.found_) &&
+      read_all<&Binding::variable, &Binding::value, &Binding::since>(bindings, &p.bindings_) &&
       read_each(table, [&](PyObject* each) { return p.read_table(each); }) &&
       read_each(instructions, [&](PyObject* each) { return p.read_instruction_of(each); }) &&
       p.read_result(result, &p.result_) && read_all<&Span::first, &Span::second>(occupied, &p.occupied_);
@@ -285,7 +283,7 @@ int Program::holds() const {
     if (const int same = each.is_as_before(); same != 1) return same;
   }
   for (const Binding& each : found_) {
-    const Owned now = slots.get(each.variable, each.slot);
+    const Owned now = slots.get(each.variable, Slots::GRAD);
     if (now == nullptr) PyErr_Clear();  // it was deleted
     if (now.get() != each.value) return 0;
   }
@@ -363,8 +361,8 @@ PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   std::vector<Owned> before;  // the slots, if the step is left
   if (set_arguments()) {
     for (const Binding& each : bindings_) {
-      if (may_leave_) before.push_back(slots.get(each.variable, each.slot));
-      slots.set(each.variable, each.slot, each.value);
+      if (may_leave_) before.push_back(slots.get(each.variable, Slots::GRAD));
+      slots.set(each.variable, Slots::GRAD, each.value);
     }
     Py_ssize_t count = 0;
     Outcome outcome = run(&count);
@@ -374,7 +372,9 @@ PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
       const Binding& each = bindings_[i];
       // Others may have used the memory of gradients that are still to be computed.
       const bool is_missing = !*is_left && each.since + 1 >= count;
-      if (*is_left || is_missing) slots.set(each.variable, each.slot, is_missing ? Py_None : before[i].get());
+      if (*is_left || is_missing) {
+        slots.set(each.variable, Slots::GRAD, is_missing ? Py_None : before[i].get());
+      }
     }
     if (outcome == Outcome::done) result = build(result_, args, kwargs);
   }

@@ -185,7 +185,6 @@ class Program {
   };
   struct Binding {
     PyObject *variable, *value;
-    Slots::Name slot;
     Py_ssize_t since;  // the first instruction that writes to its array; -1: it has it before
   };
 
@@ -213,7 +212,7 @@ class Program {
   // What the step writes to, or reads where it writes to arguments: begin and end, in order.
   std::vector<Span> occupied_;
   Instructions instructions_;
-  std::vector<Binding> found_, bindings_;  // slots that the step reads first, and those that it sets
+  std::vector<Binding> found_, bindings_;  // gradients that the step reads first, and those that it sets
   Result result_;
   std::vector<PyArrayObject*> new_;  // those that are made anew, and what they are like
   std::vector<Owned> made_;

@@ -51,15 +51,17 @@ std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
 
 // A reduction by a ufunc's loop as NumPy makes it, of `rows` x `columns`: along each row, or down
 // the columns. Every result begins with the bytes at `initial`, or with the first element if null.
-struct Reduction {
+struct Reduction final : public Instruction {
   Loop loop;
   void* data;
   int from, to;
   intptr_t rows, columns, itemsize;
   bool along_rows;
   const char* initial;
+
+  Outcome run(Table table) override;
+  int64_t work() const override { return rows * columns; }
 };
-std::unique_ptr<Instruction> reduce(const Reduction& reduction);
 
 // The functions' addresses, and whether their integers have 64 bits.
 struct Blas {
@@ -68,29 +70,17 @@ struct Blas {
 };
 extern Blas blas;
 
-// Products of floats or doubles; all steps are in elements.
-struct Gemm {  // c = a @ b, all row-major but where they are transposed; c is m x n
-  int is_double, transposed_a, transposed_b, a, b, c;
-  int64_t m, n, k, a_step, b_step;
-};
-struct Gemv {  // y = matrix @ x
-  int is_double, row_major, transposed, matrix, x, y;
-  int64_t rows, columns, matrix_step, x_step;
-};
-struct Dot {  // the sum of products of two vectors
-  int is_double, x, y, to;
-  int64_t count, x_step, y_step;
-};
-struct Outer {  // c[i, j] = 0 + a[i] * b[j]: nothing is added up; the steps of b are 1
-  int is_double, scalar, a, b, c;  // scalar: a is one number: 1, b is one: 2
-  int64_t m, n, a_step;
-};
-struct RowSum {  // the sum of rows
-  int is_double, from, to;
-  int64_t rows, columns;
-};
-template <typename Kind>
-std::unique_ptr<Instruction> product(const Kind& kind);
+// A kernel of csrc/nn, or one of our own.
+using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
+
+// A kernel of our own by its name, for floats ("gemm:f4") or doubles ("gemm:f8"), or null. Arrays are
+// row-major unless they are transposed; steps are in elements. Names, arrays, and sizes:
+//   gemm: a, b, c = a @ b. Is a transposed, is b, rows and columns of c, terms of each, steps of a and b.
+//   gemv: matrix, x, y = matrix @ x. Is it row-major, is it transposed, its rows, columns and step, step of x.
+//   dot: x, y, the sum of products. Count, steps of x and y.
+//   outer: a, b, c[i, j] = 0 + a[i] * b[j]. 1 if a is one number, 2 if b is, else 0; rows, columns, step of a.
+//   add_rows: a matrix, the sum of its rows. Rows, columns.
+Kernel* own_kernel(const char* name);
 
 // An elementwise loop of our own by its name, or null: casts ("cast:f4:f8"), copies of elements
 // of a size ("copy:8"), selections ("where:8").

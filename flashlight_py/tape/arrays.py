@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -36,16 +36,27 @@ def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
 _CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return an argument with ``change`` of all that it consists of."""
+def mapped(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
+    """Return ``value`` with ``change`` of all that tuples, lists and dicts in it consist of."""
     kind = type(value)
     if kind in _CONSTANT:
         return value
-    if kind is tuple or kind is list:
-        return kind([mapped(each, change) for each in value])
-    if kind is dict:
+    if issubclass(kind, tuple) or (kind is list and not only_tuples):
+        make = getattr(kind, "_make", kind)
+        return make([mapped(each, change, only_tuples) for each in value])
+    if kind is dict and not only_tuples:
         return {name: mapped(each, change) for name, each in value.items()}
     return change(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what tuples, lists and dicts in ``value`` consist of."""
+    kind: Any = type(value)
+    if kind in (list, dict) or issubclass(kind, tuple):
+        for each in value.values() if kind is dict else value:
+            yield from leaves(each)
+    else:
+        yield value
 
 
 def plain(value: Any) -> Any:

@@ -26,22 +26,16 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed import Work
-from flashlight_py.distributed.internal import (
-    ALL_REDUCE,
-    SCATTER,
-    Call,
-    Membership,
-    graph_launcher,
-    leave_to_python,
-)
+from flashlight_py.distributed.internal import ALL_REDUCE, SCATTER, Call, Membership, graph_launcher
 from flashlight_py.errors import DistributedError, GroupClosedError
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.random import generator
 from flashlight_py.structure import count, here
+from flashlight_py.tape.arrays import leaves, mapped
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
-from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, meets, merged, note_gradients
+from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, meets, merged
 from flashlight_py.tape.state import ITEMS, EveryCall, Place, State, plain_arrays, words
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step
@@ -107,7 +101,9 @@ class Recorder(Watcher):
         if not self.is_capturing:
             if group.size > 1 and not call.verb.is_message:
                 self.groups[group] = None
-            return self._without(group, calls, name)
+            is_one = len(calls) == 1
+            run = lambda: group.run(call) if is_one else group.run_many(calls, name)  # noqa: E731
+            return self.without(run)  # type: ignore[no-any-return]
         if not is_cupy(array):
             raise _CannotSend(f"{name} sends arrays of the CPU, or none, at {line_of_user()}")
         backend: Any = group.backend(array)
@@ -151,46 +147,30 @@ class Recorder(Watcher):
 
     rows_for_this_rank = meet
 
-    def _without(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
-        here.recorder = None
-        try:
-            return group.run(calls[0]) if len(calls) == 1 else group.run_many(calls, name)
-        finally:
-            here.recorder = self
-
 
 class Graph:
     """A captured step: a CUDA graph, the memory of its arguments, its gradients and its result.
 
-    ``recorder`` has noted the step; ``signature`` and ``stamp`` are of the structure since.
+    ``recorder`` has noted the step; ``before`` are the gradients as they were. ``pairs``: of each
+    argument, the array that was passed, and the one that the graph reads. ``number``, ``signature``
+    and ``stamp``, of the structure since, are set when all ranks have captured the step.
     """
 
+    number: int
     signature: Any
     stamp: int
 
-    def __init__(self, number: int, key: Any, recorder: Recorder) -> None:
-        self.number, self.key, self.recorder = number, key, recorder
-        self.inputs: list[Any] = []
-        self._names: list[tuple[Any, Any]] = []
-        self._reads: list[tuple[Variable, Any]] = []
-        self._grads: list[tuple[Variable, Any]] = []
-        self._graph: Any = None
-        self._result: Any = None
+    def __init__(
+        self, graph: Any, recorder: Recorder, key: Any, pairs: Sequence[Any], result: Any,
+        state: State, before: dict[Any, Any],
+    ) -> None:  # fmt: skip
+        self.recorder, self.key, self._result = recorder, key, result
         self._stream: Any = None  # that of the last launch
-
-    def finish(
-        self, graph: Any, pairs: Sequence[Any], result: Any, state: State, before: dict[Any, Any]
-    ) -> None:
-        """Take what was captured; ``before`` are the gradients as they were.
-
-        ``pairs``: of each argument, the array that was passed, and the one that the graph reads.
-        """
-        recorder, self._result = self.recorder, result
         self.inputs = inputs = [array for _, array in pairs]
         flags = [given.flags.c_contiguous or given.flags.f_contiguous for given, _ in pairs]
         self._plain = [number for number, is_plain in enumerate(flags) if is_plain]
         self._strided = [number for number, is_plain in enumerate(flags) if not is_plain]
-        self._graph = graph_launcher(graph, [inputs[number] for number in self._plain])
+        self._graph: Any = graph_launcher(graph, [inputs[number] for number in self._plain])
         self._names = state.names
         self._kept = {id(value) for _, value in state.held}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
@@ -248,7 +228,7 @@ class Graph:
             backend.launch_captured("a captured step", record)
         for variable, grad in self._grads:
             variable.grad = grad
-        return self._copied(self._result)
+        return mapped(self._result, self._copied)
 
     def changes(self, arrays: Sequence[Any]) -> bool:
         """Return whether the last replay has changed an argument; blocks until it has ended."""
@@ -256,13 +236,7 @@ class Graph:
         return any(given.tobytes() != array.tobytes() for given, array in pairs)
 
     def _copied(self, value: Any) -> Any:
-        """Return ``value`` with copies of arrays that the next replay writes to."""
-        kind = type(value)
-        if isinstance(value, (tuple, list)):
-            copies = [self._copied(each) for each in value]
-            return copies if kind is list else getattr(kind, "_make", kind)(copies)
-        if kind is dict:
-            return {name: self._copied(each) for name, each in value.items()}
+        """Return ``value``, or a copy of an array that the next replay writes to."""
         if isinstance(value, Variable):
             is_state = value in self.recorder.variables
             return value if is_state else Variable(self._copied(value.data))
@@ -319,7 +293,7 @@ class Graphs:
         else:
             recorder = Recorder()
             with self._recording, CtrlC() as ctrl_c, ExitStack() as stack:
-                record(recorder, stack)
+                recorder.begin(stack)
                 try:
                     result = ctrl_c.let_in(self._step, *args, **options)
                 except BaseException:
@@ -351,12 +325,12 @@ class Graphs:
         values = (*args, *options.values())
         arrays, state = _arrays(values), self._state(values)
         self._captures += 1
-        graph = Graph(next(self._numbers), key, Recorder(state.variables, self._groups))
+        recorder = Recorder(state.variables, self._groups)
         held = plain_arrays(tuple([value for _, value in state.held]))
         host = [(each, each.copy()) for each in held if not is_cupy(each)]
         draws, drawn = generator().bit_generator, generator().bit_generator.state
         try:
-            reason = self._record(graph, args, options, state)
+            graph, reason = self._record(recorder, key, args, options, state)
             after = self._state(values)
         except BaseException:
             _restore(state, host)
@@ -373,11 +347,12 @@ class Graphs:
             reason = "an array of the CPU changes; keep it on the GPU"
         if not reason and state.numbers != after.numbers:
             reason = "a number of a module, an optimizer or a meter changes; keep it in an array"
-        if not self._all_without(reason) or not self._all_have_captured(graph.recorder):
+        if not self._all_without(reason) or not self._all_have_captured(recorder) or not graph:
             _restore(state, host)
             draws.state = drawn
             self._stay_eager(graph, reason)
             return self._step(*args, **options)
+        graph.number = next(self._numbers)
         graph.signature, graph.stamp = after.signature, int(count[0])
         result = graph.replay(arrays)
         if graph.changes(arrays):
@@ -401,19 +376,20 @@ class Graphs:
         differ = any(least != most for least, most in digests)
         return self._all_without("ranks have captured different calls" if differ else "")
 
-    def _stay_eager(self, graph: Graph, reason: str) -> None:
-        graph.release()
+    def _stay_eager(self, graph: Graph | None, reason: str) -> None:
+        if graph is not None:
+            graph.release()
         self.reason = (
             reason or self.reason or "another rank cannot capture it, or has captured other calls"
         )
 
     def _record(
-        self, graph: Graph, args: tuple[Any, ...], options: dict[str, Any], state: State
-    ) -> str:
-        """Run the step while CUDA captures it; return why that failed, if it did."""
+        self, recorder: Recorder, key: Any, args: tuple[Any, ...], options: dict[str, Any],
+        state: State,
+    ) -> tuple[Graph | None, str]:  # fmt: skip
+        """Run the step while CUDA captures it; return the graph, and why that failed, if it did."""
         import cupy
 
-        recorder = graph.recorder
         before = {variable: variable.grad for variable in state.variables}
         # Memory of the graph, which nobody else gets while the graph lives.
         pool = cupy.cuda.MemoryPool()
@@ -421,8 +397,7 @@ class Graphs:
         pairs: list[Any] = []
 
         def place(value: Any) -> Any:
-            data = value.data if isinstance(value, Variable) else value
-            if not is_cupy(data):
+            if not is_cupy(data := _data_of(value)):
                 return value
             array = data.copy(order="K")
             pairs.append((data, array))
@@ -436,23 +411,22 @@ class Graphs:
                 stack.enter_context(cupy.cuda.using_allocator(pool.malloc))
                 placed = [*map(place, args)], {name: place(x) for name, x in options.items()}
                 stack.enter_context(stream)
-                record(recorder, stack)
+                recorder.begin(stack)
                 capture_products(stack, recorder)
                 _refuse_copies(stack, recorder)
                 captured = stack.enter_context(_capturing(stream))
                 result = ctrl_c.let_in(self._step, *placed[0], **placed[1])
         except CannotCapture as error:
-            return recorder.left or str(error)
+            return None, recorder.left or str(error)
         except DistributedError:
             raise
         except (RuntimeError, TypeError, ValueError, MemoryError) as error:
-            return recorder.left or f"{type(error).__name__}: {error}"
+            return None, recorder.left or f"{type(error).__name__}: {error}"
         recorder.keep(pool)
-        graph.finish(captured[0], pairs, result, state, before)
-        for each in _parts(result):
+        for each in map(_data_of, leaves(result)):
             if not (each is None or isinstance(each, str) or is_cupy(each)):
                 recorder.leave(f"it returns an object of {type(each).__name__}; return GPU arrays")
-        return recorder.left
+        return Graph(captured[0], recorder, key, pairs, result, state, before), recorder.left
 
 
 @contextmanager
@@ -467,16 +441,6 @@ def _capturing(stream: Any) -> Iterator[list[Any]]:
             stream.end_capture()
         raise
     captured.append(stream.end_capture())
-
-
-def record(recorder: Recorder, stack: ExitStack) -> None:
-    """Let ``recorder`` note the verbs, optimizers and gradients of this thread in ``stack``."""
-    leave_to_python(1)
-    stack.callback(leave_to_python, -1)
-    stack.callback(note_gradients, recorder.variables, False)
-    note_gradients(recorder.variables, True)
-    here.recorder = recorder
-    stack.callback(setattr, here, "recorder", None)
 
 
 def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
@@ -565,7 +529,7 @@ def _range(array: Any) -> tuple[int, int]:
 
 def _form(value: Any) -> Any:
     """Return what two arguments have in common that one graph can take."""
-    data = value.data if isinstance(value, Variable) else value
+    data = _data_of(value)
     if is_cupy(data):
         return type(value), data.shape, data.strides, data.dtype.char
     return value
@@ -581,15 +545,9 @@ def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
         np.copyto(array, copy)
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    """Yield what is in a result, and in tuples, lists and dicts there."""
-    if type(value) in (list, dict) or isinstance(value, tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _parts(each)
-    else:
-        yield value.data if isinstance(value, Variable) else value
+def _data_of(value: Any) -> Any:
+    return value.data if isinstance(value, Variable) else value
 
 
 def _arrays(values: Sequence[Any]) -> list[Any]:
-    data = [value.data if isinstance(value, Variable) else value for value in values]
-    return [each for each in data if is_cupy(each)]
+    return [data for data in map(_data_of, values) if is_cupy(data)]

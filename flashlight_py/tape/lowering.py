@@ -17,15 +17,14 @@ import numpy as np
 
 from flashlight_py import _native, libraries
 from flashlight_py.autograd.native import Kernel
-from flashlight_py.tape.arrays import Array, mapped
-from flashlight_py.tape.operands import Memory, Operand, Use
-from flashlight_py.tape.recording import Note, arrays_in, user_frame
+from flashlight_py.tape.arrays import Array
+from flashlight_py.tape.operands import Memory, Operand
+from flashlight_py.tape.recording import Note, address_of, arrays_in, user_frame
 
 Shape = tuple[int, ...]
 Steps = tuple[Shape, ...]  # of each operand: bytes from one to the next of each dimension
 
 _MOST_DIMENSIONS = 8  # in csrc/tape/tape.h
-_MOST_PLANS = 4096
 _tape = _native.load("tape")
 _blas = libraries.blas("sgemm", "dgemm", "sgemv", "dgemv", "sdot", "ddot")
 if _blas:
@@ -107,112 +106,52 @@ class Loops:
         ]
 
 
-Group = Loops | Instruction | Use  # what becomes one instruction; of a note: a call
+Group = Loops | Instruction | Note  # what becomes one instruction; of a note: a call
 
 
-def lowered(uses: Sequence[Use], memory: Memory) -> list[Group]:
+def lowered(notes: Sequence[Note], memory: Memory) -> list[Group]:
     """Return what does the same as notes, and may need more of ``memory``."""
     groups: list[Group] = []
-    for use in uses:
-        for new in _instructions(use, memory):
+    for note in notes:
+        for new in _instructions(note, memory):
             last = groups[-1] if groups else None
             if not (isinstance(last, Loops) and isinstance(new, Loops) and last.take(new)):
                 groups.append(new)
     return groups
 
 
-def _instructions(use: Use, memory: Memory) -> Sequence[Group]:
-    note = use.note
+def _instructions(note: Note, memory: Memory) -> Sequence[Group]:
     if note.required is not None:
-        return [Instruction(("require",), use.operands[-1:])]
+        return [Instruction(("require",), note.operands[-1:])]
     if type(note.function) is Kernel:
         _, sizes, numbers, *given = note.args
         are_given = (*(True for _ in note.made), *(each is not None for each in given))
-        work = sum(each.array.size for each in use.operands)
+        work = sum(each.array.size for each in note.operands)
         begin = "native", note.function.address, work, sizes, numbers, are_given
-        return [Instruction(begin, use.operands)]
-    plan = None if note.effect else _plans.get(use.form)
-    if plan is None:
-        rule = _RULES.get(note.function)
-        if rule is None and type(note.function) is np.ufunc:
-            rule = _Plan._elementwise
-        elif rule is None and type(getattr(note.function, "__self__", None)) is np.ufunc:
-            rule = _Plan._reduction if note.function.__name__ == "reduce" else None
-        if rule is None or note.effect or (note.made and note.changed):
-            return [use]
-        plan = _Plan(rule, use)
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        if plan.holds_elsewhere:
-            _plans[use.form] = plan
-    return plan.carry_out(use, memory)
+        return [Instruction(begin, note.operands)]
+    rule = _RULES.get(note.function)
+    if rule is None and type(note.function) is np.ufunc:
+        rule = _Rules.elementwise
+    elif rule is None and type(getattr(note.function, "__self__", None)) is np.ufunc:
+        rule = _Rules.reduction if note.function.__name__ == "reduce" else None
+    if rule is None or note.effect or (note.made and note.changed):
+        return [note]
+    try:
+        rule(rules := _Rules(memory), note)
+    except (TypeError, ValueError):  # of need() and resolve_dtypes()
+        return [note]
+    return rules.groups
 
 
-class _Plan:
-    """The instructions of a note by the numbers of its arrays: for all notes of the same form."""
+class _Rules:
+    """Rules that add the instructions of a note to ``groups``."""
 
-    def __init__(self, rule: Callable[[_Plan, Note], None], use: Use) -> None:
-        self.holds_elsewhere, self._is_of_two = True, False
-        self._numbers: dict[int, int] = {}  # by the array's id
-        self._more: list[Any] = []  # constants, and shapes and dtypes of what is made as well
-        # Dimensions, if these are loops, and what is around the operands.
-        self._steps: list[tuple[Any, Any, list[int], Any]] | None = []
-        operands, note = iter(use.operands), use.note
-
-        def numbered(value: Any) -> Any:
-            if type(value) is not np.ndarray:
-                return value
-            need(next(operands).array is value)
-            view = value[...]  # else an array that is passed twice would have one number
-            self._numbers[id(view)] = len(self._numbers)
-            return view
-
-        try:
-            parts = note.made, note.changed, note.args, note.options
-            made, changed, args, options = mapped(parts, numbered)
-            rule(self, Note(note.function, args, options, made, changed))
-        except (TypeError, ValueError):  # of need() and resolve_dtypes()
-            self._steps = None
-
-    def carry_out(self, use: Use, memory: Memory) -> Sequence[Group]:
-        """Return what does the same as a note of this form."""
-        operands, done = use.operands, list[Group]()
-        if self._steps is None or (self._is_of_two and operands[1].low == operands[2].low):
-            return [use]
-        if self._more:
-            made = [memory.make(*e) if type(e) is tuple else e for e in self._more]
-            operands = [*operands, *map(memory.of, made)]
-        for dimensions, begin, numbers, end in self._steps:
-            own = [operands[number] for number in numbers]
-            if dimensions:
-                operation = Elementwise(begin, own, end)
-                is_sound = not operation.disturbs(operation)
-                done.append(Loops(dimensions, [operation]))
-            else:
-                is_sound = not any(map(own[-1].meets, own[:-1]))
-                done.append(Instruction(begin, own, end))
-            if not is_sound:
-                return [use]
-        return done
-
-    def _add(self, array: Array, what: Any) -> Array:
-        self._numbers[id(array)] = len(self._numbers)
-        self._more.append(what)
-        return array
-
-    def _note(
-        self, begin: tuple[Any, ...], arrays: Sequence[Array], end: Any, dimensions: Any = None
-    ) -> None:
-        for each in arrays:
-            if id(each) not in self._numbers:  # a view of one
-                self.holds_elsewhere = False
-                self._add(each, each)
-        numbers = [self._numbers[id(each)] for each in arrays]
-        self._steps.append((dimensions, begin, numbers, end))  # type: ignore[union-attr]
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self.groups = memory, list[Group]()
 
     # Elementwise --------------------------------------------------------------------------------
 
-    def _elementwise(self, note: Note, instead: np.ufunc | None = None) -> None:
+    def elementwise(self, note: Note, instead: np.ufunc | None = None) -> None:
         ufunc: Any = instead or note.function
         out, given = _result_of(note, "casting"), note.args[: ufunc.nin]
         need(ufunc is not np.power or _is_plain_power(given, out))
@@ -229,15 +168,13 @@ class _Plan:
         if isinstance(value, np.ndarray):
             if value.dtype == dtype:
                 return value
-            between = self._add(np.empty(value.shape, dtype), (value.shape, dtype))
+            between = self._memory.make(value.shape, dtype)
             self._copy(value, between)
             return between
         need(type(value) is float or not [*arrays_in(value)])  # such as [x.sum(), 0.0]
         if type(value) is int and dtype.kind in "iu":
             need(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
-        constant = np.asarray(value, dtype)
-        self.holds_elsewhere &= constant.ndim == 0  # lists may be long, and none is found again
-        return self._add(constant, constant)
+        return np.asarray(value, dtype)
 
     def _loops(self, function: Any, types: tuple[int, ...], *arrays: Array) -> None:
         need(types or function in OWN)
@@ -245,7 +182,23 @@ class _Plan:
             dimensions, steps = _walk(arrays)
             need(len(dimensions) <= _MOST_DIMENSIONS)
             need(not types or _has_bits_of_numpy(function, arrays, steps))
-            self._note((function, types), arrays, steps, dimensions)
+            self._loop(function, types, arrays, dimensions, steps)
+
+    def _loop(
+        self, function: Any, types: Any, arrays: Sequence[Array], dimensions: Shape, steps: Steps
+    ) -> None:
+        operation = Elementwise((function, types), list(map(self._memory.of, arrays)), steps)
+        need(not operation.disturbs(operation))
+        self.groups.append(Loops(dimensions, [operation]))
+
+    def _instruction(self, begin: tuple[Any, ...], arrays: Sequence[Array], end: Any = ()) -> None:
+        *read, written = operands = list(map(self._memory.of, arrays))
+        need(not any(map(written.meets, read)))
+        self.groups.append(Instruction(begin, operands, end))
+
+    def _kernel(self, name: str, work: int, sizes: Sequence[int], arrays: Sequence[Array]) -> None:
+        kernel = f"{name}:{arrays[-1].dtype.str[1:]}"
+        self._instruction(("native", kernel, work, sizes, (), (True,) * len(arrays)), arrays)
 
     def _copy(self, source: Any, target: Array) -> None:
         need(not target.dtype.hasobject)
@@ -254,21 +207,21 @@ class _Plan:
         else:
             self._loops(f"copy:{target.itemsize}", (), self._as(source, target.dtype), target)
 
-    def _copy_of_first(self, note: Note) -> None:
+    def copy_of_first(self, note: Note) -> None:
         need(note.made and isinstance(note.args[0], np.ndarray))
         self._copy(note.args[0], note.made[0])
 
-    def _copyto(self, note: Note) -> None:
+    def copyto(self, note: Note) -> None:
         need(len(note.args) == 2 and not note.options.keys() - {"casting"})
         self._copy(note.args[1], note.args[0])
 
-    def _reshape(self, note: Note) -> None:
+    def reshape(self, note: Note) -> None:
         source = note.args[0]
         need(note.made and isinstance(source, np.ndarray) and note.made[0].flags.c_contiguous)
         need(not note.options and not any(isinstance(each, str) for each in note.args))
         self._copy(source, note.made[0].reshape(source.shape))
 
-    def _where(self, note: Note) -> None:
+    def where(self, note: Note) -> None:
         need(len(note.args) == 3 and not note.options and len(note.made) == 1)
         condition, *values = note.args
         need(getattr(condition, "dtype", None) == np.bool_)
@@ -276,14 +229,14 @@ class _Plan:
         operands = [self._as(condition, condition.dtype), *(self._as(e, out.dtype) for e in values)]
         self._loops(f"where:{out.itemsize}", (), *operands, out)
 
-    def _power(self, note: Note) -> None:
+    def power(self, note: Note) -> None:
         base, exponent = note.args
         need(isinstance(base, np.ndarray) and base.dtype.kind == "f")
         is_number = type(exponent) in (int, float)
         need(is_number or np.ndim(exponent))  # NumPy 2.2 compares numbers in arrays with 2 as well
-        self._elementwise(note, (_POWERS.get(float(exponent)) if is_number else None) or np.power)
+        self.elementwise(note, (_POWERS.get(float(exponent)) if is_number else None) or np.power)
 
-    def _concatenate(self, note: Note) -> None:
+    def concatenate(self, note: Note) -> None:
         parts, axis = note.args[0], note.options.get("axis", (*note.args, 0)[1])
         need(not note.options.keys() - {"axis"} and isinstance(axis, int) and note.made)
         need(all(isinstance(part, np.ndarray) for part in parts))
@@ -293,35 +246,39 @@ class _Plan:
 
     # Others -------------------------------------------------------------------------------------
 
-    def _product(self, note: Note) -> None:
+    def product(self, note: Note) -> None:
         """Multiply as NumPy's ``cblas_matrixproduct`` does arrays of these shapes and strides."""
         c, (a, b) = _result_of(note), note.args[:2]
         need(_blas and isinstance(a, np.ndarray) and isinstance(b, np.ndarray))
         need(a.dtype == b.dtype == c.dtype and a.dtype.char in "fd" and a.size and b.size)
         need(a.ndim == b.ndim == 1 or (a.ndim == b.ndim == 2 and c.flags.c_contiguous))
-        begin: tuple[Any, ...]
         arrays, size, k = (a, b, c), c.itemsize, b.shape[0]
         m, n = a.size // k, b.size // k
         matrices = [each for each, count in ((a, m), (b, n)) if count > 1]
         plain = [each.flags.c_contiguous for each in matrices]
         steps = [each.shape[is_plain] for each, is_plain in zip(matrices, plain, strict=True)]
         need(k == 1 or all(each.flags.forc for each in matrices))
+        sizes: list[int]
         if k == 1:
             need(a.strides[0] % size == 0 and (n == 1 or b.strides[-1] == size))
-            begin, end = ("outer", 1 if m == 1 else 2 * (n == 1)), [m, n, a.strides[0] // size]
+            one = 1 if m == 1 else 2 * (n == 1)
+            name, work, sizes = "outer", m * n, [one, m, n, a.strides[0] // size]
         elif m == n == 1:
-            begin, end = ("dot",), [k, _step(a, -1), _step(b, 0)]
+            name, work, sizes = "dot", k // 4 + 1, [k, _step(a, -1), _step(b, 0)]
         elif m > 1 and n > 1:
             # Of a matrix and itself transposed NumPy has half computed.
-            self._is_of_two = a.shape == b.shape[::-1] and a.strides == b.strides[::-1]
-            begin, end = ("gemm", *[not each for each in plain]), [m, n, k, *steps]
+            is_itself = a.shape == b.shape[::-1] and a.strides == b.strides[::-1]
+            need(not (is_itself and address_of(a) == address_of(b)))
+            name, work = "gemm", m * n * k // 8 + 1
+            sizes = [*(not each for each in plain), m, n, k, *steps]
         else:
             arrays = (a, b, c) if n == 1 else (b, a, c)
             step = _step(b, 0) if n == 1 else _step(a, -1)
-            begin, end = ("gemv", plain[0], m == 1), [*matrices[0].shape, *steps, step]
-        self._note((*begin, size == 8), arrays, end)
+            name, work = "gemv", matrices[0].size // 4 + 1
+            sizes = [plain[0], m == 1, *matrices[0].shape, *steps, step]
+        self._kernel(name, work, sizes, arrays)
 
-    def _reduction(self, note: Note) -> None:
+    def reduction(self, note: Note) -> None:
         ufunc: np.ufunc = note.function.__self__  # type: ignore[attr-defined]
         parts: Any = lambda x, axis=0, dtype=None, out=None, keepdims=False: (x, axis, out)  # noqa: E731
         x, axis, out = parts(*note.args, **note.options)
@@ -337,13 +294,13 @@ class _Plan:
         need(not depends_on_order or _longest_sum() >= (columns if along_rows else 1))
         types, size, is_sum = (kind.num,) * 3, kind.itemsize, ufunc is np.add and kind.char in "fd"
         if is_sum and along_rows and rows == 1:
-            self._note((ufunc, types), arrays, ((size,), (0,)), (columns,))
+            self._loop(ufunc, types, arrays, (columns,), ((size,), (0,)))
         elif is_sum and not along_rows:
-            self._note(("add_rows", size == 8), arrays, (rows, columns))
+            self._kernel("add_rows", rows * columns, (rows, columns), arrays)
         else:
             begins_with = np.asarray(_INITIALS[ufunc], kind) if ufunc in _INITIALS else None
             end = rows, columns, size, along_rows, begins_with
-            self._note(("reduce", ufunc, types), arrays, end)
+            self._instruction(("reduce", ufunc, types), arrays, end)
 
 
 @functools.cache
@@ -375,7 +332,7 @@ def _is_added_in_order(x: Array) -> bool:
     sums = [np.empty(shape, x.dtype) for shape in ((), columns, rows)]
     for instruction in (
         ("loops", (x.size,), [copy, add]),
-        ("add_rows", size == 8, 0, 3, rows, columns),
+        ("native", f"add_rows:f{size}", x.size, (rows, columns), (), (True, True), 0, 3),
         ("reduce", np.add, types, 0, 4, rows, columns, size, True, zero),
     ):
         _tape.run(instruction, (x, same, *sums))
@@ -487,21 +444,20 @@ _BUFFERED = 8192  # elements that NumPy casts at a time
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
 _INITIALS = {np.add: 0, np.multiply: 1, np.logical_and: True, np.logical_or: False}
 _FROM_INTEGERS = ("b1", "u1", "i1", "i2", "i4", "i8")
-OWN = {  # in csrc/tape/elements.cc
+OWN = {  # in csrc/tape/kernels.cc
     *(f"cast:{a}:{b}" for a in _FROM_INTEGERS for b in ("b1", "i1", "i2", "i4", "i8", "f4", "f8")),
     *("cast:f4:f8", "cast:f8:f4", "cast:f4:b1", "cast:f8:b1"),
     *(f"{name}:{size}" for name in ("copy", "where") for size in (1, 2, 4, 8, 16)),
     *(f"{name}:{kind}" for name in ("maximum", "minimum") for kind in ("f4", "f8")),
 }
 _COPY = (np.array, np.copy, np.ndarray.astype, np.ndarray.copy)
-_plans: dict[Any, _Plan] = {}
-_RULES: dict[Any, Callable[[_Plan, Note], None]] = {
-    **dict.fromkeys(_COPY, _Plan._copy_of_first),
-    **dict.fromkeys((np.ndarray.reshape, np.reshape), _Plan._reshape),
-    **dict.fromkeys((np.ndarray.dot, np.dot), _Plan._product),
-    np.copyto: _Plan._copyto,
-    np.where: _Plan._where,
-    np.ndarray.clip: lambda plan, note: plan._elementwise(note, _CLIP),
-    np.concatenate: _Plan._concatenate,
-    operator.pow: _Plan._power,
+_RULES: dict[Any, Callable[[_Rules, Note], None]] = {
+    **dict.fromkeys(_COPY, _Rules.copy_of_first),
+    **dict.fromkeys((np.ndarray.reshape, np.reshape), _Rules.reshape),
+    **dict.fromkeys((np.ndarray.dot, np.dot), _Rules.product),
+    np.copyto: _Rules.copyto,
+    np.where: _Rules.where,
+    np.ndarray.clip: lambda rules, note: rules.elementwise(note, _CLIP),
+    np.concatenate: _Rules.concatenate,
+    operator.pow: _Rules.power,
 }

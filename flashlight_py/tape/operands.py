@@ -20,6 +20,7 @@ class CannotCapture(Exception):
     """A step has no program; the message says why."""
 
 
+@dataclass(eq=False)
 class Piece:
     """A piece of memory: all of an ``array`` that the step made, an argument, or other memory.
 
@@ -28,13 +29,14 @@ class Piece:
     ``at`` a number of bytes from the first element, and ``home`` has a copy.
     """
 
-    argument = -1
-    at = 0
+    low: int
+    high: int
+    array: Any = None
+    is_made: bool = False
+    argument: int = -1
+    at: int = 0
     home: Any = None
-    is_strip = False  # room for a strip of elements, which all use in turn
-
-    def __init__(self, low: int, high: int, array: Any = None, is_made: bool = False) -> None:
-        self.low, self.high, self.array, self.is_made = low, high, array, is_made
+    is_strip: bool = False  # room for a strip of elements, which all use in turn
 
     def is_placed_freely(self) -> bool:
         """Return whether its memory in a replay may be any."""
@@ -43,41 +45,17 @@ class Piece:
 
 @dataclass(eq=False, slots=True)
 class Operand:
-    """An array, its ``form``, and the piece of memory in which it lies between two addresses."""
+    """An array, and the piece of memory in which it lies between two addresses."""
 
     array: Array
     piece: Piece
     low: int
     high: int
-    form: Any
     entry: int = -1  # of the program's table, once it has one
 
     def meets(self, other: Operand) -> bool:
         """Return whether both may have elements in common."""
         return self.low < other.high and other.low < self.high
-
-
-@dataclass(eq=False, slots=True)
-class Use:
-    """A note with its operands, the written ones first; equal forms differ in memory alone."""
-
-    note: Note
-    operands: list[Operand]
-    written: list[Operand]
-    form: tuple[Any, ...]
-
-
-def _form(value: Any) -> Any:
-    """Return what a note does with an argument: something else each time where that is open."""
-    if type(value) is np.ndarray:
-        return value.shape, value.strides, value.dtype
-    if type(value) is tuple:
-        return tuple(map(_form, value))
-    if isinstance(value, (np.dtype, type)):
-        return value
-    if isinstance(value, (float, np.number, np.bool_)):
-        return type(value), np.asarray(value).tobytes()  # as 0.0 is not -0.0
-    return (type(value), value) if isinstance(value, (int, str, type(None))) else object()
 
 
 class Memory:
@@ -96,10 +74,9 @@ class Memory:
         self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
         self._starts = [each.low for each in self._pieces]
         self._operands: dict[int, Operand] = {}  # by their arrays' ids
-        self.uses = list(map(self.use, recording.notes))
-        where, uses = self.elsewhere, self.uses
+        where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
         self.touched, self.changed = (  # in order, of what is neither made nor an argument
-            merged([(x.low, x.high) for u in uses for x in getattr(u, name) if x.piece is where])
+            merged([(x.low, x.high) for n in notes for x in getattr(n, name) if x.piece is where])
             for name in ("operands", "written")
         )
 
@@ -117,24 +94,14 @@ class Memory:
             low, high = bounds(array)
             piece = self._pieces[bisect_right(self._starts, low) - 1]
             piece = piece if low < piece.high else self.elsewhere
-            found = self._operands[id(array)] = Operand(array, piece, low, high, _form(array))
+            found = self._operands[id(array)] = Operand(array, piece, low, high)
         return found
 
-    def use(self, note: Note) -> Use:
-        """Return a note with its operands."""
-        known, made, changed, args = self._operands.get, note.made, note.changed, note.args
-        operands: list[Operand] = []
-        form = [note.function, len(made), len(args), *note.options]
-        for value in (*made, *changed, *args, *note.options.values(), note.required):
-            if type(value) is np.ndarray:
-                operands.append(known(id(value)) or self.of(value))
-                form.append(operands[-1].form)
-            elif value is None:
-                form.append(value)
-            else:
-                operands += map(self.of, arrays_in(value))
-                form.append(_form(value))
-        return Use(note, operands, operands[: len(made) + len(changed)], tuple(form))
+    def with_operands(self, note: Note) -> Note:
+        """Return ``note``, whose operands are found."""
+        values = *note.made, *note.changed, *note.args, *note.options.values(), note.required
+        note.operands = list(map(self.of, arrays_in(values)))
+        return note
 
 
 # Which notes ------------------------------------------------------------------------------------
@@ -154,8 +121,8 @@ def may_raise(note: Note) -> bool:
     return getattr(note.function, "__module__", None) == "numpy.linalg"
 
 
-def hoisted(memory: Memory) -> tuple[Sequence[Use], bool]:
-    """Return uses with conditions before whatever changes something, and whether there are any.
+def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
+    """Return notes with conditions before whatever changes something, and whether there are any.
 
     So a step is left, because of a label that is no class, before anything has changed. A check
     by ``structure.require`` of values that depend on a change, such as drawn indices, stays in its
@@ -164,27 +131,27 @@ def hoisted(memory: Memory) -> tuple[Sequence[Use], bool]:
     Raises:
         CannotCapture: another condition depends on a change.
     """
-    uses = memory.uses
-    end = max((at for at, use in enumerate(uses, 1) if use.note.required is not None), default=0)
-    first: list[Use] = []
-    late: list[Use] = []
+    notes = memory.recording.notes
+    end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)
+    first: list[Note] = []
+    late: list[Note] = []
     changed: dict[Piece, list[Operand]] = {}
-    for use in uses[:end]:
-        note, is_condition = use.note, use.note.required is not None
+    for note in notes[:end]:
+        is_condition = note.required is not None
         if (is_condition or not (note.effect or note.changed)) and not any(
-            each.meets(other) for each in use.operands for other in changed.get(each.piece, ())
+            each.meets(other) for each in note.operands for other in changed.get(each.piece, ())
         ):
-            first.append(use)
+            first.append(note)
             continue
-        is_late = any(each.note.effect for each in late) or any(not p.is_made for p in changed)
+        is_late = any(each.effect for each in late) or any(not p.is_made for p in changed)
         if is_condition and is_late and note.function is np.all:
             raise CannotCapture(
                 "a value is checked after something was changed, so that the step could not begin "
                 "anew where the check fails"
             )
         raises = is_condition and is_late
-        late.append(memory.use(replace(note, required=None)) if raises else use)
-        for each in use.written:
+        late.append(memory.with_operands(replace(note, required=None)) if raises else note)
+        for each in note.written:
             changed.setdefault(each.piece, []).append(each)
-    may_leave = any(each.note.required is not None for each in (*first, *late))
-    return [*first, *late, *uses[end:]], may_leave
+    may_leave = any(each.required is not None for each in (*first, *late))
+    return [*first, *late, *notes[end:]], may_leave

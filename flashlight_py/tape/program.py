@@ -12,22 +12,13 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
 from flashlight_py.tape.arena import Arena
-from flashlight_py.tape.arrays import KINDS, Array, Number, Recorded, RecordedScalar, mapped
+from flashlight_py.tape.arrays import KINDS, Array, Number, Recorded, RecordedScalar, leaves, mapped
 from flashlight_py.tape.lowering import Group, Instruction, Loops, lowered
-from flashlight_py.tape.operands import (
-    CannotCapture,
-    Memory,
-    Operand,
-    Piece,
-    Use,
-    hoisted,
-    may_raise,
-)
+from flashlight_py.tape.operands import CannotCapture, Memory, Operand, Piece, hoisted, may_raise
 from flashlight_py.tape.recording import Note, address_of, array_at, arrays_in, bounds, merged
 
-# Kinds of arguments, and slots, in csrc/tape/program.h.
+# Kinds of arguments in csrc/tape/program.h.
 ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT, OBJECT_ARGUMENT = range(4)
-SLOTS = {"data": 0, "grad": 1}
 
 _LARGE = 1 << 14  # bytes from which on it pays to write to what is returned
 
@@ -62,14 +53,14 @@ class Builder:
         Raises:
             CannotCapture: it cannot be done.
         """
-        uses, may_leave = hoisted(self._memory)
+        notes, may_leave = hoisted(self._memory)
         # Gradients lend no memory where a step may be left: then they are as they were.
         memory, grads, lend = self._memory, [*self._kept], not may_leave
-        uses = self._needed(uses)
-        groups = lowered(uses, memory)
-        calls = [group for group in groups if isinstance(group, Use)]
-        written = {each.piece for use in uses for each in use.written}
-        self._find_homes({each.piece for use in calls for each in use.operands}, written)
+        notes = self._needed(notes)
+        groups = lowered(notes, memory)
+        calls = [group for group in groups if isinstance(group, Note)]
+        written = {each.piece for note in notes for each in note.written}
+        self._find_homes({each.piece for note in calls for each in note.operands}, written)
         since = Arena(groups, [each.piece for each in self._returned], grads, lend).since
         bindings = [(*each, since.get(id(each[-1]), -1)) for each in bindings]
         instructions = [self._emit(group) for group in groups]
@@ -112,7 +103,7 @@ class Builder:
 
     # Notes --------------------------------------------------------------------------------------
 
-    def _needed(self, uses: Sequence[Use]) -> list[Use]:
+    def _needed(self, notes: Sequence[Note]) -> list[Note]:
         """Return those that something depends on: what stays or was not made, and effects.
 
         Without what makes arrays whose values never change, unless they are written to; users
@@ -121,19 +112,19 @@ class Builder:
         changed = {*self._kept, *(each.piece for each in self._returned)}
         needed = {*changed, self._memory.elsewhere, *self._memory.given.values()}
         found = []
-        for use in reversed(uses):
-            note, pieces = use.note, [each.piece for each in use.written]
+        for note in reversed(notes):
+            pieces = [each.piece for each in note.written]
             if needed.isdisjoint(pieces) and not (note.effect or may_raise(note)):
                 continue
             if not _is_constant(note):
-                found.append(use)
+                found.append(note)
                 changed.update(pieces if note.changed else ())
-                needed.update([each.piece for each in use.operands])
+                needed.update([each.piece for each in note.operands])
                 continue
             constant, made = note.function(*note.args, **note.options), note.made[0]
             if pieces[0] in changed:
                 copy = Note(np.copyto, (made, constant), {}, [], [made])
-                found.append(self._memory.use(copy))
+                found.append(self._memory.with_operands(copy))
             else:
                 self._keep(pieces[0], constant)
         return found[::-1]
@@ -201,13 +192,12 @@ class Builder:
             return "loops", group.dimensions, operations
         if isinstance(group, Instruction):
             return *group.begin, *self._entries(group.operands), *group.end
-        note = group.note
-        args, options = mapped(note.args, self._view), mapped(note.options, self._view)
-        function: Any = note.function
+        args, options = mapped(group.args, self._view), mapped(group.options, self._view)
+        function: Any = group.function
         if hasattr(function, "prepared"):
             function, args = function.prepared(*args), ()
-        targets = list(map(self._view, note.made))
-        if note.effect and not targets and not options:
+        targets = list(map(self._view, group.made))
+        if group.effect and not targets and not options:
             return "call", function, args
         fill: Any = partial(function, *args, **options)
         if isinstance(function, np.ufunc) and len(targets) == 1:
@@ -236,7 +226,7 @@ def room_like(array: Array) -> Array:
 
 def _fill(targets: list[Array], function: Any) -> None:
     """Write to ``targets`` what a call returns."""
-    for target, result in zip(targets, _flattened(function()), strict=True):
+    for target, result in zip(targets, leaves(function()), strict=True):
         if np.shape(result) != target.shape:
             name = getattr(function.func, "__name__", function.func)
             raise RuntimeError(
@@ -245,12 +235,6 @@ def _fill(targets: list[Array], function: Any) -> None:
                 "on values"
             )
         target[...] = result
-
-
-def _flattened(results: Any) -> list[Any]:
-    if isinstance(results, (tuple, list)):
-        return [each for result in results for each in _flattened(result)]
-    return [results]
 
 
 def _is_constant(note: Note) -> bool:
@@ -274,12 +258,8 @@ _STAND_INS: dict[type, int] = {Recorded: ARRAY, RecordedScalar: SCALAR, Number: 
 
 def arrays_of(result: Any) -> list[Array]:
     """Return the arrays in what a step returned."""
-    result = result.data if isinstance(result, Variable) else result
-    kind = type(result)
-    if kind in _STAND_INS:
-        return [result.array if kind is Number else result.plain]
-    parts = result.values() if kind is dict else result if kind in _CONTAINERS else ()
-    return [array for each in parts for array in arrays_of(each)]
+    found: list[Any] = [x.data if isinstance(x, Variable) else x for x in leaves(result)]
+    return [x.array if type(x) is Number else x.plain for x in found if type(x) in _STAND_INS]
 
 
 def stood_for(value: Any) -> Any:
@@ -291,11 +271,11 @@ def stood_for(value: Any) -> Any:
 
 def unwrapped(result: Any) -> Any:
     """Return what the step returned, with arrays in the place of what stands for them."""
-    kind = type(result)
-    if kind is Variable and type(result.data) in KINDS:
-        result.data = np.array(result.data.plain)
-    if kind in (tuple, list) or hasattr(kind, "_make"):
-        return getattr(kind, "_make", kind)(map(unwrapped, result))
-    if kind is dict:
-        return {name: unwrapped(each) for name, each in result.items()}
-    return stood_for(result)
+
+    def change(value: Any) -> Any:
+        data: Any = value.data if type(value) is Variable else None
+        if type(data) in KINDS:
+            value.data = np.array(data.plain)
+        return stood_for(value)
+
+    return mapped(result, change)

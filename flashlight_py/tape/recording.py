@@ -28,9 +28,17 @@ from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed.internal import leave_to_python
 from flashlight_py.structure import here
-from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
-
-Array = np.ndarray[Any, Any]
+from flashlight_py.tape.arrays import (
+    KINDS,
+    Array,
+    Number,
+    Recorded,
+    RecordedScalar,
+    keep,
+    leaves,
+    mapped,
+    plain,
+)
 
 _tape = _native.load("tape")
 _HERE, _PACKAGE = map(str, Path(__file__).parents[:2])
@@ -47,6 +55,7 @@ class Note:
     ``made``: new arrays that it returned; ``changed``: arrays that it wrote to. An ``effect`` does
     more than that, and is never left out. ``required``: a truth value; if it is
     false, the step runs eagerly. ``function`` is then ``numpy.all`` or ``structure.require``.
+    ``operands``: of all its arrays, the written ones first; see ``operands.Memory``.
     """
 
     function: Callable[..., Any]
@@ -56,6 +65,12 @@ class Note:
     changed: list[Array] = field(default_factory=list)
     effect: bool = False
     required: Array | None = None
+    operands: list[Any] = field(default_factory=list)
+
+    @property
+    def written(self) -> list[Any]:
+        """The operands that the call returns anew or writes to."""
+        return self.operands[: len(self.made) + len(self.changed)]
 
 
 class Watcher:
@@ -71,6 +86,29 @@ class Watcher:
         """Note why the step cannot be captured, and what to write ``instead``; it goes on."""
         if not self.left:
             self.left = f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
+
+    def begin(self, stack: contextlib.ExitStack) -> None:
+        """Note what this thread does until ``stack`` ends."""
+        leave_to_python(1)
+        stack.callback(leave_to_python, -1)
+        stack.callback(self._ignore)
+        self._listen()
+
+    def without(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` with nothing noted."""
+        self._ignore()
+        try:
+            return function()
+        finally:
+            self._listen()
+
+    def _listen(self) -> None:
+        note_gradients(self.variables, True)
+        here.recorder = self
+
+    def _ignore(self) -> None:
+        here.recorder = None
+        note_gradients(self.variables, False)
 
 
 class Recording(Watcher):
@@ -97,19 +135,13 @@ class Recording(Watcher):
         self._swap, self._names = swap, names
         self._spans = merged(map(bounds, known))
 
-    def begin(self) -> None:
-        """Let all that this thread does be noted."""
-        with contextlib.ExitStack() as stack:
-            leave_to_python(1)
-            stack.callback(leave_to_python, -1)
-            stack.callback(_tape.use_memory, _tape.use_memory(self._memory))
-            stack.callback(self._ignore)
-            self._listen()
-            self._end = stack.pop_all().close
+    def begin(self, stack: contextlib.ExitStack) -> None:
+        stack.callback(self.end)
+        stack.callback(_tape.use_memory, _tape.use_memory(self._memory))
+        super().begin(stack)
 
     def end(self) -> None:
-        """Note nothing any more."""
-        self._end()
+        """Forget what stands for arrays, when nothing is noted any more."""
         self._draws.recording = None
         for each in [one for ref in self.stand_ins if type(one := ref()) in KINDS]:
             keep(each, None)  # no other recording knows it
@@ -122,22 +154,12 @@ class Recording(Watcher):
     def _listen(self) -> None:
         self._draws.begin()
         self._swap(True)
-        note_gradients(self.variables, True)
-        here.recorder = self
+        super()._listen()
 
     def _ignore(self) -> None:
-        here.recorder = None
+        super()._ignore()
         self._draws.end()
-        note_gradients(self.variables, False)
         self._swap(False)
-
-    def without(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` with nothing noted."""
-        self._ignore()
-        try:
-            return function()
-        finally:
-            self._listen()
 
     def compute(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Return what ``function`` returns, noted."""
@@ -529,10 +551,8 @@ def meets(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bounds) 
 
 def arrays_in(value: Any) -> Iterable[Array]:
     """Return the arrays that an argument of a note consists of."""
-    if type(value) is np.ndarray:
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from arrays_in(each)
-    elif isinstance(value, Variable):
-        yield value.data
+    for each in leaves(value):
+        if type(each) is np.ndarray:
+            yield each
+        elif isinstance(each, Variable):
+            yield each.data

@@ -482,14 +482,6 @@ def _is_library(one: Any) -> bool:
     return package in _LIBRARIES or (is_code and package in sys.stdlib_module_names)
 
 
-def remade(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return ``change(value)``, or the tuple of that for all that is in one."""
-    if not isinstance(value, tuple):
-        return change(value)
-    make: Any = getattr(value, "_make", type(value))
-    return make([remade(each, change) for each in value])
-
-
 def replace_all(found: Sequence[Any], change: Callable[[Any], Any], is_outer: bool = True) -> None:
     """Put ``change`` of each of ``found`` in its place in all objects that refer to it."""
     known = {id(each) for each in found}

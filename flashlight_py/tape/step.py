@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import chain, combinations, product, starmap, zip_longest
 from typing import Any, cast
 
@@ -21,10 +22,10 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.device import is_cupy
 from flashlight_py.structure import changed, count, here
-from flashlight_py.tape.arrays import Array, Recorded
+from flashlight_py.tape.arrays import Array, Recorded, mapped
 from flashlight_py.tape.operands import CannotCapture, Memory
 from flashlight_py.tape.operations import StepRecording
-from flashlight_py.tape.program import SLOTS, Builder, arrays_of, room_like, stood_for, unwrapped
+from flashlight_py.tape.program import Builder, arrays_of, room_like, stood_for, unwrapped
 from flashlight_py.tape.recording import CtrlC, Note, are_numbers, arrays_in, meets, user_frame
 from flashlight_py.tape.state import (
     INSTEAD,
@@ -33,7 +34,6 @@ from flashlight_py.tape.state import (
     State,
     parts,
     plain_arrays,
-    remade,
     replace_all,
     words,
 )
@@ -45,8 +45,7 @@ _CHECKED = 3  # replays, with check=True
 
 _tape = _native.load("tape")
 _slots = ("data", "grad", "node", "hook", "buffer", "placement", "changed", "_calc_grad")
-_tape.use_slots(Variable, tuple(map(Leaf.__dict__.get, _slots)))
-_tape.use_structure(_tape.address(count))
+_tape.use_variables(Variable, tuple(map(Leaf.__dict__.get, _slots)), _tape.address(count))
 # One recording at a time in all: meanwhile something stands for the arrays of its state.
 _recording = threading.Lock()
 _ARE_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -61,7 +60,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         functools.update_wrapper(self, step, updated=())
         self.check, self._state = check, state
         self._name = getattr(step, "__qualname__", "step")
-        self.slow, self.left = self._run, self._run_eagerly
+        self.slow, self.left, self.programs = self._run, self._run_eagerly, list[Any]()
         self.reason = ""  # why it stays eager; empty: it does not
         self._tries = self._anew = 0
         self._constants: list[Any] = []  # of the last recordings
@@ -298,11 +297,9 @@ class _Call:
         given = [self._stand_in(v) if type(v) is np.ndarray else v for v in self.values]
         args, options = given[: len(self.args)], given[len(self.args) :]
         named = dict(zip(self.options, options, strict=True))
-        recording.begin()
-        try:
+        with ExitStack() as stack:
+            recording.begin(stack)
             self._result = ctrl_c.let_in(self.step, *args, **named)
-        finally:
-            recording.end()
         after = State(self.step, self._roots)
         before, now = self.state.numbers, after.numbers
         changed = [one[0] for one in now if one not in before] if now != before else []
@@ -326,14 +323,15 @@ class _Call:
             known = self._known[id(value)] = value, Recorded(value)
             self.recording.stand_ins.append(weakref.ref(known[1]))
         elif known is None and isinstance(value, tuple):
-            known = self._known[id(value)] = value, remade(value, self._stand_in)
+            made = mapped(value, self._stand_in, only_tuples=True)
+            known = self._known[id(value)] = value, made
             self._known[id(known[1])] = known[::-1]
         return known[1] if known else value
 
     def _stood_for(self, value: Any) -> Any:
         if isinstance(value, tuple):
             known = self._known.get(id(value))
-            return known[1] if known else remade(value, self._stood_for)
+            return known[1] if known else mapped(value, self._stood_for, only_tuples=True)
         return stood_for(value)
 
     def _settle(self, after: State) -> None:
@@ -386,8 +384,9 @@ class _Call:
             np.copyto(home, now)
             homes[id(now)] = self._moved[id(before)] = home
         for place, before, now in changed:
-            self._moved[id(before)] = remade(now, lambda each: homes.get(id(each), each))
-            place.set(self._moved[id(before)])
+            moved = mapped(now, lambda each: homes.get(id(each), each), only_tuples=True)
+            self._moved[id(before)] = moved
+            place.set(moved)
 
     def _leave(self, reason: str, instead: str = "") -> None:
         """Leave for what another run may not do again."""
@@ -412,7 +411,7 @@ class _Call:
         for variable, before in self._grads.items():
             home = now = variable.grad
             if variable in recording.grads_read:
-                found.append((variable, SLOTS["grad"], before))
+                found.append((variable, before))
             if now is not None and now is not before:
                 if any(np.may_share_memory(now, each) for each in returned):
                     home = variable.grad = now.copy(order="K")  # replays write to it
@@ -422,7 +421,7 @@ class _Call:
                 kept.append((stand_in, home))
             is_set = variable in recording.grads_set or now is not before
             if is_set or (now is not None and meets(memory.changed, now)):
-                bindings.append((variable, SLOTS["grad"], home))
+                bindings.append((variable, home))
         builder = Builder(memory, self.values, kept, self._result, forget)
         arrays = plain_arrays(tuple([moved.get(id(value), value) for _, value in self._before]))
         used = {id(each): each for each in arrays if meets(memory.touched, each)}

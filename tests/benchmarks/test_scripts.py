@@ -20,23 +20,13 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def run(
-    tmp_path: Path, script: str, *arguments: str, seconds: float = 60.0
+    tmp_path: Path, script: str, *arguments: str, seconds: float = 60.0, common: bool = True
 ) -> tuple[str, dict[str, Any]]:
-    """Return what the script prints and what it writes."""
+    """Return the output of the script and its results; ``common``: with the usual options."""
     file = tmp_path / "result.json"
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(BENCHMARKS / script),
-            *QUICK,
-            *("--environments", str(tmp_path), "--json", str(file)),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    options = (*QUICK, "--environments", str(tmp_path)) if common else ()
+    command = [sys.executable, str(BENCHMARKS / script), *options, "--json", str(file), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(file.read_text())
 
@@ -135,11 +125,8 @@ def test_overlap_measures_all_kinds(tmp_path: Path) -> None:
 def test_leaves_cost_something_and_give_one_value(tmp_path: Path) -> None:
     options = ("--width", "16", "--batch", "8", "--steps", "4", "--bits-ranks", "1", "2")
     output, result = run(tmp_path, "leaves.py", *options)
-    assert [m["task"] for m in result["measurements"]] == [
-        "training step",
-        "bits, SGD",
-        "bits, Adam",
-    ]
+    tasks = [m["task"] for m in result["measurements"]]
+    assert tasks == ["training step", "bits, SGD", "bits, Adam"]
     assert output.count("1 SHA-256 value(s)") == 2
     assert result["verdicts"][-1]["reached"] is True
 
@@ -203,47 +190,31 @@ def test_layers_without_a_peer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    command = [sys.executable, str(BENCHMARKS / "launch.py"), "--rounds", "1", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "| flrun -n 4 of an empty script | <= 1.5x |" in done.stdout
-    assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
+    output, result = run(tmp_path, "launch.py", "--rounds", "1", common=False)
+    assert "| flrun -n 4 of an empty script | <= 1.5x |" in output
+    assert [len(m["seconds"]) for m in result["measurements"]] == [3, 3]
 
 
 @pytest.mark.slow
 def test_ranks_begin_in_every_way(tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    command = [sys.executable, str(BENCHMARKS / "begin.py"), "--ranks", "3", "--rounds", "1"]
-    subprocess.run([*command, "--json", str(file)], capture_output=True, timeout=60, check=True)
-    (measurement,) = json.loads(file.read_text())["measurements"]
+    _, result = run(tmp_path, "begin.py", "--ranks", "3", "--rounds", "1", common=False)
+    (measurement,) = result["measurements"]
     assert set(measurement["seconds"]) == {"file", "address", "shared memory"}
 
 
 @pytest.mark.slow
 def test_steps_of_several_processes_beside_one(tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    command = [sys.executable, str(BENCHMARKS / "data_parallel.py"), "--quick", "--nprocs", "2"]
-    command += ["--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "| 32 |" in done.stdout
-    assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
+    output, result = run(tmp_path, "data_parallel.py", "--quick", "--nprocs", "2", common=False)
+    assert "| 32 |" in output
+    assert [len(m["seconds"]) for m in result["measurements"]] == [3, 3]
 
 
 def test_checkpoints_are_measured_beside_dd(tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    options = ("--quick", "--folder", str(tmp_path), "--json", str(file))
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "checkpoint.py"), *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "| 4 MB |" in done.stdout
-    result = json.loads(file.read_text())
+    options = ("--quick", "--folder", str(tmp_path))
+    output, result = run(tmp_path, "checkpoint.py", *options, common=False)
+    assert "| 4 MB |" in output
     assert set(result["measurements"][1]["seconds"]) == {"dd, conv=fsync", "fl.save", "fl.load"}
-    assert list(tmp_path.iterdir()) == [file]
+    assert list(tmp_path.iterdir()) == [tmp_path / "result.json"]
 
 
 @pytest.mark.slow

@@ -105,9 +105,7 @@ def test_a_row_that_ours_alone_could_not_do_is_missed() -> None:
 
 
 def test_at_64_mb_ours_is_judged_against_a_copy_and_its_own_variants() -> None:
-    found = judged(
-        all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0),
-    )
+    found = judged(all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0))
     assert found["2 ranks, 64 MB, against a copy by one core"] == ("1.94x (64 MB", True)
     assert found["2 ranks, 64 MB, shared_empty against a plain array"] == ("1.2x (64 MB", True)
     half = found["2 ranks, 64 MB, bandwidth of 16-bit floats to float32"]

@@ -1,10 +1,35 @@
-"""Look at and end processes that need not be our children."""
+"""Look at and end processes that need not be our children; what this process holds."""
 
 import contextlib
 import os
+import resource
 import signal
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import wait
+from typing import Any
+
+from flashlight_py.distributed.failures import flight_record
+
+
+def held() -> tuple[int, int, Any, bool]:
+    """Descriptors, threads, the hook of exceptions, and whether SIGUSR1 is handled: a world's."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    handles = flight_record._handler(signal.SIGUSR1) > signal.SIG_IGN
+    return descriptors, threading.active_count(), sys.excepthook, handles
+
+
+@contextlib.contextmanager
+def descriptors_below(limit: int) -> Iterator[None]:
+    """Have this process open no file with a descriptor of ``limit`` or more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def running() -> list[int]:

@@ -83,7 +83,8 @@ class Ranks:
 
     def start(self, rank: int, size: int, **plan: Any) -> Rank:
         """Start ``rank`` of ``size``; ``plan`` adds to or replaces the defaults."""
-        plan = {**self.defaults, "rank": rank, "size": size, **plan}
+        env = {**self.defaults.get("env", {}), **plan.pop("env", {})}
+        plan = {**self.defaults, "rank": rank, "size": size, **plan, "env": env}
         plan["path"] = str(plan.get("path", ""))
         handle = Rank(self._server, plan)
         self.all.append(handle)

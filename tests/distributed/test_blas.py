@@ -1,7 +1,6 @@
 """Ranks of one host divide its cores between their BLAS, where nobody has chosen."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from flashlight_py.cores import usable_cores
 from flashlight_py.distributed.start import blas
 from flashlight_py.launch.ranks import rank_variables
+from tests.distributed.jobs import ended, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -34,23 +34,21 @@ HAS_OPENBLAS = "openblas" in str(np.show_config("dicts")).lower()
 NEEDS_OPENBLAS = pytest.mark.skipif(not HAS_OPENBLAS, reason="NumPy's BLAS is no OpenBLAS here")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in blas._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
 def threads(folder: Path, *arguments: str, **variables: str) -> tuple[int, int, str, int]:
     """Threads before, during and after a world of two ranks, and how they are described."""
-    chosen = {"OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"}
-    environ = {name: value for name, value in os.environ.items() if name not in chosen}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", PROGRAM, *arguments],
-            env={**environ, **rank_variables(rank, 2, str(folder / "meet")), **variables},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    first, second = (rank.communicate(timeout=60)[0].splitlines() for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, *arguments]
+    where = [rank_variables(rank, 2, str(folder / "meet")) for rank in range(2)]
+    first, second = map(ended, [start(command, {**each, **variables}) for each in where])
     assert first == second
-    before, during, text, after = first
+    code, output = first
+    assert code == 0, output
+    before, during, text, after = output.splitlines()
     return int(before), int(during), text.removeprefix("BLAS threads: "), int(after)
 
 
@@ -74,8 +72,6 @@ def test_who_has_chosen_keeps_his_choice(tmp_path: Path) -> None:
 
 
 def test_another_blas_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in blas._VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(blas.libraries, "mapped", lambda name: [])
     blas.limit(1)
     try:

@@ -5,13 +5,11 @@ Ranks are groups of the native library in one process, whose connections a test 
 
 from __future__ import annotations
 
-import resource
 import shutil
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER
 from flashlight_py.errors import BackendUnavailableError
 from tests.distributed.harness import run_ranks
+from tests.distributed.processes import descriptors_below
 from tests.distributed.threads import on_threads
 
 HERE = "127.0.0.1"
@@ -47,19 +46,14 @@ class Raw:
         except BackendUnavailableError as error:
             pytest.skip(str(error))
         self.ffi, self.lib, self.size = native.ffi, native.lib, size
-        room = self.ffi.new("char[]", 1024)
         create = self.lib.fl_gloo_create
         self.groups = [create(r, size, HERE.encode(), b"", 20.0) for r in range(size)]
         assert self.ffi.NULL not in self.groups
-        counts = [self.lib.fl_address(group, room, 1024) for group in self.groups]
-        one = [
-            self._address(group, count) for group, count in zip(self.groups, counts, strict=True)
-        ]
-        self.addresses = [list(one) for _ in range(size)]
+        self.addresses = [list(map(self._address, self.groups)) for _ in range(size)]
 
-    def _address(self, group: Any, count: int) -> bytes:
+    def _address(self, group: Any) -> bytes:
         room = self.ffi.new("char[]", 1024)
-        self.lib.fl_address(group, room, 1024)
+        count = self.lib.fl_address(group, room, 1024)
         return bytes(self.ffi.buffer(room, count))
 
     def port(self, rank: int) -> int:
@@ -72,9 +66,8 @@ class Raw:
 
     def connect(self, rank: int, lazily: bool = False) -> None:
         given = self.addresses[rank]
-        key = bytes(32)
-        kept = [self.ffi.from_buffer(bytes_) for bytes_ in (b"".join(given), key)]
-        op = self.lib.fl_connect(self.groups[rank], kept[0], len(given[0]), kept[1], lazily, 20)
+        addresses, key = map(self.ffi.from_buffer, (b"".join(given), bytes(32)))
+        op = self.lib.fl_connect(self.groups[rank], addresses, len(given[0]), key, lazily, 20)
         assert self.end(op) == self.lib.FL_OK
 
     def all_reduce(self, rank: int, x: Any, blocking: bool = True) -> Any:
@@ -112,16 +105,9 @@ class Raw:
             self.lib.fl_free(group)
 
 
-@pytest.fixture
-def nobody() -> Iterator[socket.socket]:
-    """Takes connections and says nothing."""
-    with socket.create_server((HERE, 0)) as server:
-        yield server
-
-
-def test_a_signal_ends_a_wait_for_a_connection(nobody: socket.socket) -> None:
+def test_a_signal_ends_a_wait_for_a_connection() -> None:
     """It was swallowed, and what came then to another place gave wrong sums everywhere."""
-    raw = Raw(MANY)
+    raw, nobody = Raw(MANY), socket.create_server((HERE, 0))  # who takes calls and says nothing
     silent = nobody.getsockname()[1]
     raw.lead(0, FAR, silent)
     raw.lead(FAR, 0, silent)
@@ -149,6 +135,7 @@ def test_a_signal_ends_a_wait_for_a_connection(nobody: socket.socket) -> None:
         assert ended[0][1] < 6.0
         assert raw.lib.FL_OK not in {status for status, _ in ended.values()}
     finally:
+        nobody.close()
         raw.close()
 
 
@@ -212,12 +199,8 @@ def each_a_host(rank: int) -> dict[str, str]:
 
 def leave_without_descriptors(rank: int, size: int) -> None:
     fl.barrier()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
+    with descriptors_below(3):
         fl.distributed_shutdown()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_process_that_has_no_descriptors_left_leaves_in_order() -> None:

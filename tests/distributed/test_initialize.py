@@ -1,12 +1,9 @@
 """Every way to start, with real launchers and by hand."""
 
 import os
-import resource
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,36 +12,31 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.failures import flight_record
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
+from tests.distributed import jobs
 from tests.distributed.harness import mpirun_command, run_ranks
 from tests.distributed.jobs import free_port
+from tests.distributed.processes import descriptors_below, held
 
 MAIN = Path(__file__).with_name("start_main.py")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_LOCAL", "SLURM_")
 
 
-def clean_environment(**extra: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    return {**kept, **extra}
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(name)
 
 
-def start(*args: str, **extra: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(MAIN), *args],
-        env=clean_environment(**extra),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(*args: str, **variables: str) -> subprocess.Popen[str]:
+    return jobs.start([sys.executable, str(MAIN), *args], variables)
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
-    results = [process.communicate(timeout=60) for process in processes]
-    for process, (_, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors
-    return [out.strip() for out, _ in results]
+    results = [jobs.ended(process) for process in processes]
+    assert all(code == 0 for code, _ in results), results
+    return [out.strip() for _, out in results]
 
 
 def expected(size: int) -> set[str]:
@@ -56,11 +48,8 @@ def expected(size: int) -> set[str]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_mpirun(method: str, size: int) -> None:
     command = [*mpirun_command(size), sys.executable, str(MAIN), method]
-    done = subprocess.run(
-        command, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.splitlines()) == expected(size)
+    (said,) = finish([jobs.start(command)])
+    assert set(said.splitlines()) == expected(size)
 
 
 def test_a_shared_file(tmp_path: Path) -> None:
@@ -121,26 +110,15 @@ def test_a_size_without_a_place_to_meet_says_so() -> None:
 
 
 def error_of(process: subprocess.Popen[str]) -> str:
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    code, errors = jobs.ended(process)
+    assert code == 1
     return errors
-
-
-def held() -> tuple[int, int, Any, bool]:
-    """Descriptors, threads, the hook of exceptions, and whether SIGUSR1 is handled: a world's."""
-    descriptors = len(os.listdir("/proc/self/fd"))
-    handles = flight_record._handler(signal.SIGUSR1) > signal.SIG_IGN
-    return descriptors, threading.active_count(), sys.excepthook, handles
 
 
 def start_watching_without_descriptors(*args: Any) -> None:
     """Watch the world, at a moment when the process may open no more files."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
+    with descriptors_below(0):
         watch(*args)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 watch = initialize._watch

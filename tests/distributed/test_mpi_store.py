@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,6 @@ from tests.distributed.jobs import ended, start
 
 pytest.importorskip("mpi4py")
 
-ROOT = Path(__file__).parents[2]
 IMPORTS = """
 import sys
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
@@ -41,13 +37,9 @@ def mpirun(size: int, script: str, timeout: float = 20.0, begins: bool = True) -
     """Run ``script`` on ``size`` ranks and return what they say, sorted; they must end well."""
     program = IMPORTS + BEGINNING * begins + script
     command = ["mpirun", "-n", str(size), sys.executable, "-c", program, str(timeout)]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environ = {**os.environ, "PATH": path}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return sorted(done.stdout.splitlines())
+    code, output = ended(start(command))
+    assert code == 0, output
+    return sorted(output.splitlines())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -45,11 +45,6 @@ def ranks(port: int, public: Path) -> Iterator[Ranks]:
         yield started
 
 
-def of_env(ranks: Ranks, **variables: str) -> dict[str, str]:
-    env: dict[str, str] = ranks.defaults["env"]
-    return {**env, **variables}
-
-
 # The user's file ------------------------------------------------------------------------------
 
 
@@ -149,7 +144,7 @@ def knock(port: int, key: bytes, greeting: bytes) -> bytes:
 
 def test_ranks_with_one_secret_meet_and_it_never_travels(ranks: Ranks, port: int) -> None:
     """All that goes between them is recorded."""
-    env = of_env(ranks, MASTER_SECRET="a word that only they know")
+    env = {"MASTER_SECRET": "a word that only they know"}
     rank_0 = ranks.start_ready(0, 2, env=env)
     recorded = bytearray()
     with socket.create_server((HERE, 0)) as server:
@@ -174,8 +169,8 @@ def pump(source: socket.socket, sink: socket.socket, recorded: bytearray) -> Non
 def test_ranks_whose_secrets_differ_say_so_at_once_on_both_sides(
     ranks: Ranks, other: dict[str, str]
 ) -> None:
-    rank_0 = ranks.start(0, 2, env=of_env(ranks, MASTER_SECRET="one"))
-    client = ranks.start(1, 2, env=of_env(ranks, **other))
+    rank_0 = ranks.start(0, 2, env={"MASTER_SECRET": "one"})
+    client = ranks.start(1, 2, env=other)
     for rank in (rank_0, client):
         text = rank.refusal()
         assert "the secrets differ" in text
@@ -228,7 +223,7 @@ def test_a_greeting_of_nonsense_is_dropped_also_with_the_right_proof(
     ranks: Ranks, port: int
 ) -> None:
     """As without a secret everybody's proof is right, between hosts."""
-    env = of_env(ranks, MASTER_SECRET="s")
+    env = {"MASTER_SECRET": "s"}
     rank_0 = ranks.start_ready(0, 2, env=env)
     for greeting in NONSENSE:
         assert knock(port, b"s", greeting) == b"", greeting

@@ -1,7 +1,6 @@
 """A process that was started as one of several does not work alone without saying so."""
 
 import logging
-import os
 import sys
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.rendezvous.environment import check_no_launcher, check_schedulers
 from flashlight_py.distributed.start.world import current_world
-from tests.launch.launcher import run
+from tests.distributed.jobs import ended, start
 
 STARTED = {
     "OMPI_COMM_WORLD": {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
@@ -19,14 +18,20 @@ STARTED = {
     "WORLD_SIZE": {"RANK": "2", "WORLD_SIZE": "4"},
     "SLURM_NTASKS": {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"},
 }
+SCHEDULERS: dict[str, dict[str, str]] = {
+    "SkyPilot": {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
+    "AWS Batch": {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "2"},
+    "dstack": {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2"},
+    "Kubeflow": {"PET_NODE_RANK": "1", "PET_NNODES": "1:2"},
+    "an indexed Job": {"JOB_COMPLETION_INDEX": "1"},
+    "PALS": {"PALS_RANKID": "1"},
+}
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in STARTED.values():
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
-    for name in ("FLASHLIGHT_ALONE", "FLASHLIGHT_FILE", "SLURM_NPROCS"):
+    names = {name for names in (*STARTED.values(), *SCHEDULERS.values()) for name in names}
+    for name in (*names, "FLASHLIGHT_ALONE", "FLASHLIGHT_FILE", "SLURM_NPROCS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -94,16 +99,6 @@ def test_a_shell_of_salloc_can_run_a_single_process(
     assert "a Slurm job of 4 tasks" in caplog.text
 
 
-SCHEDULERS: dict[str, dict[str, str]] = {
-    "SkyPilot": {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
-    "AWS Batch": {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "2"},
-    "dstack": {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2"},
-    "Kubeflow": {"PET_NODE_RANK": "1", "PET_NNODES": "1:2"},
-    "an indexed Job": {"JOB_COMPLETION_INDEX": "1"},
-    "PALS": {"PALS_RANKID": "1"},
-}
-
-
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_one_of_the_nodes_of_a_scheduler_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -126,12 +121,9 @@ def test_one_of_the_nodes_of_a_scheduler_is_refused(
     init(size_one=False)
 
 
-def test_no_scheduler_and_one_node_do_not_matter() -> None:
+def test_one_node_does_not_matter_but_one_pod_for_several_processes_does() -> None:
     check_schedulers({})
     check_schedulers({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"})
-
-
-def test_one_pod_for_several_processes_is_refused() -> None:
     pod = {"PET_NODE_RANK": "0", "PET_NNODES": "1"}
     for each in ("1", "auto"):
         check_schedulers({**pod, "PET_NPROC_PER_NODE": each})
@@ -162,10 +154,9 @@ fl.barrier()
 
 
 def warned(arguments: list[str], environ: dict[str, str]) -> str:
-    names = {name for names in (*STARTED.values(), *SCHEDULERS.values()) for name in names}
-    clean = {k: v for k, v in os.environ.items() if k not in names and k != "FLASHLIGHT_ALONE"}
-    command = [sys.executable, "-c", FORGETFUL, *arguments]
-    return run(command, env={**clean, **environ}, check=True).stderr
+    code, output = ended(start([sys.executable, "-c", FORGETFUL, *arguments], environ))
+    assert code == 0, output
+    return output
 
 
 def test_a_forgotten_init_is_said_once_by_the_first_verb() -> None:

@@ -141,9 +141,8 @@ def test_who_meets_in_no_tree_is_told_so(ranks: Ranks) -> None:
 
 
 def test_another_secret_is_known_nowhere_in_the_tree(ranks: Ranks) -> None:
-    env = {**ranks.defaults["env"], "MASTER_SECRET": "a"}
-    started = in_order(ranks, 5, env=env)
-    started.append(ranks.start(5, SIZE, env={**env, "MASTER_SECRET": "b"}))
+    started = in_order(ranks, 5, env={"MASTER_SECRET": "a"})
+    started.append(ranks.start(5, SIZE, env={"MASTER_SECRET": "b"}))
     assert all("the secrets differ" in each.refusal() for each in started)
 
 

@@ -1,5 +1,7 @@
 #include "calls.h"
 
+#include <cstring>
+
 #include "../../csrc/common/copying.h"
 #include "reference.h"
 
@@ -31,13 +33,13 @@ Block block(std::vector<char> bytes) {
   return std::make_shared<const std::vector<char>>(std::move(bytes));
 }
 
-Author::Author(const World& world, Random random, size_t largest_bytes)
+Author::Author(const Shape& world, Random random, size_t largest_bytes)
     : world_(world),
       random_(random),
       largest_(largest_bytes),
       script_(world.ranks),
-      added_(world.regions.size()),
-      dropped_(world.regions.size()) {}
+      added_(world.strides.size()),
+      dropped_(world.strides.size()) {}
 
 Script Author::write(int calls) {
   for (int i = 0; i < calls; ++i) add_call();
@@ -72,10 +74,11 @@ void Author::add_call() {
 
 size_t Author::some_bytes() {
   const size_t chunk = world_.chunk_bytes, ranks = world_.ranks;
-  const size_t small[] = {0, 1, fl::kTinyBytes, fl::kStreamBytes, fl::kInlineBytes,
-                          fl::kStreamBytes * ranks, fl::kInlineBytes / ranks, 64 * ranks};
-  const size_t large[] = {chunk, chunk / ranks, world_.piece_bytes, chunk + fl::kInlineBytes};
-  if (random_.one_in(4)) return random_.below(2 * fl::kInlineBytes);
+  constexpr size_t kTinyBytes = 16;  // that travel in the line of a call
+  const size_t small[] = {0, 1, kTinyBytes, fl::kStreamBytes, world_.inline_bytes,
+                          fl::kStreamBytes * ranks, world_.inline_bytes / ranks, 64 * ranks};
+  const size_t large[] = {chunk, chunk / ranks, world_.piece_bytes, chunk + world_.inline_bytes};
+  if (random_.one_in(4)) return random_.below(2 * world_.inline_bytes);
   if (!random_.one_in(3)) return small[random_.below(sizeof small / sizeof *small)];
   const size_t bytes = large[random_.below(4)] * (1 + random_.below(9));
   return std::min(bytes, largest_);

@@ -9,8 +9,7 @@ namespace stress {
 
 class Author {
  public:
-  // `regions`: those of the world, all as large as this.
-  Author(const World& world, Random random, size_t largest_bytes);
+  Author(const Shape& world, Random random, size_t largest_bytes);
 
   Script write(int calls);
 
@@ -57,7 +56,7 @@ class Author {
   fl_signature other_than(const fl_signature& base);
   void forget_some(std::vector<Step>& call, int odd_one);
 
-  const World& world_;
+  const Shape& world_;
   Random random_;
   const size_t largest_;
   Script script_;

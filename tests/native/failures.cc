@@ -3,9 +3,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 
-#include "check.h"
 #include "member.h"
-#include "ranks.h"
 
 namespace stress {
 namespace {
@@ -21,12 +19,8 @@ void test_leaving(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(7)), leaver = static_cast<int>(random.below(ranks));
   const int calls = static_cast<int>(random.below(4));
   const size_t floats = some_size(random);
-  situation() = "rank " + std::to_string(leaver) + " of " + std::to_string(ranks) +
-                " leaves after " + std::to_string(calls) + " calls of " + std::to_string(floats) +
-                " floats";
-  World world(ranks, 0, {});
-  in_threads(ranks, [&](int rank) {
-    Member me(world, rank, floats);
+  const std::string what = " leaves after " + std::to_string(calls) + " calls of " + std::to_string(floats) + " floats";
+  in_world(ranks, floats, rank_of(leaver, ranks) + what, [&](Member& me, int rank) {
     for (int i = 0; i < calls; ++i) me.expect(me.call(), FL_OK, {});
     if (rank == leaver) return;
     me.expect(me.call(), FL_PEER_LOST, {leaver});
@@ -79,12 +73,9 @@ void test_lateness(Random& random) {
   const int ranks = random.one_in(4) ? 40 : 2 + static_cast<int>(random.below(7));
   const int late = 1 + static_cast<int>(random.below(ranks - 1)), early = ranks - late;
   const size_t floats = some_size(random);
-  situation() = std::to_string(late) + " of " + std::to_string(ranks) + " ranks are late for " +
-                std::to_string(floats) + " floats";
-  World world(ranks, 0, {});
+  const std::string what = std::to_string(late) + " of " + std::to_string(ranks) + " ranks are late for ";
   Latch joined(ranks), gave_up(early);
-  in_threads(ranks, [&](int rank) {
-    Member me(world, rank, floats);
+  in_world(ranks, floats, what + std::to_string(floats) + " floats", [&](Member& me, int rank) {
     joined.count_down();
     joined.wait();
     if (rank < early) {
@@ -109,11 +100,8 @@ void test_lateness(Random& random) {
 // It has called, so that the others are on their way, and then does nothing.
 void test_stopping_half_way(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(5)), stopper = static_cast<int>(random.below(ranks));
-  situation() = "rank " + std::to_string(stopper) + " of " + std::to_string(ranks) + " stops half way";
-  World world(ranks, 0, {});
   Latch gave_up(ranks - 1);
-  in_threads(ranks, [&](int rank) {
-    Member me(world, rank, 300000);
+  in_world(ranks, 300000, rank_of(stopper, ranks) + " stops half way", [&](Member& me, int rank) {
     if (rank == stopper) {
       check(me.group->begin(me.signature, me.data.data(), kForever), "cannot begin");
       gave_up.wait();
@@ -131,12 +119,8 @@ void test_stopping_half_way(Random& random) {
 // Closing ends what runs and what is queued, and handles outlive the group.
 void test_closing_while_busy(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(4)), closer = static_cast<int>(random.below(ranks));
-  const size_t floats = some_size(random);
-  situation() = "rank " + std::to_string(closer) + " of " + std::to_string(ranks) + " closes while busy";
-  World world(ranks, 0, {});
   Latch closed(1);
-  in_threads(ranks, [&](int rank) {
-    Member me(world, rank, floats);
+  in_world(ranks, some_size(random), rank_of(closer, ranks) + " closes while busy", [&](Member& me, int rank) {
     if (rank == closer) {
       std::vector<fl::Handle> started;
       for (int i = 0; i < 3; ++i) {
@@ -159,11 +143,8 @@ void test_closing_while_busy(Random& random) {
 void test_closing_in_a_handler(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(4)), closer = static_cast<int>(random.below(ranks));
   const size_t floats = some_size(random);
-  situation() = "rank " + std::to_string(closer) + " of " + std::to_string(ranks) + " closes in a handler";
-  World world(ranks, 0, {});
   Latch closed(1);
-  in_threads(ranks, [&](int rank) {
-    Member me(world, rank, floats);
+  in_world(ranks, floats, rank_of(closer, ranks) + " closes in a handler", [&](Member& me, int rank) {
     if (rank != closer) {
       closed.wait();
       Outcome outcome = me.call();
@@ -223,12 +204,9 @@ void test_kill(Random& random) {
   const int calls = static_cast<int>(random.below(20));
   const size_t floats = some_size(random);
   const bool half_way = random.one_in(2);
-  situation() = "rank " + std::to_string(victim) + " of " + std::to_string(ranks) +
-                " is killed in call " + std::to_string(calls) + " of " + std::to_string(floats) +
-                " floats" + (half_way ? ", half way" : "");
-  World world(ranks, 0, {});
-  in_processes(ranks, victim, [&](int rank) {
-    Member me(world, rank, floats);
+  const std::string what = rank_of(victim, ranks) + " is killed in call " + std::to_string(calls) + " of " +
+                           std::to_string(floats) + " floats" + (half_way ? ", half way" : "");
+  const auto run = [&](Member& me, int rank) {
     for (int i = 0; i < calls; ++i) me.expect(me.call(), FL_OK, {});
     if (rank == victim) {
       if (half_way) me.group->begin(me.signature, me.data.data(), kForever);
@@ -241,7 +219,8 @@ void test_kill(Random& random) {
     }
     me.expect(outcome, FL_PEER_LOST, {victim});
     me.expect(me.call(), FL_CLOSED, {});
-  });
+  };
+  in_world(ranks, floats, what, run, victim);
 }
 
 // A broadcast from `root` of as many floats as the member has, each `value` on the root.
@@ -270,12 +249,9 @@ void test_going_ahead(Random& random) {
   const int calls = 1 + static_cast<int>(random.below(fl::kMostAhead));
   const size_t floats = 1 + random.below(250);
   const bool is_killed = !kOneAddress && random.one_in(2);
-  situation() = "rank " + std::to_string(root) + " of " + std::to_string(ranks) +
-                (is_killed ? " is killed" : " leaves") + " ahead, after " + std::to_string(calls) +
-                " broadcasts of " + std::to_string(floats) + " floats";
-  World world(ranks, 0, {});
-  const auto run = [&](int rank) {
-    Member me(world, rank, floats);
+  const std::string what = rank_of(root, ranks) + (is_killed ? " is killed" : " leaves") + " ahead, after " +
+                           std::to_string(calls) + " broadcasts of " + std::to_string(floats) + " floats";
+  const auto run = [&](Member& me, int rank) {
     run_ahead_of_one_that_goes(me, root, calls);
     if (rank == root) {
       if (is_killed) raise(SIGKILL);
@@ -284,16 +260,13 @@ void test_going_ahead(Random& random) {
     me.expect(me.call(), FL_PEER_LOST, {root});
     me.expect(me.call(), FL_CLOSED, {});
   };
-  is_killed ? in_processes(ranks, root, run) : in_threads(ranks, run);
+  in_world(ranks, floats, what, run, is_killed ? root : -1);
 }
 
 // Nobody may be further ahead than the others can read, and then waits no longer than it may.
 void test_going_too_far_ahead() {
-  situation() = "the root of broadcasts is too far ahead of a rank that does not call";
-  World world(2, 0, {});
   Latch gave_up(1);
-  in_threads(2, [&](int rank) {
-    Member me(world, rank, 1);
+  in_world(2, 1, "the root of broadcasts is too far ahead of a rank that does not call", [&](Member& me, int rank) {
     if (rank == 0) {
       for (uint32_t i = 0; i < fl::kMostAhead; ++i) me.expect(broadcast(me, 0, 1), FL_OK, {});
       me.expect(broadcast(me, 0, 1, 0.2), FL_TIMEOUT, {1});

@@ -28,7 +28,7 @@ Author::Letter Author::letter(int from, int to, size_t count, int dtype, int tag
 // The two ends call different things, and both hear of it: a sender of little may have returned before, which
 // test_late_refusal is about.
 Author::Letter Author::misfit(int from, int to, size_t count, int dtype, int tag) {
-  if (std::getenv("FLASHLIGHT_CHECKS") == nullptr) count += fl::kInlineBytes / info_of(dtype).itemsize + 1;
+  if (std::getenv("FLASHLIGHT_CHECKS") == nullptr) count += world_.eager_bytes / info_of(dtype).itemsize + 1;
   const fl_signature sent = signature(FL_SEND, dtype, 0, tag, 1.0, count);
   const fl_signature awaited = random_.one_in(2)
                                    ? signature(FL_RECV, dtype, 0, tag, 1.0, count + 1)

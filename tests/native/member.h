@@ -3,7 +3,8 @@
 
 #include "../../csrc/common/capi.h"
 #include "check.h"
-#include "script.h"
+#include "ranks.h"
+#include "world.h"
 
 namespace stress {
 
@@ -71,5 +72,22 @@ struct Member {
   fl_signature signature;
   std::vector<float> data;
 };
+
+// Run `work(member, rank)` for each rank of a new world, in a thread or, where one is killed, in a process.
+template <typename Work>
+void in_world(int ranks, size_t floats, const std::string& what, Work work, int victim = -1) {
+  situation() = what;
+  World world(ranks, 0, {});
+  const auto run = [&](int rank) {
+    Member me(world, rank, floats);
+    work(me, rank);
+  };
+  victim < 0 ? in_threads(ranks, run) : in_processes(ranks, victim, run);
+}
+
+// "rank R of N", where a test is about one of them.
+inline std::string rank_of(int rank, int ranks) {
+  return "rank " + std::to_string(rank) + " of " + std::to_string(ranks);
+}
 
 }  // namespace stress

@@ -3,7 +3,6 @@
 
 #include "failures.h"
 #include "member.h"
-#include "ranks.h"
 
 namespace stress {
 namespace {
@@ -23,12 +22,9 @@ std::string told(const Outcome& outcome) {
 // One end is late for one tag, the other for another: who gives up first knows of both.
 void test_wrong_tag(Random& random) {
   const bool sender_is_first = random.one_in(2), started = random.one_in(2);
-  const size_t floats = some_size(random);
-  situation() = std::string("a message has another tag than the receiver's, and the ") +
-                (sender_is_first ? "sender" : "receiver") + " gives up";
-  World world(2, 0, {});
-  in_threads(2, [&](int rank) {
-    Member me(world, rank, floats);
+  const std::string what = "a message has another tag than the receiver's, and the ";
+  const std::string who = sender_is_first ? "sender" : "receiver";
+  in_world(2, some_size(random), what + who + " gives up", [&](Member& me, int rank) {
     const bool first = (rank == 0) == sender_is_first;
     const int verb = rank == 0 ? FL_SEND : FL_RECV, tag = rank == 0 ? 3 : 7;
     const double seconds = first ? 1.5 : kForever;
@@ -49,12 +45,10 @@ void test_closing_with_messages(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(4)), peers = ranks - 1;
   const int started = 1 + static_cast<int>(random.below(20)), tags = 1 + started / 2;
   const size_t floats = some_size(random);
-  situation() = "closing with " + std::to_string(started) + " messages of " +
-                std::to_string(floats) + " floats on their way, " + std::to_string(ranks) + " ranks";
-  World world(ranks, 0, {});
+  const std::string what = "closing with " + std::to_string(started) + " messages of " + std::to_string(floats) +
+                           " floats on their way, " + std::to_string(ranks) + " ranks";
   Latch posted(ranks), closed(1);
-  in_threads(ranks, [&](int rank) {
-    Member me(world, rank, floats);
+  in_world(ranks, floats, what, [&](Member& me, int rank) {
     std::vector<fl::Handle> running;
     if (rank == 0) {
       for (int i = 0; i < started; ++i) {
@@ -77,11 +71,8 @@ void test_closing_with_messages(Random& random) {
 // Whoever waits for the one that leaves hears of it; others go on.
 void test_leaving_with_messages(Random& random) {
   const int ranks = 3 + static_cast<int>(random.below(3));
-  const size_t floats = some_size(random);
-  situation() = "a rank leaves without the message that others wait for";
-  World world(ranks, 0, {});
-  in_threads(ranks, [&](int rank) {
-    Member me(world, rank, floats);
+  const std::string what = "a rank leaves without the message that others wait for";
+  in_world(ranks, some_size(random), what, [&](Member& me, int rank) {
     if (rank == ranks - 1) return;
     if (rank > 1) return me.expect(me.run(FL_RECV, ranks - 1, rank), FL_PEER_LOST, {ranks - 1});
     const int other = 1 - rank;
@@ -94,12 +85,8 @@ void test_leaving_with_messages(Random& random) {
 
 // A collective that fails ends the messages of its rank.
 void test_breaking_with_messages(Random& random) {
-  const size_t floats = some_size(random);
-  situation() = "a collective fails while messages wait";
-  World world(3, 0, {});
   Latch ready(2), over(2);
-  in_threads(3, [&](int rank) {
-    Member me(world, rank, floats);
+  in_world(3, some_size(random), "a collective fails while messages wait", [&](Member& me, int rank) {
     if (rank == 2) return over.wait();  // and never calls
     const auto message = me.start(FL_RECV, 1 - rank, 5);
     ready.count_down();  // who calls after the other has timed out finds the group broken
@@ -116,12 +103,8 @@ void test_breaking_with_messages(Random& random) {
 
 void test_interrupted_message(Random& random) {
   const bool sends = random.one_in(2);
-  const size_t floats = some_size(random);
-  situation() = "a signal handler ends the wait for a message";
-  World world(2, 0, {});
   Latch over(1);
-  in_threads(2, [&](int rank) {
-    Member me(world, rank, floats);
+  in_world(2, some_size(random), "a signal handler ends the wait for a message", [&](Member& me, int rank) {
     if (rank == 1) {
       over.wait();
       me.expect(me.run(FL_RECV, 0, 2), FL_PEER_LOST, {0});
@@ -138,12 +121,9 @@ void test_killed_messenger(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(4)), victim = static_cast<int>(random.below(ranks));
   const int before = static_cast<int>(random.below(20));
   const size_t floats = some_size(random);
-  situation() = "rank " + std::to_string(victim) + " of " + std::to_string(ranks) +
-                " is killed after " + std::to_string(before) + " messages of " +
-                std::to_string(floats) + " floats";
-  World world(ranks, 0, {});
-  in_processes(ranks, victim, [&](int rank) {
-    Member me(world, rank, floats);
+  const std::string what = rank_of(victim, ranks) + " is killed after " + std::to_string(before) + " messages of " +
+                           std::to_string(floats) + " floats";
+  const auto run = [&](Member& me, int rank) {
     const int next = (rank + 1) % ranks, last = (rank + ranks - 1) % ranks;
     for (int i = 0; i < before; ++i) {
       const auto sent = me.start(FL_SEND, next, i);
@@ -161,17 +141,15 @@ void test_killed_messenger(Random& random) {
     me.expect(receive_is_first ? received : outcome_of(sent), FL_PEER_LOST, {victim});
     const Outcome end = outcome_of(sent);
     check(end.status == FL_PEER_LOST || end.status == FL_CLOSED, told(end));
-  });
+  };
+  in_world(ranks, floats, what, run, victim);
 }
 
 // A send of little has ended when its receiver refuses it: the sender's next call says so, once.
 void test_late_refusal(Random& random) {
   const bool is_collective = random.one_in(2);
-  situation() = "a small message is refused after its sender has returned";
-  World world(2, 0, {});
   Latch refused(2);
-  in_threads(2, [&](int rank) {
-    Member me(world, rank, 2);
+  in_world(2, 2, "a small message is refused after its sender has returned", [&](Member& me, int rank) {
     if (rank == 0) me.expect(me.run(FL_SEND, 1, 5), FL_OK, {});
     if (rank == 1) {
       fl_signature other = me.message(FL_RECV, 5);
@@ -203,9 +181,8 @@ void test_many_open(Random& random) {
   const bool is_large = random.one_in(2);
   const size_t floats = is_large ? 5000 : 1;
   const int many = is_large ? kMany / 10 : kMany;
-  situation() = std::to_string(many) + " open messages of " + std::to_string(floats) + " floats" +
-                (in_one_tag ? " in one tag" : "") + ", ending " + std::to_string(ending);
-  World world(2, 0, {});
+  const std::string what = std::to_string(many) + " open messages of " + std::to_string(floats) + " floats" +
+                           (in_one_tag ? " in one tag" : "") + ", ending " + std::to_string(ending);
   const auto begin = [&](Member& me, int verb) {
     me.data.resize(many * floats);
     std::vector<fl::Handle> open;
@@ -215,19 +192,15 @@ void test_many_open(Random& random) {
     }
     return open;
   };
-  if (ending == 2) {
-    in_processes(2, 1, [&](int rank) {
-      Member me(world, rank, floats);
+  Latch posted(2), closed(1);
+  const auto run = [&](Member& me, int rank) {
+    if (ending == 2) {
       const auto open = begin(me, FL_RECV);
       me.expect(me.call(), FL_OK, {});
       if (rank == 1) raise(SIGKILL);
       for (const auto& handle : open) me.expect(outcome_of(handle), FL_PEER_LOST, {1});
-    });
-    return;
-  }
-  Latch posted(2), closed(1);
-  in_threads(2, [&](int rank) {
-    Member me(world, rank, floats);
+      return;
+    }
     const bool sends = (rank == 0) == sends_first;
     if (ending == 1) {
       const auto open = begin(me, FL_RECV);
@@ -244,7 +217,8 @@ void test_many_open(Random& random) {
     }
     const auto open = begin(me, sends ? FL_SEND : FL_RECV);
     for (const auto& handle : open) me.expect(outcome_of(handle), FL_OK, {});
-  });
+  };
+  in_world(2, floats, what, run, ending == 2 ? 1 : -1);
 }
 
 }  // namespace stress

@@ -77,14 +77,10 @@ T bits(int op, T a, T b) {
 template <typename T>
 T combine(int op, T a, T b) {
   switch (op) {
-    case FL_SUM:
-      return a + b;
-    case FL_PROD:
-      return a * b;
-    case FL_MIN:
-      return a != a || a <= b ? a : b;
-    default:
-      return a != a || a >= b ? a : b;
+    case FL_SUM: return a + b;
+    case FL_PROD: return a * b;
+    case FL_MIN: return a != a || a <= b ? a : b;
+    default: return a != a || a >= b ? a : b;
   }
 }
 
@@ -160,17 +156,13 @@ void complexes(int op, double scale, void* into, const std::vector<const void*>&
 // The bits of one real number of a floating dtype, or 0 for integers: how wide its exponent is.
 int exponent_bits(int dtype) {
   switch (dtype) {
-    case FL_FLOAT16:
-      return 5;
+    case FL_FLOAT16: return 5;
     case FL_BFLOAT16:
     case FL_FLOAT32:
-    case FL_COMPLEX64:
-      return 8;
+    case FL_COMPLEX64: return 8;
     case FL_FLOAT64:
-    case FL_COMPLEX128:
-      return 11;
-    default:
-      return 0;
+    case FL_COMPLEX128: return 11;
+    default: return 0;
   }
 }
 
@@ -185,18 +177,13 @@ long double special_or_plain(Random& random) {
 
 void write_real(int dtype, void* data, size_t i, long double value) {
   switch (dtype) {
-    case FL_FLOAT16:
-      return write(data, i, narrow_float16(static_cast<float>(value)));
-    case FL_BFLOAT16:
-      return write(data, i, narrow_bfloat16(static_cast<float>(value)));
+    case FL_FLOAT16: return write(data, i, narrow_float16(static_cast<float>(value)));
+    case FL_BFLOAT16: return write(data, i, narrow_bfloat16(static_cast<float>(value)));
     case FL_FLOAT32:
-    case FL_COMPLEX64:
-      return write(data, i, static_cast<float>(value));
+    case FL_COMPLEX64: return write(data, i, static_cast<float>(value));
     case FL_FLOAT64:
-    case FL_COMPLEX128:
-      return write(data, i, static_cast<double>(value));
-    default:
-      return write(data, i, value);
+    case FL_COMPLEX128: return write(data, i, static_cast<double>(value));
+    default: return write(data, i, value);
   }
 }
 

@@ -1,9 +1,22 @@
 // What each rank calls, and what must come of it; made beforehand, so that ranks run freely.
 #pragma once
 
-#include "world.h"
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../../csrc/common/abi.h"
 
 namespace stress {
+
+// What calls are chosen by: how many ranks there are, and where a library begins to do things in another way.
+struct Shape {
+  int ranks;
+  size_t inline_bytes;  // of a collective, which travel with the call
+  size_t eager_bytes;   // of a message, which the sender need not wait for
+  size_t chunk_bytes, piece_bytes;
+  std::vector<size_t> strides;  // of regions
+};
 
 using Block = std::shared_ptr<const std::vector<char>>;
 Block block(std::vector<char> bytes);
@@ -44,9 +57,6 @@ struct Script {
 
 // Seconds after which a wait means that something hangs.
 constexpr double kForever = 100;
-
-// Call all steps of `rank` and compare.
-void play(fl::ShmGroup& group, World& world, int rank, const std::vector<Step>& steps);
 
 std::string describe(const fl_signature& signature);
 

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "ranks.h"
 #include "steps.h"
+#include "world.h"
 
 namespace {
 
@@ -36,7 +37,7 @@ void one_world(uint64_t seed, const Course& course) {
   const auto run = [&](int rank) {
     if (course.processes) alarm(kPatience);  // not inherited
     const auto group = world.join(rank);
-    play(*group, world, rank, script.steps[rank]);
+    Player(*group, rank, world.regions).play(script.steps[rank]);
   };  // and leave at once, whatever the others still do
   course.processes ? in_processes(course.ranks, -1, run) : in_threads(course.ranks, run);
 }

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "check.h"
+#include "reach.h"
 
 // Linked with --wrap of each of them.
 extern "C" {
@@ -78,55 +79,16 @@ ssize_t __wrap_process_vm_readv(pid_t pid, const iovec* here, unsigned long here
 }  // extern "C"
 
 namespace stress {
+
+REACH(CollectivesOfGroup, fl::Collectives fl::ShmGroup::*, &fl::ShmGroup::collectives_);
+REACH(Calls, uint32_t fl::Collectives::*, &fl::Collectives::calls_);
+REACH(Compared, uint32_t fl::Collectives::*, &fl::Collectives::compared_);
+REACH(ChunksSoFar, uint32_t fl::Collectives::*, &fl::Collectives::chunks_);
+REACH(ChoiceOfCalls, fl::Choice fl::Collectives::*, &fl::Collectives::choice_);
+REACH(FamilyOfGroup, const std::shared_ptr<fl::Family> fl::ShmGroup::*, &fl::ShmGroup::family_);
+REACH(EndsOfRings, std::unique_ptr<fl::Rings::Ends[]> fl::Rings::*, &fl::Rings::ends_);
+
 namespace {
-
-// How private members are reached: access is not checked in explicit instantiations.
-template <typename Tag, typename Tag::Member member>
-struct Reach {
-  friend typename Tag::Member member_of(Tag) { return member; }
-};
-
-struct CollectivesOfGroup {
-  using Member = fl::Collectives fl::ShmGroup::*;
-  friend Member member_of(CollectivesOfGroup);
-};
-template struct Reach<CollectivesOfGroup, &fl::ShmGroup::collectives_>;
-
-struct Calls {
-  using Member = uint32_t fl::Collectives::*;
-  friend Member member_of(Calls);
-};
-template struct Reach<Calls, &fl::Collectives::calls_>;
-
-struct Compared {
-  using Member = uint32_t fl::Collectives::*;
-  friend Member member_of(Compared);
-};
-template struct Reach<Compared, &fl::Collectives::compared_>;
-
-struct ChunksSoFar {
-  using Member = uint32_t fl::Collectives::*;
-  friend Member member_of(ChunksSoFar);
-};
-template struct Reach<ChunksSoFar, &fl::Collectives::chunks_>;
-
-struct ChoiceOfCalls {
-  using Member = fl::Choice fl::Collectives::*;
-  friend Member member_of(ChoiceOfCalls);
-};
-template struct Reach<ChoiceOfCalls, &fl::Collectives::choice_>;
-
-struct FamilyOfGroup {
-  using Member = const std::shared_ptr<fl::Family> fl::ShmGroup::*;
-  friend Member member_of(FamilyOfGroup);
-};
-template struct Reach<FamilyOfGroup, &fl::ShmGroup::family_>;
-
-struct EndsOfRings {
-  using Member = std::unique_ptr<fl::Rings::Ends[]> fl::Rings::*;
-  friend Member member_of(EndsOfRings);
-};
-template struct Reach<EndsOfRings, &fl::Rings::ends_>;
 
 // Under the eyes of the leftovers check, and without a name soon after.
 std::string new_path() {
@@ -166,7 +128,7 @@ void preset(const fl::Segment& segment, int ranks, uint32_t calls) {
 }  // namespace
 
 World::World(int ranks, uint32_t calls, const std::vector<size_t>& region_strides)
-    : ranks(ranks), calls(calls), strides(region_strides) {
+    : Shape{ranks, fl::kInlineBytes, fl::kInlineBytes, 0, 0, region_strides}, calls(calls) {
   const size_t bytes = fl::Segment::bytes_for(ranks);
   std::vector<fl::Mapping> all = map_for_each(ranks + 1, bytes);
   const fl::Segment segment(std::move(all.back()), ranks);
@@ -179,7 +141,7 @@ World::World(int ranks, uint32_t calls, const std::vector<size_t>& region_stride
   for (size_t stride : strides) {
     regions.emplace_back();
     for (fl::Mapping& mapping : map_for_each(ranks, stride * ranks)) {
-      regions.back().push_back(std::make_shared<fl::Mapping>(std::move(mapping)));
+      regions.back().emplace_back(std::make_shared<fl::Mapping>(std::move(mapping)), stride);
     }
   }
 }

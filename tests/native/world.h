@@ -2,22 +2,20 @@
 #pragma once
 
 #include "../../csrc/shm/group.h"
+#include "player.h"
 
 namespace stress {
 
-struct World {
+struct World : Shape {
   // `calls`: how many calls the group has made already, as far as its counters go.
   World(int ranks, uint32_t calls, const std::vector<size_t>& region_strides);
 
   // In the thread or process of that rank.
   std::unique_ptr<fl::ShmGroup> join(int rank);
 
-  const int ranks;
   const uint32_t calls;
-  size_t chunk_bytes, piece_bytes;
-  std::vector<fl::Mapping> mappings;                               // by rank
-  std::vector<std::vector<std::shared_ptr<fl::Mapping>>> regions;  // by region and rank
-  std::vector<size_t> strides;
+  std::vector<fl::Mapping> mappings;  // by rank
+  Regions regions;
 };
 
 // Whether the ranks' mappings of a file lie at one address: ThreadSanitizer knows memory by its

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import resource
 import signal
 import threading
 import time
@@ -26,6 +25,7 @@ from flashlight_py.distributed.failures.flight_record import (
     write_record,
 )
 from flashlight_py.errors import PeerLostError
+from tests.distributed.processes import descriptors_below, held
 
 
 def own_reason(folder: Path) -> str:
@@ -117,24 +117,14 @@ def test_a_handler_may_leave_while_a_record_is_written(world: Any) -> None:
     assert not dog._thread.is_alive()
 
 
-def held() -> tuple[list[str], int, bool]:
-    listed = os.listdir("/proc/self/fd")
-    return listed, threading.active_count(), flight_record._handler(signal.SIGUSR1) > signal.SIG_IGN
-
-
 @pytest.mark.parametrize("allowed", [1, 2, 3])
 def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
     """It needs two pipes: three descriptors are too few."""
     before = held()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = (number for number in count() if not os.path.exists(f"/proc/self/fd/{number}"))
     *_, last = islice(free, allowed)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, limits[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            Watchdog(Flight(folder=tmp_path))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with descriptors_below(last + 1), pytest.raises(OSError, match="Too many open files"):
+        Watchdog(Flight(folder=tmp_path))
     assert held() == before
 
 

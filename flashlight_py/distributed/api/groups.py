@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from flashlight_py.distributed.api.verb_call import Group, refusing
+from flashlight_py.distributed.api.verb_call import Group, native, refusing
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
 from flashlight_py.distributed.groups.grid import Grid, extents_of
-from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of, world_fast
+from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of
 from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
@@ -228,6 +228,7 @@ class MemberStore(Store):
         return data.tobytes()
 
 
+@native(BARRIER)
 def barrier(timeout: float | None = None, *, group: Group = None) -> None:
     """Block until every rank of the group has called it, up to ``timeout`` seconds.
 
@@ -236,11 +237,6 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
         CollectiveTimeoutError: a rank (named) did not arrive in time.
         DistributedError: as for :func:`all_reduce`.
     """
-    if (
-        timeout is None
-        and (world_fast.barrier if group is None else of(group).fast.barrier)() is None
-    ):
-        return
     members = of(group)
     with refusing(members, BARRIER):
         members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))

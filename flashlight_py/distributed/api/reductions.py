@@ -446,9 +446,7 @@ def _together(
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
         root = 1 + (digest >> 34)  # ranks compare it: other shapes may have as many elements
-        y = members.fast.collective(ALL_REDUCE.code, flat, None, op, scale, root, 0, async_op)
-        if y is NotImplemented:
-            y = collective(members, ALL_REDUCE, flat, root=root, **how)
+        y = collective(members, ALL_REDUCE, flat, root=root, **how)
         unpack = partial(_unpack, [(flat, *arrays)], [])
     together = Then(y if isinstance(y, Work) else Done(), unpack)
     if not async_op:

@@ -8,10 +8,11 @@ whose other end or tag is invalid belongs to no call: no rank is notified.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -286,13 +287,19 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
     return returned(given, part, array is not None)
 
 
-# What native code is given for arguments that are left out, and the names that it takes them by.
+# What native code is given for arguments that are left out, and other names of its arguments.
 _GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
-try:
-    _NATIVE_VERB = _native.load("fast").verb
-except BackendUnavailableError:  # the first call warns
-    _NATIVE_VERB = None
 _ALIASES = {"xs": "x", "partial": "op", "dst": "root", "src": "root"}
+
+_verb_type: Any = None
+with contextlib.suppress(BackendUnavailableError):  # then the first call warns
+    _verb_type = _native.load("fast").verb
+    # Pickled by name, and like the function as a method and in words.
+    _verb_type.__reduce__ = lambda entry: entry.__qualname__
+    _verb_type.__get__ = lambda entry, one, *kind: (
+        entry if one is None else entry.__wrapped__.__get__(one, *kind)
+    )
+    _verb_type.__repr__ = lambda entry: repr(entry.__wrapped__)
 
 
 def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
@@ -303,24 +310,24 @@ def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
     """
 
     def decorated(function: F) -> F:
-        if _NATIVE_VERB is None:
+        if _verb_type is None:
             return function
-        given = {"verb": verb.code, **_GIVEN, "group": None}
-        if verb.is_message:
-            given |= {"op": None, "scale": None}
+        of_message = {"op": None, "scale": None} if verb.is_message else {}
+        given = {"verb": verb.code, **_GIVEN, **of_message, "group": None}
         parameters = []
         for name, parameter in inspect.signature(function).parameters.items():
-            place = _ALIASES.get(name, name)
+            place, default = _ALIASES.get(name, name), parameter.default
             if place in constants or place not in given:
-                place = "verb"  # which no argument has
+                place = "verb"  # only in Python
             else:
-                given[place] = ... if parameter.default is parameter.empty else parameter.default
-            parameters.append((name, list(given).index(place), parameter.default))
-        values = tuple((given | constants).values())
-        positional = function.__code__.co_argcount
-        how = world_fast, Membership, values, tuple(parameters), positional
-        entry: Any = _NATIVE_VERB(function, function.__name__, *how)
-        return functools.update_wrapper(entry, function)  # type: ignore[return-value]
+                given[place] = ... if default is parameter.empty else default
+            parameters.append((name, list(given).index(place), default))
+        values, positional = tuple((given | constants).values()), function.__code__.co_argcount
+        points = "barrier" if verb is BARRIER else "collective"
+        of_groups = points, world_fast, Membership
+        how = *of_groups, values, tuple(parameters), positional
+        entry = functools.update_wrapper(_verb_type(function, function.__name__, *how), function)
+        return cast("F", entry)
 
     return decorated
 

@@ -69,8 +69,8 @@ class FastPath(Protocol):
         the number of the call and the frame of this rank (or None): the caller does the rest.
         """
 
-    def barrier(self) -> Any:
-        """Wait for all ranks, up to the timeout of the group."""
+    barrier: Callable[..., Any]
+    """``collective``, or ``left_to_python`` if a barrier also waits for GPUs."""
 
 
 def left_to_python(*arguments: object) -> Any:
@@ -92,10 +92,9 @@ class EntryPoints:
         collective: Callable[..., Any] = left_to_python,
         sendrecv: Callable[..., Any] = left_to_python,
         objects: Callable[..., Any] = left_to_python,
-        barrier: Callable[..., Any] = left_to_python,
     ) -> None:
-        self.collective, self.sendrecv = collective, sendrecv
-        self.objects, self.barrier = objects, barrier
+        self.collective = self.barrier = collective
+        self.sendrecv, self.objects = sendrecv, objects
 
     def replace_by(self, other: FastPath) -> None:
         """Use the functions of ``other`` from now on."""

@@ -98,14 +98,10 @@ def exchange_process_info(store: Store, checks: bool) -> None:
 
 
 def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
-    known = dict[str, str]()  # of many ranks: words that are equal are kept once
-    processes, spaces, hosts, without = list[str](), list[str](), list[str](), list[int]()
-    for rank, (process, space, host, checks) in enumerate(map(json.loads, texts)):
-        processes.append(process)
-        spaces.append(known.setdefault(space, space))
-        hosts.append(known.setdefault(host, host))
-        if not checks:
-            without.append(rank)
+    known = dict[Any, Any]()  # of many ranks: words that are equal are kept once
+    rows = ([known.setdefault(each, each) for each in json.loads(text)] for text in texts)
+    processes, spaces, hosts, checks = zip(*rows, strict=True)
+    without = [rank for rank, compares in enumerate(checks) if not compares]
     return processes, spaces, hosts, needs_names(spaces), without
 
 
@@ -128,11 +124,12 @@ class Sharing(NamedTuple):
         by_leader: dict[int, list[int]] = {}
         for rank, (leader, _, _) in enumerate(answers):
             by_leader.setdefault(leader, []).append(rank)
-        apart = ""
-        for rank, (leader, first, why) in enumerate(answers):
-            if leader != answers[first][0]:
-                apart = f"rank {rank} shares no memory with rank {first} of its host: {why}"
-                break
+        reasons = (
+            f"rank {rank} shares no memory with rank {first} of its host: {why}"
+            for rank, (leader, first, why) in enumerate(answers)
+            if leader != answers[first][0]
+        )
+        apart = next(reasons, "")
         groups = [by_leader[leader] for leader in sorted(by_leader)]
         numbers = {rank: number for number, group in enumerate(groups) for rank in group}
         of = [numbers[rank] for rank in range(len(numbers))]
@@ -161,14 +158,12 @@ def ranks_by_memory(store: Store) -> Sharing:
         host = host_identity()
         path = "" if file is None else file.path
         texts = store.exchange(json.dumps([host, domain, path, nonce, problem]).encode())
-        firsts, by_kernel = texts.derived(_by_place)
-        unreadable = {
-            rank: _why_unreadable(json.loads(texts[rank])[1:], domain)
-            for rank in by_kernel[_kernel(host)]
-        }
+        near = texts.derived(_by_kernel)[_kernel(host)]
+        offers = {rank: json.loads(texts[rank]) for rank in near}
+        unreadable = {rank: _why_unreadable(offer[1:], domain) for rank, offer in offers.items()}
         readable = (rank for rank, why in unreadable.items() if not why)
         first = store.rank if problem else next(readable, store.rank)
-        first_here = firsts[host, domain]
+        first_here = next(rank for rank in near if offers[rank][:2] == [host, domain])
         answer = [first, first_here, problem or unreadable[first_here]]
         answers = store.exchange(json.dumps(answer).encode())
     finally:
@@ -182,14 +177,11 @@ def _kernel(host: str) -> str:
     return host.partition(" ")[0]
 
 
-def _by_place(texts: Sequence[bytes]) -> tuple[dict[tuple[str, str], int], dict[str, list[int]]]:
-    """Return the first rank of each host and domain, and the ranks of each kernel."""
-    firsts: dict[tuple[str, str], int] = {}
+def _by_kernel(texts: Sequence[bytes]) -> dict[str, list[int]]:
     by_kernel: dict[str, list[int]] = {}
-    for rank, (host, domain, *_) in enumerate(map(json.loads, texts)):
-        firsts.setdefault((host, domain), rank)
+    for rank, (host, *_) in enumerate(map(json.loads, texts)):
         by_kernel.setdefault(_kernel(host), []).append(rank)
-    return firsts, by_kernel
+    return by_kernel
 
 
 def _why_unreadable(offer: Sequence[str], own_domain: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.api import all_reduce
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.combining import cut
-from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.distributed.work import Done, Work
 
 
@@ -47,12 +47,8 @@ class Bucket:
     def all_reduce(self, array: Array, blocking: bool = False) -> Work:
         """Sum an array of any shape and dtype over the ranks, times ``scale``, in place."""
         if not (blocking or self._pays_inline(array)):
-            return self.group.all_reduce(array, self.scale, async_op=True)
-        done = self.group.fast.collective(
-            ALL_REDUCE.code, array, None, "sum", self.scale, 0, 0, False
-        )
-        if done is not array:
-            self.group.all_reduce(array, self.scale)
+            return all_reduce(array, self.scale, group=self.group, async_op=True)
+        all_reduce(array, self.scale, group=self.group)
         return Done(array)
 
     def all_gather(self, array: Array) -> Work:

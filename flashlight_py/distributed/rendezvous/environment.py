@@ -345,11 +345,7 @@ def started_as(environ: Mapping[str, str] = system.environ) -> str:
 
 
 def check_size_one(what: str, environ: Mapping[str, str] = system.environ) -> None:
-    """Refuse ``what``, which makes a world of one, to one of several ranks of a launcher.
-
-    Raises:
-        RendezvousError: the environment says that this process is one of several.
-    """
+    """Raise RendezvousError for ``what``, a world of one, in one of several ranks of a launcher."""
     if said := _one_of_several(environ):
         raise RendezvousError(
             f"{what} is a world of one process, and the environment says {said}: each of them "
@@ -359,11 +355,7 @@ def check_size_one(what: str, environ: Mapping[str, str] = system.environ) -> No
 
 
 def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
-    """Refuse a world of one to a process that a scheduler has started on one of several nodes.
-
-    Raises:
-        RendezvousError: there is such a scheduler, and no rank and size; says what to set.
-    """
+    """Raise RendezvousError, which says what to set, on one of several nodes of a scheduler."""
     if said := _one_of_nodes(environ):
         raise RendezvousError(
             "this process is one of several, and which rank of how many it is, is not set: each "
@@ -373,13 +365,10 @@ def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
 
 
 def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
-    """Refuse a world of one, where no launcher sets a rank, to what was started with others.
+    """Raise RendezvousError if there is a place to meet, or a scheduler of nodes, and no rank.
 
     A single process in a Slurm job of several tasks only gets a warning, as srun was perhaps
     forgotten: a shell or a batch script of a job is where single processes are tried out.
-
-    Raises:
-        RendezvousError: there is a place to meet, or a scheduler of nodes, and no rank and size.
     """
     if is_alone(environ):
         return

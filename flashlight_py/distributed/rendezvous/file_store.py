@@ -202,12 +202,8 @@ def _why(error: OSError | ValueError) -> str:
 class FileStore(TreeStore):
     """A store at ``path``, which every rank must see; ``timeout`` seconds per exchange.
 
-    ``path`` may be an existing directory or a new name in one. Nothing needs to be prepared or
-    removed by hand, even after a run that was killed. Files of other users are ignored.
-
-    Raises:
-        ValueError: ``rank``, ``size`` or ``timeout`` make no sense.
-        RendezvousError: the directory of ``path`` is missing or nothing can be created in it.
+    ``path`` is that of a ``SharedDirectory``. Nothing needs to be prepared or removed by hand, even
+    after a run that was killed. Files of other users are ignored.
     """
 
     kind, own, moves, patience = "path", "FILE_PATH", True, _PATIENCE

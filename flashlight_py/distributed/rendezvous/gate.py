@@ -94,17 +94,12 @@ class MeetingPoint(Store):
 
     @abc.abstractmethod
     def listen(self, backlog: int) -> list[system.Socket]:
-        """Return the sockets on which rank 0 listens for the others.
-
-        Raises:
-            OSError: it cannot listen there; says why.
-        """
+        """Return the sockets on which rank 0 listens; raise OSError, which says why it cannot."""
 
     def look(self) -> system.Socket | None:
         """Do what rank 0 has to while ranks gather; may return one more listening socket.
 
-        Raises:
-            RendezvousError: this is not the only rank 0, or the place cannot be used any more.
+        Raises RendezvousError if there is another rank 0, or the place cannot be used any more.
         """
         return None
 

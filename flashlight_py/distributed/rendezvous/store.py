@@ -221,11 +221,7 @@ def _start_time(pid: int) -> str:
 
 
 def check_member(rank: int, size: int, timeout: float) -> None:
-    """Check what a store is constructed with.
-
-    Raises:
-        ValueError: ``size`` < 1, ``rank`` not in [0, size), or ``timeout`` <= 0 seconds.
-    """
+    """Raise ValueError unless ``size`` >= 1, ``rank`` is in [0, size), ``timeout`` > 0 seconds."""
     if size < 1:
         raise ValueError(f"world_size must be at least 1, got {size}")
     if not 0 <= rank < size:

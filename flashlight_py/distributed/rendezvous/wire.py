@@ -254,11 +254,7 @@ class Connection:
             self._kind, self._pieces, self._left = None, [], _HEADER.size
 
     def take(self, deadline: float) -> Packet | None:
-        """Wait for a message and return it; None: the other side hung up, or time is up.
-
-        Raises:
-            WireError: as ``receive``.
-        """
+        """Wait for a message and return it; None: the end, or time is up. Raises as ``receive``."""
         while not self.inbox and not self.has_ended:
             left = deadline - system.monotonic()
             if left <= 0:
@@ -429,12 +425,9 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
 
 
 def claim(offer: Offer, size: int, seconds: float) -> str:
-    """Greet the rank 0 of ``offer`` as another one; returns why it has no place for us.
+    """Greet the rank 0 of ``offer`` as another one; return why it has no place for us.
 
-    "": it has not answered within so many ``seconds``, but it is there.
-
-    Raises:
-        NobodyError: as ``greet``.
+    "" if it is there and has not answered within ``seconds``. Raises as ``greet``.
     """
     greeting, deadline = Greeting(0, size, this_process()), system.monotonic() + seconds
     connection = greet(offer, lambda _: greeting, deadline)

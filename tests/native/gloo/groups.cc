@@ -1,49 +1,39 @@
 #include <algorithm>
 
-#include "plays.h"
+#include "world.h"
 
 namespace stress {
-namespace {
 
-constexpr int kGroups = 3, kPlays = 3;
-
-// Some ranks in any order, the same on every rank.
-std::vector<int> some_ranks(int size, Random& random) {
-  std::vector<int> ranks;
-  for (int r = 0; r < size; ++r) ranks.insert(ranks.begin() + random.below(r + 1), r);
-  ranks.resize(2 + random.below(size - 1));
-  return ranks;
-}
-
-// Ends as worlds do, while other groups go on.
-void play_in(Rank& rank, uint64_t step) {
-  Random random(step);
-  for (int i = 0; i < kPlays; ++i) {
-    const uint64_t kind = random.below(5);
-    if (kind < 2) play_collective(rank, random, step + i);
-    if (kind == 2) play_messages(rank, random, step + i);
-    if (kind == 3) play_mismatches(rank, random, step + i);
-    if (kind == 4) play_open_receives(rank, random, step + i);
-  }
-  play_the_end(rank, random);
-}
-
-}  // namespace
-
-void play_groups(Rank& rank, Random& random, uint64_t step) {
+void play_threads(Rank& rank) {
+  constexpr size_t kCounts[] = {0, 1000, 20000, 200000};
+  const int next = (rank.rank + 1) % rank.size, last = (rank.rank + rank.size - 1) % rank.size;
   std::vector<std::thread> threads;
-  for (int i = 0; i < kGroups; ++i) {
-    const std::vector<int> ranks = some_ranks(rank.size, random);
-    if (std::find(ranks.begin(), ranks.end(), rank.rank) == ranks.end()) continue;
-    const uint64_t number = step + i + 1;
-    threads.emplace_back([&rank, ranks, number] {
-      Rank part = rank.part(ranks, number);
-      play_in(part, number * 7);
+  for (int tag = 0; tag < 4; ++tag) {
+    const auto exchange = [&rank, tag, count = kCounts[tag]](int verb, int peer) {
+      for (uint32_t i = 0; i < 3; ++i) {
+        Array array(count, verb == FL_SEND ? i + rank.rank : 0);
+        check_ok(rank.run(signature_of(verb, count, tag), array.data(), nullptr, peer, false), "a message");
+        if (verb == FL_RECV) check(array == Array(count, i + peer), "a message with wrong contents");
+      }
+    };
+    threads.emplace_back(exchange, FL_SEND, next);
+    threads.emplace_back(exchange, FL_RECV, last);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void play_parts(Rank& rank, const std::vector<Part>& parts, const Script& beside) {
+  std::vector<std::thread> threads;
+  for (const Part& part : parts) {
+    if (std::find(part.ranks.begin(), part.ranks.end(), rank.rank) == part.ranks.end()) continue;
+    threads.emplace_back([&rank, &part] {
+      Rank own = rank.part(part.ranks, part.number);
+      own.play(part.script);
+      play_the_end(own, Random(part.number));
     });
   }
-  play_collective(rank, random, step);
+  rank.play(beside);
   for (std::thread& thread : threads) thread.join();
-  play_messages(rank, random, step);
 }
 
 }  // namespace stress

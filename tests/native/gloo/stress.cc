@@ -2,7 +2,8 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "plays.h"
+#include "../calls.h"
+#include "world.h"
 
 namespace {
 
@@ -10,26 +11,40 @@ using namespace stress;
 
 // Seconds that a world may take, however busy the machine; one that hangs ends the program.
 constexpr unsigned kPatience = 200;
-constexpr int kSteps = 12;
+constexpr int kCalls = 12, kParts = 3, kCallsOfAPart = 4;
+
+// Some ranks in any order.
+std::vector<int> some_ranks(int size, Random& random) {
+  std::vector<int> ranks;
+  for (int r = 0; r < size; ++r) ranks.insert(ranks.begin() + random.below(r + 1), r);
+  ranks.resize(2 + random.below(size - 1));
+  return ranks;
+}
 
 void one_world(uint64_t seed) {
   alarm(kPatience);
-  Random chosen(seed);
+  Random random(seed);
+  random.one_in(2) ? setenv("FLASHLIGHT_CHECKS", "sync", 1) : unsetenv("FLASHLIGHT_CHECKS");
   // So many that what they call goes by others, now and then.
-  const int ranks = 2 + static_cast<int>(chosen.one_in(4) ? 7 + chosen.below(6) : chosen.below(4));
-  const bool lazily = chosen.one_in(3);
+  const int ranks = 2 + static_cast<int>(random.one_in(4) ? 7 + random.below(6) : random.below(4));
+  const bool lazily = random.one_in(3);
+  const size_t largest = ranks > 3 ? 700000 : random.one_in(4) ? 9000000 : 2000000;
+  const auto written = [&](int size, int calls) {
+    const Shape shape{size, 65 << 10, 64 << 10, 512 << 10, 4 << 20, {}};
+    return Author(shape, Random(random.bits()), largest).write(calls);
+  };
+  const Script first = written(ranks, kCalls), beside = written(ranks, 2);
+  std::vector<Part> parts;
+  for (uint64_t number = 1; number <= kParts; ++number) {
+    const std::vector<int> some = some_ranks(ranks, random);
+    parts.push_back({some, written(static_cast<int>(some.size()), kCallsOfAPart), number});
+  }
   situation() = "world of seed " + std::to_string(seed) + ", " + std::to_string(ranks) + " ranks";
-  in_world(ranks, lazily, [seed](Rank& rank) {
-    Random random(seed + 1);  // the same on every rank
-    for (int i = 0; i < kSteps; ++i) {
-      const uint64_t step = seed * 1000 + i * 20, kind = random.below(10);
-      if (kind < 4) play_collective(rank, random, step);
-      if (kind >= 4 && kind < 7) play_messages(rank, random, step);
-      if (kind == 7) play_mismatches(rank, random, step);
-      if (kind == 8) play_open_receives(rank, random, step);
-      if (kind == 9) play_groups(rank, random, step);
-    }
-    play_the_end(rank, random);
+  in_world(ranks, lazily, [&](Rank& rank) {
+    rank.play(first);
+    play_threads(rank);
+    play_parts(rank, parts, beside);
+    play_the_end(rank, Random(seed + 1));
   });
 }
 

@@ -1,7 +1,7 @@
 #include <array>
 #include <chrono>
 
-#include "plays.h"
+#include "world.h"
 
 namespace stress {
 namespace {
@@ -9,43 +9,10 @@ namespace {
 constexpr std::array<size_t, 5> kCounts{0, 5, 20000, 20001, 2300000};
 constexpr size_t kLarge = 16385;  // more than travels with the call
 
-// One end has another number of elements. Both must say so, and leave the array. Who sends little would be told
-// later.
-void one_message(Rank& rank, Random& random, uint64_t step) {
-  size_t sent = kCounts[random.below(kCounts.size())];
-  const size_t expected = kCounts[random.below(kCounts.size())];
-  if (sent != expected && sent < kLarge) sent += kLarge;
-  const int from = static_cast<int>(random.below(rank.size));
-  const int to = (from + 1) % rank.size;
-  if (rank.rank != from && rank.rank != to) return;
-  const bool sends = rank.rank == from, async = Random(step * 64 + rank.rank).one_in(2);
-  Array array = sends ? values(step, from, sent) : Array(expected, 9u);
-  const fl_signature mine = signature_of(sends ? FL_SEND : FL_RECV, array.size(), 3);
-  const fl_status status = ended(rank.run(mine, array.data(), nullptr, sends ? to : from, async));
-  check(status == (sent == expected ? FL_OK : FL_MISMATCH), "a mismatch of a message");
-  if (!sends && sent == expected) check(array == values(step, from, sent), "a wrong message");
-  if (!sends && sent != expected) check(array == Array(expected, 9u), "a message that should not");
-}
-
-void one_collective(Rank& rank, Random& random) {
-  const size_t count = kCounts[random.below(kCounts.size())];
-  const int other = static_cast<int>(random.below(rank.size));
-  Array array(count + (rank.rank == other ? 1 : 0), 9u);
-  const fl_signature mine = signature_of(FL_ALL_REDUCE, array.size(), 0);
-  check(ended(rank.run(mine, array.data(), nullptr, -1, false)) == FL_MISMATCH, "a mismatch");
-  check(array == Array(array.size(), 9u), "a mismatch that changed something");
-}
-
 }  // namespace
 
-void play_mismatches(Rank& rank, Random& random, uint64_t step) {
-  if (rank.size == 1) return;
-  for (int i = 0; i < 3; ++i) one_message(rank, random, step + i);
-  one_collective(rank, random);
-}
-
 // Who still receives from any rank would raise where one has left.
-void play_the_end(Rank& rank, Random& random) {
+void play_the_end(Rank& rank, Random random) {
   check_ok(rank.run(signature_of(FL_BARRIER, 0, 0), nullptr, nullptr, -1, false), "a barrier");
   if (rank.size == 1 || random.one_in(3)) return;
   const bool is_late = random.one_in(2);

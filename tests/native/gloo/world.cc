@@ -41,9 +41,20 @@ fl_op* Rank::run(const fl_signature& signature, void* data, void* output, int pe
   return fl_run(group_, &signature, data, output, peer, seconds, async ? 1 : 0, nullptr);
 }
 
-void Rank::exchange(const std::vector<fl_message>& messages, bool async, std::vector<fl_op*>& results) {
-  results.resize(messages.size());
-  fl_exchange(group_, messages.data(), static_cast<int>(messages.size()), seconds, async ? 1 : 0, results.data());
+fl::Handle Rank::called(const fl::Request& call, int async) {
+  return fl::Handle(
+      fl_run(group_, &call.signature, call.data, call.output, call.peer, call.seconds, async, call.site));
+}
+
+std::vector<fl::Handle> Rank::exchange(const fl_message* messages, int count, double seconds, bool async) {
+  std::vector<fl_op*> results(count);
+  fl_exchange(group_, messages, count, seconds, async ? 1 : 0, results.data());
+  return {results.begin(), results.end()};
+}
+
+void Rank::play(const Script& script) {
+  Regions none;
+  Player<Rank>(*this, rank, none).play(script.steps[rank]);
 }
 
 fl_signature signature_of(int verb, size_t count, int root) {
@@ -75,12 +86,6 @@ void check_ok(fl_op* op, const char* what) {
   }
   check(fl_op_wait(op, 0) == FL_OK, std::string(what) + ": " + fl_op_message(op));
   fl_op_free(op);
-}
-
-Array values(uint64_t step, int rank, size_t count) {
-  Array array(count);
-  for (size_t i = 0; i < count; ++i) array[i] = value(step, rank, i);
-  return array;
 }
 
 }  // namespace stress

@@ -39,6 +39,18 @@ struct Call {
     const auto set_count = [&](size_t n) { s.count = s.shape[0] = static_cast<int64_t>(n); };
     const auto rooted = [&] { s.root = root; };
     const auto row = [&](int r) { return count + static_cast<size_t>(r); };  // of those that may differ
+    // Each has row(r) for rank r; returns where those for this rank begin.
+    const auto fill_unevenly = [&] {
+      for (int i = 0; i < ranks * ranks; ++i) sections.push_back(static_cast<int64_t>(4 * row(i % ranks)));
+      size_t all = 0, before = 0;
+      for (int r = 0; r < ranks; ++r) {
+        if (r < rank) before += row(r);
+        all += row(r);
+      }
+      set_count(all);
+      fill(all);
+      return before;
+    };
     switch (verb) {
       case FL_BARRIER:
         s.ndim = s.itemsize = 0;
@@ -73,16 +85,7 @@ struct Call {
         want(count, [&](size_t k) { return sum(ranks, number, count * rank + k); });
         break;
       case FL_REDUCE_SCATTER_UNEVEN: {
-        size_t all = 0, before = 0;
-        for (int source = 0; source < ranks; ++source) {
-          for (int r = 0; r < ranks; ++r) sections.push_back(static_cast<int64_t>(4 * row(r)));
-        }
-        for (int r = 0; r < ranks; ++r) {
-          if (r < rank) before += row(r);
-          all += row(r);
-        }
-        set_count(all);
-        fill(all);
+        const size_t before = fill_unevenly();
         output.resize(row(rank));
         want(row(rank), [&](size_t k) { return sum(ranks, number, before + k); });
         break;
@@ -108,18 +111,8 @@ struct Call {
         output.resize(count * ranks);
         for (int r = 0; r < ranks; ++r) want(count, [&](size_t k) { return value(r, number, count * rank + k); });
         break;
-      case FL_ALL_TO_ALL_UNEVEN: {  // each gives row(destination)
-        size_t all = 0, before = 0;
-        for (int source = 0; source < ranks; ++source) {
-          for (int r = 0; r < ranks; ++r) sections.push_back(static_cast<int64_t>(4 * row(r)));
-        }
-        for (int r = 0; r < ranks; ++r) {
-          if (r < rank) before += row(r);
-          all += row(r);
-        }
-        set_count(all);
-        s.ndim = 1;
-        fill(all);
+      case FL_ALL_TO_ALL_UNEVEN: {
+        const size_t before = fill_unevenly();
         output.resize(row(rank) * ranks);
         for (int r = 0; r < ranks; ++r) want(row(rank), [&](size_t k) { return value(r, number, before + k); });
         break;
@@ -212,9 +205,7 @@ const Case collectives[] = {
 };
 
 // More calls than a rank may be ahead, some of which it need not wait in.
-void run_ahead(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void run_ahead(Member& me) {
   for (int i = 0; i < 6; ++i) {
     Call* const call = new Call(me, i == 5 ? FL_BARRIER : i % 2 == 0 ? FL_BROADCAST : FL_GATHER, kInline, i);
     if (!call->end(call->run())) return;
@@ -238,30 +229,24 @@ void in_place(int rank) {
 }
 
 // Who has little to give leaves a gather of much ahead of the others, and counts its chunks later.
-void passes_rows(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  Call* const call = new Call(me, FL_GATHER, rank == 0 ? kInline : kSome, 0);
+void passes_rows(Member& me) {
+  Call* const call = new Call(me, FL_GATHER, me.rank == 0 ? kInline : kSome, 0);
   call->wanted.clear();
-  for (size_t k = 0; rank == 1 && k < kInline; ++k) call->wanted.push_back(value(0, 0, k));
-  for (size_t k = 0; rank == 1 && k < kSome + 1; ++k) call->wanted.push_back(value(1, 0, k));
+  for (size_t k = 0; me.rank == 1 && k < kInline; ++k) call->wanted.push_back(value(0, 0, k));
+  for (size_t k = 0; me.rank == 1 && k < kSome + 1; ++k) call->wanted.push_back(value(1, 0, k));
   if (!call->end(call->run())) return;
   Call* const next = new Call(me, FL_ALL_GATHER, kSome, 1);
   next->end(next->run());
 }
 
 // What cannot be read of another's memory, it copies into a slot.
-void unreadable(int rank) {
-  Member me(rank, 2, kReads);
-  begin();
+void unreadable(Member& me) {
   Call* const call = new Call(me, FL_ALL_GATHER, kSome, 0);
   call->end(call->run());
 }
 
 // Only the first of eight pieces may take a slice, or some, until who is asked looks and sees it.
-void soon_unreadable(int rank) {
-  Member me(rank, 2, kReads);
-  begin();
+void soon_unreadable(Member& me) {
   const auto started = fl::Clock::now();
   Call* const call = new Call(me, FL_BROADCAST, kMany, 0);
   call->end(call->run());
@@ -279,9 +264,7 @@ void made_late(int rank) {
 }
 
 // In two steps, between which a caller does something else.
-void in_two_steps(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void in_two_steps(Member& me) {
   for (int i = 0; i < 2; ++i) {
     Call* const call = new Call(me, FL_ALL_REDUCE, kInline, i);
     if (me.group->begin(call->s, call->in(), kForever, &kHere)) {
@@ -295,9 +278,7 @@ void in_two_steps(int rank) {
 
 // Started ones, waited for in order, or not at all before the next call.
 template <size_t count, int calls, int verb = FL_ALL_REDUCE>
-void started(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void started(Member& me) {
   Call* begun[calls];
   fl::Handle* const handles = new fl::Handle[calls];
   for (int i = 0; i < calls; ++i) {
@@ -309,9 +290,7 @@ void started(int rank) {
   }
 }
 
-void started_then_run(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void started_then_run(Member& me) {
   Call* const first = new Call(me, FL_ALL_REDUCE, kInline, 0);
   Call* const second = new Call(me, FL_ALL_REDUCE, kTiny, 1);
   const fl::Handle handle = first->start();
@@ -320,18 +299,14 @@ void started_then_run(int rank) {
 }
 
 // Another thread waits for one, or calls beside it.
-void waited_for_elsewhere(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void waited_for_elsewhere(Member& me) {
   Call* const call = new Call(me, FL_ALL_REDUCE, kInline, 0);
   const fl::Handle handle = call->start();
   std::thread other([&] { call->end(handle); });
   other.join();
 }
 
-void two_threads(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void two_threads(Member& me) {
   Call* const calls[] = {new Call(me, FL_BARRIER, 0, 0), new Call(me, FL_BARRIER, 0, 1)};
   std::thread other([&] { calls[0]->end(calls[0]->run()); });
   calls[1]->end(calls[1]->run());
@@ -370,25 +345,25 @@ const Case others[] = {
     {.name = "scan_chunks/4x1", .ranks = 4, .run = collective<4, FL_SCAN, kMany, 1>, .share = 2},
     {.name = "in_place/2", .ranks = 2, .run = in_place<2>, .share = 2},
     {.name = "in_place/3", .ranks = 3, .run = in_place<3>, .share = 2, .vanishing = 1},
-    {.name = "passes_rows/2", .ranks = 2, .run = passes_rows, .share = 2, .vanishing = 1},
-    {.name = "run_ahead/2", .ranks = 2, .run = run_ahead, .share = 4, .vanishing = 2},
-    {.name = "unreadable/2", .ranks = 2, .run = unreadable,
+    {.name = "passes_rows/2", .ranks = 2, .run = of_members<passes_rows>, .share = 2, .vanishing = 1},
+    {.name = "run_ahead/2", .ranks = 2, .run = of_members<run_ahead>, .share = 4, .vanishing = 2},
+    {.name = "unreadable/2", .ranks = 2, .run = of_members<unreadable, 2, kReads>,
      .share = 2, .late = true, .reads_fail = true, .vanishing = 1},
-    {.name = "soon_unreadable/2", .ranks = 2, .run = soon_unreadable, .timers = 0, .late = true,
+    {.name = "soon_unreadable/2", .ranks = 2, .run = of_members<soon_unreadable, 2, kReads>, .timers = 0, .late = true,
      .reads_fail = true},
     {.name = "made_late/2", .ranks = 2, .run = made_late, .share = 2},
-    {.name = "in_two_steps/2", .ranks = 2, .run = in_two_steps},
+    {.name = "in_two_steps/2", .ranks = 2, .run = of_members<in_two_steps>},
     {.name = "few_processors/2", .ranks = 2, .run = collective<2, FL_ALL_REDUCE, kTiny, 2>, .processors = 1},
-    {.name = "started/2", .ranks = 2, .run = started<kInline, 1>, .share = 4, .is_searched = false},
-    {.name = "started_two/2", .ranks = 2, .run = started<kInline, 2>,
+    {.name = "started/2", .ranks = 2, .run = of_members<started<kInline, 1>>, .share = 4, .is_searched = false},
+    {.name = "started_two/2", .ranks = 2, .run = of_members<started<kInline, 2>>,
      .share = 4, .is_searched = false, .vanishing = 2},
-    {.name = "started_large/2", .ranks = 2, .run = started<kSome, 2>, .share = 4, .is_searched = false},
-    {.name = "started_barriers/2", .ranks = 2, .run = started<0, 3, FL_BARRIER>,
+    {.name = "started_large/2", .ranks = 2, .run = of_members<started<kSome, 2>>, .share = 4, .is_searched = false},
+    {.name = "started_barriers/2", .ranks = 2, .run = of_members<started<0, 3, FL_BARRIER>>,
      .share = 4, .is_searched = false},
-    {.name = "started_then_run/2", .ranks = 2, .run = started_then_run, .share = 4, .is_searched = false},
-    {.name = "waited_for_elsewhere/2", .ranks = 2, .run = waited_for_elsewhere,
+    {.name = "started_then_run/2", .ranks = 2, .run = of_members<started_then_run>, .share = 4, .is_searched = false},
+    {.name = "waited_for_elsewhere/2", .ranks = 2, .run = of_members<waited_for_elsewhere>,
      .share = 4, .is_searched = false},
-    {.name = "two_threads/2", .ranks = 2, .run = two_threads, .share = 4, .is_searched = false},
+    {.name = "two_threads/2", .ranks = 2, .run = of_members<two_threads>, .share = 4, .is_searched = false},
     {.name = "mismatch/2", .ranks = 2, .run = mismatch<2, FL_BARRIER, FL_ALL_REDUCE>, .share = 2},
     {.name = "mismatch/3", .ranks = 3, .run = mismatch<3, FL_BARRIER, FL_ALL_REDUCE>,
      .share = 2, .vanishing = 1},

@@ -47,45 +47,36 @@ struct Letter {
 };
 
 // From rank 0 to rank 1, one after the other; `wait`: the sender hears that they are there.
-template <size_t count, int messages, bool syncs = false>
-void one_way(int rank) {
-  Member me(rank, 2, 0);
-  if (syncs) me.group->compare_at_once();
-  begin();
+template <size_t count, int messages>
+void one_way(Member& me) {
   for (int i = 0; i < messages; ++i) {
-    Letter* const letter = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, count, 1 - rank, i);
+    Letter* const letter = new Letter(me, me.rank == 0 ? FL_SEND : FL_RECV, count, 1 - me.rank, i);
     if (!letter->end(letter->run())) return;
   }
 }
 
 // There and back.
 template <size_t count>
-void ping_pong(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void ping_pong(Member& me) {
   for (int i = 0; i < 2; ++i) {
-    Letter* const letter = new Letter(me, (rank == 0) == (i == 0) ? FL_SEND : FL_RECV, count, 1 - rank, i);
+    Letter* const letter = new Letter(me, (me.rank == 0) == (i == 0) ? FL_SEND : FL_RECV, count, 1 - me.rank, i);
     if (!letter->end(letter->run())) return;
   }
 }
 
 // Each sends to the other and receives of it at the same time.
 template <size_t count, bool starts>
-void exchange(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  Letter* const there = new Letter(me, FL_SEND, count, 1 - rank, 0);
-  Letter* const back = new Letter(me, FL_RECV, count, 1 - rank, 0);
+void exchange(Member& me) {
+  Letter* const there = new Letter(me, FL_SEND, count, 1 - me.rank, 0);
+  Letter* const back = new Letter(me, FL_RECV, count, 1 - me.rank, 0);
   const fl_message messages[] = {there->message(), back->message()};
   const auto handles = me.group->exchange(messages, 2, kForever, starts);
   if (there->end(handles[0])) back->end(handles[1]);
 }
 
 // Two ranks send to rank 0, which takes what comes.
-void any_source(int rank) {
-  Member me(rank, 3, 0);
-  begin();
-  if (rank > 0) {
+void any_source(Member& me) {
+  if (me.rank > 0) {
     Letter* const letter = new Letter(me, FL_SEND, kTiny, 0, 0);
     letter->end(letter->run());
     return;
@@ -113,19 +104,10 @@ void started(Member& me) {
   }
 }
 
-template <size_t count>
-void started(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  started<count>(me);
-}
-
 // Two threads of a rank, each with a message of its own.
-void in_two_threads(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  Letter* const letters[] = {new Letter(me, rank == 0 ? FL_SEND : FL_RECV, kTiny, 1 - rank, 0, 0),
-                             new Letter(me, rank == 0 ? FL_RECV : FL_SEND, kTiny, 1 - rank, 1, 1)};
+void in_two_threads(Member& me) {
+  Letter* const letters[] = {new Letter(me, me.rank == 0 ? FL_SEND : FL_RECV, kTiny, 1 - me.rank, 0, 0),
+                             new Letter(me, me.rank == 0 ? FL_RECV : FL_SEND, kTiny, 1 - me.rank, 1, 1)};
   std::thread other([&] { letters[1]->end(letters[1]->run()); });
   letters[0]->end(letters[0]->run());
   other.join();
@@ -133,11 +115,9 @@ void in_two_threads(int rank) {
 
 // Two threads receive what the other rank sends, one after the other or both at once: each may end the other one's.
 template <size_t count, bool at_once = false>
-void two_receivers(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  if (rank == 0 && at_once) return started<count>(me);
-  if (rank == 0) {
+void two_receivers(Member& me) {
+  if (me.rank == 0 && at_once) return started<count>(me);
+  if (me.rank == 0) {
     for (int i = 0; i < 2; ++i) {
       Letter* const letter = new Letter(me, FL_SEND, count, 1, i, i);
       if (!letter->end(letter->run())) return;
@@ -151,10 +131,8 @@ void two_receivers(int rank) {
 }
 
 // Of two receives that share a claim one has the message; whoever waits for either sleeps until then.
-void claimed(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  if (rank == 0) {
+void claimed(Member& me) {
+  if (me.rank == 0) {
     Letter* const letter = new Letter(me, FL_SEND, kTiny, 1, 0, 0);
     letter->end(letter->run());
     return;
@@ -176,10 +154,8 @@ void claimed(int rank) {
 }
 
 // Nobody sleeps on: neither who waits for what the group's end ends, nor the thread that looks after it.
-void freed_while_it_ticks(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  if (rank == 1) return;
+void freed_while_it_ticks(Member& me) {
+  if (me.rank == 1) return;
   Letter* const letter = new Letter(me, FL_RECV, kTiny, 1, 0);
   const fl::Handle handle = letter->start();
   let_pass(one_of(5));
@@ -190,18 +166,16 @@ void freed_while_it_ticks(int rank) {
 // Only the ticking thread of rank 1 takes what rank 0 offers, and again, when it may be about to sleep.
 std::atomic<uint32_t>* taken;
 void prepare_wound() { taken = static_cast<std::atomic<uint32_t>*>(shared(sizeof *taken)); }
-void wound_again(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void wound_again(Member& me) {
   for (uint32_t i = 0; i < 2; ++i) {
-    Letter* const letter = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, kOffered, 1 - rank, static_cast<int>(i));
+    Letter* const letter = new Letter(me, me.rank == 0 ? FL_SEND : FL_RECV, kOffered, 1 - me.rank, static_cast<int>(i));
     const fl::Handle handle = letter->start();
-    if (rank == 1) {
+    if (me.rank == 1) {
       constexpr int64_t kSlice = 50000000;
       while (taken->load() == i) fl::futex_wait(taken, i, kSlice, fl::kAllBits, fl::Among::kProcesses);
     }
     if (!letter->end(handle)) return;
-    if (rank == 0) {
+    if (me.rank == 0) {
       taken->store(i + 1);
       fl::futex_wake(taken, fl::kAllBits, fl::Among::kProcesses);
     }
@@ -209,10 +183,8 @@ void wound_again(int rank) {
 }
 
 // What runs is closed by another thread, when the other rank may have vanished.
-void closed_with_a_message(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  if (rank == 1) {
+void closed_with_a_message(Member& me) {
+  if (me.rank == 1) {
     Letter* const letter = new Letter(me, FL_SEND, kTiny, 0, 0, 6);
     const Outcome outcome = outcome_of(letter->run());
     const bool is_lost = outcome.status == FL_PEER_LOST && outcome.missing == std::vector<int>{0};
@@ -230,9 +202,8 @@ void closed_with_a_message(int rank) {
 }
 
 // The same, while it is read out of the other rank's memory.
-void closed_while_it_reads(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void closed_while_it_reads(Member& me) {
+  const int rank = me.rank;
   Letter* const letter = new Letter(me, rank == 0 ? FL_RECV : FL_SEND, kOffered, 1 - rank, 0);
   const auto run = [=] {
     const Outcome outcome = outcome_of(letter->run());
@@ -240,7 +211,7 @@ void closed_while_it_reads(int rank) {
     check(outcome.status == FL_OK || (outcome.status == FL_CLOSED && rank == 0) || is_lost,
           "a message ends with " + std::to_string(outcome.status));
   };
-  if (rank == 1) return run();
+  if (me.rank == 1) return run();
   std::thread other(run);
   me.group->close();
   other.join();
@@ -248,11 +219,9 @@ void closed_while_it_reads(int rank) {
 
 // The ends call different things: the receiver is told, and the sender too, now or with its next call.
 template <size_t count>
-void mismatch(int rank) {
-  Member me(rank, 2, 0);
-  me.group->compare_at_once();
-  begin();
-  Letter* const letter = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, rank == 0 ? count : count + 1, 1 - rank, 0);
+void mismatch(Member& me) {
+  const bool sends = me.rank == 0;
+  Letter* const letter = new Letter(me, sends ? FL_SEND : FL_RECV, sends ? count : count + 1, 1 - me.rank, 0);
   const Outcome outcome = outcome_of(letter->run());
   if (outcome.status != FL_MISMATCH && me.settle(outcome)) fail("a message that differs is not told of");
 }
@@ -279,18 +248,14 @@ void whole_life(int rank) {
 }
 
 // Of a message that has arrived in time, too.
-void leaves_after_a_message(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  Letter* const letter = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, kEager, 1 - rank, 0);
+void leaves_after_a_message(Member& me) {
+  Letter* const letter = new Letter(me, me.rank == 0 ? FL_SEND : FL_RECV, kEager, 1 - me.rank, 0);
   if (letter->end(letter->run())) free_group(me.group);
 }
 
 // One closes while the other waits for it.
-void closed_by_other(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  if (rank == 0) {
+void closed_by_other(Member& me) {
+  if (me.rank == 0) {
     free_group(me.group);
     return;
   }
@@ -317,10 +282,8 @@ void part(int rank) {
 }
 
 // A thread waits in a collective, which another one closes.
-void closed_meanwhile(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  if (rank == 1) return;
+void closed_meanwhile(Member& me) {
+  if (me.rank == 1) return;
   std::thread other([&] {
     fl_signature s = signature(FL_BARRIER, 0);
     const Outcome outcome = outcome_of(me.group->run({s, nullptr, nullptr, -1, kForever, &kHere}));
@@ -331,26 +294,25 @@ void closed_meanwhile(int rank) {
 }
 
 // A rank gives up in its own words, which the others hear.
-void gives_up(int rank) {
-  Member me(rank, 2, 0);
-  begin();
-  if (rank == 0) {
+void gives_up(Member& me) {
+  if (me.rank == 0) {
     me.group->give_up("enough");
     return;
   }
   fl_signature s = signature(FL_BARRIER, 0);
   const Outcome outcome = outcome_of(me.group->run({s, nullptr, nullptr, -1, kForever, &kHere}));
   check(outcome.status == FL_RAISED && outcome.missing == std::vector<int>{0} && outcome.message == "enough",
-        "the words of a rank that gives up are not heard: " + std::to_string(outcome.status));
+        "the words of a me.rank that gives up are not heard: " + std::to_string(outcome.status));
 }
 
-#define MESSAGE(title, function, part) \
-  {.name = title "/2", .ranks = 2, .run = function, .share = part, .is_searched = false, .vanishing = 1}
+#define MESSAGE(title, function, part, ...)                                                            \
+  {.name = title "/2", .ranks = 2, .run = of_members<function, 2, 0, ##__VA_ARGS__>, .share = part,    \
+   .is_searched = false, .vanishing = 1}
 const Case messages[] = {
     MESSAGE("send_tiny", (one_way<kTiny, 2>), 4),
     MESSAGE("send_eager", (one_way<kEager, 3>), 4),
     MESSAGE("send_many", (one_way<kEager, 6>), 4),
-    MESSAGE("send_sync", (one_way<kTiny, 2, true>), 4),
+    MESSAGE("send_sync", (one_way<kTiny, 2>), 4, true),
     MESSAGE("send_offered", (one_way<kOffered, 2>), 4),
     MESSAGE("ping_pong_tiny", ping_pong<kTiny>, 4),
     MESSAGE("ping_pong_offered", ping_pong<kOffered>, 2),
@@ -363,20 +325,20 @@ const Case messages[] = {
     MESSAGE("two_receivers_tiny", two_receivers<kTiny>, 8),
     MESSAGE("two_receivers_offered", two_receivers<kOffered>, 8),
     MESSAGE("two_receivers_at_once", (two_receivers<kOffered, true>), 8),
-    MESSAGE("send_mismatch", mismatch<kTiny>, 2),
-    MESSAGE("offer_mismatch", mismatch<kOffered>, 2),
-    {.name = "wound_again/2", .ranks = 2, .prepare = prepare_wound, .run = wound_again,
+    MESSAGE("send_mismatch", mismatch<kTiny>, 2, true),
+    MESSAGE("offer_mismatch", mismatch<kOffered>, 2, true),
+    {.name = "wound_again/2", .ranks = 2, .prepare = prepare_wound, .run = of_members<wound_again>,
      .share = 8, .timers = 3, .is_searched = false},
-    {.name = "claimed/2", .ranks = 2, .run = claimed, .share = 2, .timers = 0, .is_searched = false},
-    {.name = "freed_while_it_ticks/2", .ranks = 2, .run = freed_while_it_ticks,
+    {.name = "claimed/2", .ranks = 2, .run = of_members<claimed>, .share = 2, .timers = 0, .is_searched = false},
+    {.name = "freed_while_it_ticks/2", .ranks = 2, .run = of_members<freed_while_it_ticks>,
      .share = 2, .timers = 0, .is_searched = false},
-    {.name = "closed_while_it_reads/2", .ranks = 2, .run = closed_while_it_reads,
+    {.name = "closed_while_it_reads/2", .ranks = 2, .run = of_members<closed_while_it_reads>,
      .share = 4, .late = true, .is_searched = false, .vanishing = 4},
-    {.name = "closed_with_a_message/2", .ranks = 2, .run = closed_with_a_message,
+    {.name = "closed_with_a_message/2", .ranks = 2, .run = of_members<closed_with_a_message>,
      .share = 4, .late = true, .is_searched = false, .vanishing = 4},
-    {.name = "any_source/3", .ranks = 3, .run = any_source, .share = 4, .is_searched = false},
+    {.name = "any_source/3", .ranks = 3, .run = of_members<any_source, 3>, .share = 4, .is_searched = false},
     // By pieces, where the other's memory cannot be read.
-    {.name = "send_by_pieces/2", .ranks = 2, .run = one_way<kOffered, 2>,
+    {.name = "send_by_pieces/2", .ranks = 2, .run = of_members<one_way<kOffered, 2>>,
      .share = 4, .is_searched = false, .reads_fail = true, .vanishing = 2},
 };
 
@@ -385,12 +347,12 @@ const Case groups[] = {
      .share = 2, .late = true, .is_searched = false},
     {.name = "whole_life/3", .ranks = 3, .run = whole_life<3>,
      .share = 2, .late = true, .is_searched = false, .vanishing = 1},
-    {.name = "leaves_after_a_message/2", .ranks = 2, .run = leaves_after_a_message,
+    {.name = "leaves_after_a_message/2", .ranks = 2, .run = of_members<leaves_after_a_message>,
      .share = 2, .late = true, .is_searched = false},
-    {.name = "closed_by_other/2", .ranks = 2, .run = closed_by_other, .late = true, .is_searched = false},
-    {.name = "closed_meanwhile/2", .ranks = 2, .run = closed_meanwhile,
+    {.name = "closed_by_other/2", .ranks = 2, .run = of_members<closed_by_other>, .late = true, .is_searched = false},
+    {.name = "closed_meanwhile/2", .ranks = 2, .run = of_members<closed_meanwhile>,
      .share = 2, .late = true, .is_searched = false},
-    {.name = "gives_up/2", .ranks = 2, .run = gives_up, .late = true, .is_searched = false},
+    {.name = "gives_up/2", .ranks = 2, .run = of_members<gives_up>, .late = true, .is_searched = false},
     {.name = "part/3", .ranks = 3, .run = part,
      .share = 4, .late = true, .is_searched = false, .vanishing = 1},
 };

@@ -3,7 +3,15 @@
 
 #include "../../../csrc/shm/group.h"
 #include "../member.h"
+#include "../reach.h"
 #include "model.h"
+
+namespace stress {
+
+REACH(CollectivesOfGroup, fl::Collectives fl::ShmGroup::*, &fl::ShmGroup::collectives_);
+REACH(ChoiceOfCalls, fl::Choice fl::Collectives::*, &fl::Collectives::choice_);
+
+}  // namespace stress
 
 namespace model {
 
@@ -18,22 +26,6 @@ inline fl_signature signature(int verb, size_t count) {
   s.dtype = 3;
   return s;
 }
-
-// How private members are reached: access is not checked in explicit instantiations.
-template <typename Tag, typename Tag::Type member>
-struct Reach {
-  friend typename Tag::Type member_of(Tag) { return member; }
-};
-struct CollectivesOfGroup {
-  using Type = fl::Collectives fl::ShmGroup::*;
-  friend Type member_of(CollectivesOfGroup);
-};
-template struct Reach<CollectivesOfGroup, &fl::ShmGroup::collectives_>;
-struct ChoiceOfCalls {
-  using Type = fl::Choice fl::Collectives::*;
-  friend Type member_of(ChoiceOfCalls);
-};
-template struct Reach<ChoiceOfCalls, &fl::Collectives::choice_>;
 
 inline fl::Mapping map(int number, int rank, size_t bytes) {
   const std::string path = "/model/" + std::to_string(number);
@@ -54,8 +46,8 @@ struct Member {
   Member(int rank, int ranks, int choices) : rank(rank), ranks(ranks), group(nullptr) {
     group = std::make_unique<fl::ShmGroup>(map(0, rank, fl::Segment::bytes_for(ranks)), rank, ranks).release();
     if (choices == 0) return;
-    fl::Collectives& collectives = group->*member_of(CollectivesOfGroup());
-    collectives.*member_of(ChoiceOfCalls()) = fl::Choice(FL_VERBS, static_cast<uint32_t>(choices));
+    fl::Collectives& collectives = group->*member_of(stress::CollectivesOfGroup());
+    collectives.*member_of(stress::ChoiceOfCalls()) = fl::Choice(FL_VERBS, static_cast<uint32_t>(choices));
   }
 
   // Without one of its own, yet.
@@ -81,5 +73,14 @@ struct Member {
   fl::ShmGroup* group;  // never closed, unless a case does
   int first = 0;        // of a part, as the whole knows it
 };
+
+// A case whose ranks are the members of one group.
+template <void (*body)(Member& me), int ranks = 2, int choices = 0, bool syncs = false>
+void of_members(int rank) {
+  Member me(rank, ranks, choices);
+  if (syncs) me.group->compare_at_once();
+  begin();
+  body(me);
+}
 
 }  // namespace model
