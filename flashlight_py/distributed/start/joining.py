@@ -146,5 +146,6 @@ def _gloo(
     one_host = all(host == store.hosts[0] for host in store.hosts)
     own = topology.address_inside(settings.interface) if one_host else settings.address
     seconds = settings.timeout, settings.joining_seconds
-    hosts = store.hosts, settings.host_timeout
-    return GlooBackend(store, own, *seconds, settings.job_key, *hosts, lazily, is_watched, at_once)
+    return GlooBackend(
+        store, own, *seconds, settings.job_key, settings.host_timeout, lazily, is_watched, at_once
+    )
