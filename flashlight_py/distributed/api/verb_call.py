@@ -289,7 +289,7 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
 
 # What native code is given for arguments that are left out, and other names of its arguments.
 _GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
-_ALIASES = {"xs": "x", "partial": "op", "dst": "root", "src": "root"}
+_ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
 _verb_type: Any = None
 with contextlib.suppress(BackendUnavailableError):  # then the first call warns

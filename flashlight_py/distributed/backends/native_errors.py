@@ -113,10 +113,7 @@ def _ended_normally(
 
 
 def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
-    """Return what the others are to raise: this rank's program has raised ``traceback``.
-
-    Its first line is the exception.
-    """
+    """Return what the others are to raise: ``traceback``, whose first line is the exception."""
     who = f"rank {backend.numbers[backend.rank]}"
     return _LOST + raised(who, who_that_was([backend.rank], backend.processes), traceback)
 
@@ -209,10 +206,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
 
 
 def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
-    """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
-
-    Empty where none has. Ranks of two groups are the same where their processes are.
-    """
+    """Say what ranks that are ``missing`` here have called in other groups of this process."""
     found = [(rank, _call_elsewhere(backend, rank)) for rank in missing]
     called = [f"rank {backend.numbers[rank]} called {call}" for rank, call in found if call]
     silent = [backend.numbers[rank] for rank, call in found if not call]

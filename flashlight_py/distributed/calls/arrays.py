@@ -283,6 +283,7 @@ def parse_op(verb: str, op: object) -> ReduceOp:
     return found
 
 
+@functools.lru_cache(maxsize=_SEEN)
 def identity_of(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
     """Return the value that changes no other one by ``op``; None: the dtype has none."""
     if op is ReduceOp.AVG or dtype.kind in "mM":
