@@ -42,6 +42,7 @@ from flashlight_py.distributed.calls.checks import (
 )
 from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, returned
 from flashlight_py.distributed.constants import Op, ReduceOp
+from flashlight_py.distributed.failures.journal import SENDRECV
 from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Then, Work
@@ -290,6 +291,7 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
 
 # What native code is given for arguments that are left out, and other names of its arguments.
 _GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
+_OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": None, "": None}
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
 _make_entry: Any = None
@@ -313,20 +315,21 @@ def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
     def decorated(function: F) -> F:
         if _make_entry is None:
             return function
-        given = {"verb": verb.code, **_GIVEN, "group": None}
-        if verb.is_message:
-            given["op"] = given["scale"] = None
+        of_verb = _OF_PAIR if verb is SENDRECV else _GIVEN
+        given = {"verb": verb.code, **of_verb, "group": None}
         parameters = []
         for name, parameter in inspect.signature(function).parameters.items():
-            place, default = _ALIASES.get(name, name), parameter.default
+            place = name if name in given else _ALIASES.get(name, name)
+            default = parameter.default
             if place in constants or place not in given:
                 place = "verb"  # only in Python
             else:
                 given[place] = ... if default is parameter.empty else default
             parameters.append((name, list(given).index(place), default))
-        of_groups = "barrier" if verb is BARRIER else "collective", world_fast, Membership
-        how = tuple((given | constants).values()), tuple(parameters), function.__code__.co_argcount
-        entry = _make_entry(function, function.__name__, *of_groups, *how)
+        points = verb.name if verb in (BARRIER, SENDRECV) else "collective"
+        values = tuple((given | constants).values())
+        how = points, world_fast, Membership, values, tuple(parameters)
+        entry = _make_entry(function, function.__name__, *how, function.__code__.co_argcount)
         return cast("F", functools.update_wrapper(entry, function))
 
     return decorated
