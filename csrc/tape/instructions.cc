@@ -113,14 +113,14 @@ std::unique_ptr<Instruction> read_loops(PyObject* described) {
   return is_read ? group(std::move(group_of), dimensions) : nullptr;
 }
 
-// ("reduce", ufunc, types, from, to, rows, columns, itemsize, along rows, the initial value or None)
+// ("reduce", ufunc, types, rows, columns, itemsize, along rows, the initial value or None, from, to)
 std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   PyObject *ufunc, *types;
   auto made = std::make_unique<Reduction>();
   Reduction& r = *made;
   PyArrayObject* initial;
-  if (!read(described, 1, &ufunc, &types, &r.from, &r.to, &r.rows, &r.columns, &r.itemsize, &r.along_rows,
-            &initial) ||
+  if (!read(described, 1, &ufunc, &types, &r.rows, &r.columns, &r.itemsize, &r.along_rows, &initial, &r.from,
+            &r.to) ||
       !find_loop(ufunc, types, &r.loop, &r.data)) {
     return nullptr;
   }
