@@ -260,4 +260,4 @@ def _array(signature: Any, name: str) -> str:
         folded = signature.shape[codes.DIMENSIONS - 1] & 0xFFFFFFFF
         extents[-1] = f"... #{folded:x}, {ndim} dimensions"
     where = "cupy " if signature.dtype & codes.ON_GPU else ""
-    return array_in_words(f"{where}{name or DTYPES[code]}", extents)
+    return array_in_words(f"{where}{name or DTYPES[code]}", tuple(extents))
