@@ -44,6 +44,7 @@ typedef struct {
   void *group;
   int rank, size;
   double seconds;
+  long long packed_bytes[2]; /* all_reduce_multiple packs arrays up to this; if asynchronous */
   native_library library;
   PyObject *ended;   /* called with what is to be raised, or fetched */
   PyObject *started; /* called with an operation that runs; returns the Work */

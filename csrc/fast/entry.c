@@ -97,6 +97,11 @@ static PyObject *call_entry(PyObject *self, PyObject *const *args, size_t flags,
     result = native_call(PyCFunction_GetSelf(native), given, GROUP);
     called_verb = before;
     Py_DECREF(native);
+    if (result != NULL && PyTuple_CheckExact(result)) { /* of native_several: what is to be done at the end */
+      PyObject *const started = result;
+      result = PyObject_CallMethod(self, "finish", "OOO", started, given[1], given[GROUP]);
+      Py_DECREF(started);
+    }
     if (result != Py_NotImplemented) return result;
     Py_DECREF(result);
   }

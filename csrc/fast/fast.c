@@ -64,7 +64,7 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args, double secon
   plain_call call;
   const int is_async = PyObject_IsTrue(args[7]);
   if (is_async < 0) return NULL;
-  if (PyLong_CheckExact(out) && PyLong_Check(args[0]) && PyLong_AsLong(args[0]) == FL_ALL_REDUCE) {
+  if (PyBool_Check(out) && PyLong_Check(args[0]) && PyLong_AsLong(args[0]) == FL_ALL_REDUCE) {
     return native_several(self, args, is_async);
   }
   if (!is_async && has_rows(args)) return native_uneven(binding, x, out, args[3]);
@@ -105,7 +105,7 @@ static PyObject *call_number(PyObject *self, PyObject *const *args, double secon
    and nothing has happened, where Python must do it. A ninth argument, `seconds`, is what a collective
    that blocks may take. In the place of `op` an all_to_all may have `rows`, a
    list or a tuple, which no operation is, and a receive `partial`. In the place of `out` an all_reduce of
-   a list has a number: see native_several. */
+   a list has a bool: see native_several. */
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const Binding *binding = binding_of(self);
   if (binding == NULL) return NULL;
@@ -208,8 +208,8 @@ static int check(Binding *binding) {
 
 static int parse(PyObject *args, Binding *b) {
   PyObject *group, *owner, *addresses;
-  if (!PyArg_ParseTuple(args, "OOiidO!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
-                        &PyTuple_Type, &addresses, &b->ended, &b->started, &b->here, &b->together, &b->forked,
+  if (!PyArg_ParseTuple(args, "OOiid(LL)O!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
+                        &b->packed_bytes[0], &b->packed_bytes[1], &PyTuple_Type, &addresses, &b->ended, &b->started, &b->here, &b->together, &b->forked,
                         &b->work, &PyDict_Type, &b->running, &PyArray_Type, &b->memory, &PyList_Type,
                         &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside, &PyList_Type,
                         &b->first, &b->dropped)) {
@@ -227,7 +227,7 @@ static int parse(PyObject *args, Binding *b) {
   return !PyErr_Occurred() && check(b);
 }
 
-/* bind(group, owner, rank, size, seconds,
+/* bind(group, owner, rank, size, seconds, packed_bytes,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
    (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
    (first, dropped)):

@@ -5,7 +5,14 @@
 
 #include <stdint.h>
 
-#include "numpy.h"
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
+#ifndef FAST_IMPORTS_NUMPY
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
 
 #include "../common/codes.cdef.h"
 #include "../common/types.cdef.h"

@@ -166,7 +166,7 @@ static int pack_message(const list *all, item *first, PyObject *arrays, PyObject
   return is_good;
 }
 
-/* Begin all messages: (their Work, a list of the packed messages). */
+/* Begin all messages: their Work; or (it, a list of the packed messages). */
 static PyObject *start_all(PyObject *self, const list *all) {
   Binding *binding = binding_of(self);
   PyObject *place = NULL, *arrays = PyList_New(0), *packs = PyList_New(0), *result = NULL;
@@ -184,8 +184,11 @@ static PyObject *start_all(PyObject *self, const list *all) {
       if (one->is_first) ops[number++] = start_one(binding, &one->call, place, site);
     }
     PyObject *work = make_work(self, ops, number, arrays, NULL);
-    result = work == NULL ? NULL : PyTuple_Pack(2, work, packs);
-    Py_XDECREF(work);
+    result = work;
+    if (work != NULL && PyList_Size(packs) != 0) {
+      result = PyTuple_Pack(2, work, packs);
+      Py_DECREF(work);
+    }
   } else {
     if (ops == NULL) PyErr_NoMemory();
     PyMem_Free(ops);
@@ -203,8 +206,8 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
   plain_span few_spans[FEW];
   PyObject *xs = args[1], *result = Py_NotImplemented;
   const Py_ssize_t count = PyList_CheckExact(xs) || PyTuple_CheckExact(xs) ? PySequence_Size(xs) : 0;
-  list all = {few, count, few_of_message, few_spans, is_alone(binding) ? -1 : PyLong_AsLongLong(args[2])};
-  if (all.limit == -1 && PyErr_Occurred()) return NULL;
+  const int packs = args[2] == Py_True && !is_alone(binding);
+  list all = {few, count, few_of_message, few_spans, packs ? binding->packed_bytes[is_async] : -1};
   if (count <= 0 || count >= INT_MAX) Py_RETURN_NOTIMPLEMENTED;
   if (count > FEW) {
     all.items = PyMem_Malloc((size_t)count * (sizeof(item) + sizeof(plain_span) + sizeof(item *)));

@@ -99,15 +99,13 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
       !read_rows(rows, size, call.signature.shape[0], counts)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
-  call.seconds = binding->seconds;
   plain_call step = table_of(size, counts, table);
+  step.seconds = call.seconds = binding->seconds;
   step.output = &step.room;
-  if (!binding->library.begin(binding->group, &step.signature, step.data, binding->seconds, NULL)) {
-    Py_RETURN_NOTIMPLEMENTED;
-  }
-  const recorded made = record(binding, &call.signature, -1, 0, NULL);
+  fl_op *op;
+  recorded made;
+  if (!run_in_steps(binding, &step, &call.signature, &op, &made)) Py_RETURN_NOTIMPLEMENTED;
   binding->calls->callers[0] = PyThread_get_thread_ident();
-  fl_op *op = finish_collective(binding, &step, made.row);
   if (op == NULL) op = move(binding, x, out, table, &call, made.row);
   binding->calls->callers[0] = 0;
   PyObject *result = call.result;

@@ -1,7 +1,7 @@
 /* Calls that are more than one plain array: lists of arrays, unequal parts, batches of messages, objects. */
 #pragma once
 
-#include "works.h"
+#include "running.h"
 
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
@@ -12,9 +12,9 @@ PyObject *entry_type(void);
    as many rows as arrive, the result is another array. */
 PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
 
-/* all_reduce of the arrays of a list: the list; or NotImplemented as native_uneven. Asynchronous: a tuple of a
-   Work and a list, of each packed message (its array, the arrays that are in it). Arrays of at most as many
-   bytes as the number in the place of `out` are packed; negative: none is. */
+/* all_reduce of the arrays of a list: the list; or NotImplemented as native_uneven. Asynchronous: a Work; or a
+   tuple of that and a list, of each packed message (its array, the arrays that are in it). Small arrays are
+   packed if True is in the place of `out`. */
 PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
 /* Begin the messages of `ops`, a list of P2POp: their Work; NotImplemented as native_uneven. */
@@ -26,3 +26,13 @@ int batch_names(void);
    and nothing has happened, where it must do all of it. */
 PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count);
 int object_names(void);
+
+/* The Work of one that Python is to look after, with all that it uses. Where a signal handler raises
+   meanwhile, nobody may have what the operation still writes to: that stays for ever. */
+PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
+                   PyObject *result, PyObject *room);
+/* A light Work: of one operation (`count` is 0) with its `result`, `kept` a tuple of its array, its `out` and
+   its room, of a receive the bytes of its fl_match or None; or of `count` messages, `result` the list of their
+   arrays, `kept` the bytes of as many fl_match or NULL: then it takes over `ops`, which PyMem_Free frees. */
+PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *result, PyObject *kept);
+PyObject *work_type(void);

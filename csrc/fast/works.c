@@ -5,7 +5,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "works.h"
+#include "verbs.h"
 
 enum { LEAST_RUNNING = 8 }; /* before it is looked which have ended */
 

@@ -312,12 +312,9 @@ def _bucketed(
             flat = shared_zeros(room, like.dtype, group)
         units.append(GradientUnit(bucket, flat))
     factor = 1.0 / group_or_world(group).size if scale is None else scale
-    if hook is None:
-        return GradientSync(units, EagerReducer(factor, group=group), flat[size:], scale is None)
     parts = [[p.grad_buffer for p in unit.params if p.grad_buffer is not None] for unit in units]
-    return GradientSync(
-        units, EagerReducer(factor, group=group, hook=hook, parts=parts), None, scale is None
-    )
+    reducer = EagerReducer(factor, group=group, hook=hook, parts=parts)
+    return GradientSync(units, reducer, flat[size:] if hook is None else None, scale is None)
 
 
 def _check_arrays(

@@ -1,5 +1,6 @@
 """The same values on every rank: those of one rank, in one transfer, or the mean over all."""
 
+import pickle
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -28,8 +29,6 @@ from flashlight_py.parallel.agreement import (
 from flashlight_py.parallel.tree import (
     Plan,
     TreeBuffers,
-    decode_numbers,
-    encode_numbers,
     kinds_by_path,
     plan_of,
     put_buffer,
@@ -213,7 +212,7 @@ class PeriodicAveraging(Structured):
 # Of modules, which give their buffers before each forward pass. Plans of other trees are not kept:
 # to see that none of their arrays has changed would take as long as to walk through them.
 _plans: weakref.WeakKeyDictionary[Module, Plan] = weakref.WeakKeyDictionary()
-_KEPT_BYTES, _MOST_KEPT = 1 << 20, 16
+_KEPT_BYTES, _MOST_KEPT = 1 << 20, 8
 
 
 @as_one
@@ -282,11 +281,11 @@ def synchronize_for(
         try:
             plan = walk(tree, sort_keys)
             mine = plan.description + root.to_bytes(8, "little")
-            numbers = [number for _, _, number in plan.numbers]
             # The root packs before it receives anything from the others, who may still be
             # unpacking what arrived last.
             if members.rank == root:
-                encoded = encode_numbers(numbers)
+                numbers = [number for _, _, number in plan.numbers]
+                encoded = pickle.dumps(numbers) if numbers else b""
                 packed = _buffers_for(plan, len(encoded))
                 packed.pack(plan, encoded)
         except Exception as found:  # noqa: BLE001 - whatever it is, all ranks raise it
@@ -309,7 +308,8 @@ def synchronize_for(
     for buffer in buffers.used:
         broadcast(buffer, root, group=members)
     if members.rank != root:
-        tree = put_numbers(plan, decode_numbers(numbers, buffers.unpack(plan)))
+        encoded = buffers.unpack(plan)
+        tree = put_numbers(plan, pickle.loads(encoded) if encoded else [])
     if not plan.gpu_arrays and sum(buffer.nbytes for buffer in buffers.used) <= _KEPT_BYTES:
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()

@@ -24,7 +24,7 @@ import json
 import marshal
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -394,30 +394,6 @@ def _places(arrays: Iterable[Array], buffer: Array) -> Iterator[Array]:
         else:
             yield buffer[start : start + array.nbytes].view(dtype).reshape(array.shape)
         start += _room(array)
-
-
-def encode_numbers(numbers: Iterable[Any]) -> bytes:
-    """Return Python's numbers, ints of any size, and NumPy's scalars as JSON."""
-    encoded = [_encoded(number) for number in numbers]
-    return json.dumps(encoded).encode() if encoded else b""
-
-
-def _encoded(number: Any) -> str:
-    if type(number) is int:
-        return hex(number)  # in decimals the number of digits is limited
-    return np.asarray(number).tobytes().hex()  # as JSON a NaN would lose its bits
-
-
-def decode_numbers(like: Sequence[Any], data: bytes) -> list[Any]:
-    """Return the numbers in ``data``, each of the kind of the one at its place in ``like``."""
-    return [_decoded(*each) for each in zip(like, json.loads(data or b"[]"), strict=True)]
-
-
-def _decoded(like: Any, number: str) -> Any:
-    if type(like) is int:
-        return int(number, 16)
-    value = np.frombuffer(bytes.fromhex(number), np.asarray(like).dtype)[0]
-    return value if isinstance(like, np.generic) else value.item()
 
 
 # Numbers into a tree ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
 from itertools import accumulate, pairwise, zip_longest
 from multiprocessing.connection import Connection
@@ -231,23 +231,7 @@ def _leaves_below(result: Part) -> list[Variable]:
 # In the parent ------------------------------------------------------------------------------------
 
 
-def _answer_of(worker: Worker) -> Any:
-    """Return the next answer of ``worker``, and print the text of the share; blocks.
-
-    If the share raised, it is a RankFailedError, with the cause if that can be pickled.
-    """
-    failure, result, printed = worker.receive()
-    for line in printed.splitlines():
-        print(f"[{worker.number}] {line}")
-    if failure is None:
-        return result
-    error = worker.error(failure.what, failure.traceback)
-    with suppress(Exception):  # runs code of the exception; its traceback is in the message
-        error.__cause__ = pickle.loads(result)
-    return error
-
-
-class TeamResources:
+class TeamResources(AbstractContextManager["TeamResources"]):
     """The processes and the memory of a team. An exception within ``with`` ends them."""
 
     def __init__(self) -> None:
@@ -265,9 +249,6 @@ class TeamResources:
             blas.restore(self.limited)
         while self.memories:
             self.memories.pop().close()
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
@@ -388,17 +369,30 @@ class Team:
         return answers
 
     def _receive(self) -> None:
-        """Receive the answers to the last request, unless this was done."""
+        """Receive the answers to the last request, unless this was done, and print their text.
+
+        A share that raised answers a RankFailedError, with the cause if that can be pickled.
+        """
         if not (self._is_waiting and self.held.is_open):
             return
+        received = []
         with self.held:
-            received = [_answer_of(worker) for worker in self._workers]
+            for worker in self._workers:
+                received.append(worker.receive())
+                for line in received[-1][2].splitlines():
+                    print(f"[{worker.number}] {line}")
             self._is_waiting = False
-        for answer, box, grads in zip(received, self._boxes, self._grads, strict=True):
+        shares = zip(self._workers, received, self._boxes, self._grads, strict=True)
+        for worker, (failure, answer, _), box, grads in shares:
+            if failure is not None:
+                error = worker.error(failure.what, failure.traceback)
+                with suppress(Exception):  # runs its code; the message has its traceback
+                    error.__cause__ = pickle.loads(answer)
+                self._answers.append(error)
+                continue
+            for key, place in answer[0].items():
+                answer[0][key] = grads[key[1]] if place is None else box.views([place])[0]
             self._answers.append(answer)
-            if isinstance(answer, tuple):  # no error
-                for key, place in answer[0].items():
-                    answer[0][key] = grads[key[1]] if place is None else box.views([place])[0]
 
     def _require_open(self) -> None:
         if os.getpid() != self.held.pid:
@@ -621,7 +615,7 @@ class WorkersGraph:
                 source = part if part.calc_grad else Variable(part.data, bool(below[k]))
                 first = record_in_order(part.data, (source, self._send))
                 cut = partial(self._cut, k, [*accumulate(map(len, arrays))])
-                edges = [(nodes[leaf], _return_nothing) for leaf in sorted(below[k])]
+                edges = [(nodes[leaf], lambda _: _NOTHING) for leaf in sorted(below[k])]
                 result = record(result, (first, cut), *edges)
             results.append(result)
         return results
@@ -658,7 +652,3 @@ class WorkersGraph:
     def _forget(self, completed: bool) -> None:
         self._rows = {}
         self._answers.clear()
-
-
-def _return_nothing(grad: Array) -> Array:
-    return _NOTHING

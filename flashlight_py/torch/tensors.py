@@ -50,12 +50,7 @@ class ElsewhereError(ValueError):
 
 
 def require_memory(tensor: torch.Tensor) -> None:
-    """Check that ``tensor`` has memory that can be read here.
-
-    Raises:
-        TypeError: it is of a layout or dtype that cannot be sent.
-        ElsewhereError: it is not on the CPU.
-    """
+    """Raise a TypeError for a layout or dtype that cannot be sent, ElsewhereError off the CPU."""
     if tensor.layout is not torch.strided:
         raise TypeError(
             f"a tensor of layout {tensor.layout} has no memory in one piece; pass x.to_dense()"
@@ -67,11 +62,7 @@ def require_memory(tensor: torch.Tensor) -> None:
 
 
 def one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or what it holds in one piece, with an address.
-
-    Raises:
-        TypeError, ElsewhereError: as ``require_memory``.
-    """
+    """Return ``tensor``, or a copy in one piece, with an address; raises as ``require_memory``."""
     if hasattr(tensor, "trigger_wait"):  # the result of a functional collective
         tensor = tensor.trigger_wait()
     require_memory(tensor)
@@ -82,12 +73,9 @@ def one_piece(tensor: torch.Tensor) -> torch.Tensor:
 def joined(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return memory of one dimension for all ``tensors``, one after the other.
 
-    It is their own where they follow each other, as parts of one tensor do; else it is new, and
-    ``copied`` fills it or them.
-
-    Raises:
-        TypeError: ``alike``, what else goes with them, are of several dtypes; and those of
-            ``require_memory``.
+    It is their own if they follow each other, as parts of one tensor do; else it is new, and
+    ``copied`` fills it or them. Raises as ``require_memory``, and a TypeError if the tensors
+    ``alike``, which travel with them, have several dtypes.
     """
     for tensor in alike:
         require_memory(tensor)

@@ -13,12 +13,9 @@ import pytest
 from flashlight_py.autograd import Variable, input, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.variable import record_in_order
+from tests.autograd.cases import ones
 
 LONG = 10_000
-
-
-def ones(*shape: int, dtype: Any = "float32") -> np.ndarray:
-    return np.ones(shape, dtype)
 
 
 def test_chain_longer_than_the_recursion_limit() -> None:
@@ -174,21 +171,6 @@ def test_seed_is_not_changed() -> None:
     (x + x).backward(seed)
     np.testing.assert_array_equal(seed, [1, 2])
     np.testing.assert_array_equal(x.grad, [2, 4])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_dtype_survives_every_operation(dtype: str) -> None:
-    x = param(np.full((2, 3), 0.5, dtype))
-    y = (
-        F.log_softmax(F.tanh(x * 2 + 1.5) / 3 - 0.25, -1) ** 2
-        + F.mean(x) * F.var(x)
-        + np.float64(2)
-    )
-    y = F.relu(F.clamp(y, 0.0, 9.0)) + F.maximum(x, 0.1) + F.sigmoid(x) + F.sqrt(abs(x))
-    loss = F.mean(y)
-    assert loss.dtype == dtype
-    loss.backward()
-    assert x.grad.dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -153,16 +153,6 @@ class TestAstype:
 
 
 class TestDropout:
-    def test_keeps_the_expectation_and_masks_the_gradient_alike(self) -> None:
-        set_seed(1)
-        x = param(np.ones(10_000, "float32"))
-        result = F.dropout(x, 0.25)
-        assert result.dtype == "float32"
-        kept = result.array != 0
-        assert kept.mean() == pytest.approx(0.75, abs=0.02)
-        np.testing.assert_allclose(result.array[kept], 1 / 0.75, rtol=1e-6)
-        np.testing.assert_array_equal(gradient(result, x), result.array)
-
     def test_seed_decides_the_draw(self) -> None:
         draws = []
         for seed in (1, 1, 2):
@@ -372,13 +362,8 @@ def test_arrays_are_taken_as_constants() -> None:
     results += [F.linear(x, x, labels + 0.5), F.linear_relu(x, param(x), labels + 0.5)]
     results += [F.mean_squared_error(x, x), F.categorical_cross_entropy(x, labels)]
     results += [F.erf(x), F.gelu(x), F.glu(x[:, :2]), F.prelu(x, x[0]), F.norm(x), F.tile(x, 2)]
-    results += [
-        F.stack([x]),
-        *F.split(x, 3, 1),
-        *F.topk(x, 1),
-        F.cumsum(x, 0),
-        F.embedding(x, labels),
-    ]
+    results += [F.stack([x]), *F.split(x, 3, 1), *F.topk(x, 1), F.cumsum(x, 0)]
+    results += [F.embedding(x, labels)]
     results += [F.einsum("ij->", x), F.gather(x, labels[None], 0), F.where(x > 0, input(x), 0.0)]
     results += [F.mean_absolute_error(x, x), F.binary_cross_entropy(x, x)]
     assert all(isinstance(result, Variable) for result in results)

@@ -6,18 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlight_py import kernels
+from flashlight_py import kernels, nn
 from flashlight_py.autograd import Variable, input, native, param
 from flashlight_py.autograd import functions as F
-from flashlight_py.nn import (
-    CategoricalCrossEntropy,
-    Dropout,
-    Linear,
-    LogSoftmax,
-    Module,
-    ReLU,
-    Sequential,
-)
 from flashlight_py.optim import AdamOptimizer, FirstOrderOptimizer, SGDOptimizer, clip_grad_norm
 from flashlight_py.random import set_seed
 from tests.autograd.cases import CASES, Case
@@ -52,12 +43,12 @@ def test_value_and_gradients_equal_numpy_s(case: Case, strict: StandInCupy) -> N
 
 
 def train(
-    model: Module, optimizer: FirstOrderOptimizer, x: Variable, labels: Variable
+    model: nn.Module, optimizer: FirstOrderOptimizer, x: Variable, labels: Variable
 ) -> list[float]:
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = CategoricalCrossEntropy()(model(x), labels)
+        loss = nn.CategoricalCrossEntropy()(model(x), labels)
         loss.backward()
         clip_grad_norm(model.params(), 0.5)
         optimizer.step()
@@ -80,7 +71,9 @@ def test_training_equals_numpy_s(
     losses = []
     for convert in (np.asarray, strict.asarray):
         set_seed(0)
-        model = Sequential(Linear(4, 5), ReLU(), Dropout(0.5), Linear(5, 2), LogSoftmax())
+        model = nn.Sequential(
+            nn.Linear(4, 5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 2), nn.LogSoftmax()
+        )
         model._replace_arrays(convert)  # type: ignore[arg-type]
         x, target = input(convert(arrays)), input(convert(labels))  # type: ignore[arg-type]
         set_seed(1)
@@ -115,7 +108,7 @@ def test_the_stand_in_refuses_what_cupy_refuses(strict: StandInCupy) -> None:
 
 def test_a_bias_and_a_relu_share_a_launch_and_so_do_their_slopes(strict: StandInCupy) -> None:
     set_seed(0)
-    model = Sequential(Linear(4, 5), ReLU(), Linear(5, 2))
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
     model._replace_arrays(strict.asarray)  # type: ignore[arg-type]
     x = input(strict.asarray(np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)))  # type: ignore[arg-type]
     F.sum(model(x)).backward()

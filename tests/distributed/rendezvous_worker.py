@@ -6,13 +6,12 @@ Forking spares each of the many ranks in these tests the start of an interpreter
 
 from __future__ import annotations
 
-import contextlib
 import encodings.idna  # noqa: F401 - another user may not read the files of this Python
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from flashlight_py.distributed.rendezvous import places
@@ -62,8 +61,7 @@ def hold(plan: Plan, moment: str) -> None:
     """Stop at ``moment`` until the test says go on."""
     report(plan, moment)
     if plan.get("hold") == moment:
-        while signal.sigwait([signal.SIGUSR1]) != signal.SIGUSR1:
-            pass
+        signal.sigwait([signal.SIGUSR1])
 
 
 def report_places(plan: Plan) -> None:
@@ -110,26 +108,20 @@ def take_part(plan: Plan) -> None:
     report(plan, "closed")
 
 
-@contextlib.contextmanager
-def reporting_errors(plan: Plan) -> Iterator[None]:
+def run_rank(plan: Plan) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(plan["env"])
+    if "uid" in plan:
+        os.setuid(plan["uid"])
+    if "die_before" in plan:
+        die_before_operation(plan)
     try:
-        yield
+        take_part(plan)
     except RendezvousError as error:
         report(plan, "refused", text=str(error))
     except Exception as error:
         report(plan, "crashed", text=repr(error))
         raise
-
-
-def run_rank(plan: Plan) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.environ.update(plan.get("env", {}))
-    if "uid" in plan:
-        os.setuid(plan["uid"])
-    if "die_before" in plan:
-        die_before_operation(plan)
-    with reporting_errors(plan):
-        take_part(plan)
 
 
 def main() -> None:

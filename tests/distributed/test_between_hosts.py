@@ -9,7 +9,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.gloo import GlooBackend
-from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls
+from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.calls.combining import cut
@@ -155,13 +155,13 @@ def test_long_arrays_go_in_pieces(world: Any) -> None:
 
 def scatter_to_a_late_rank(rank: int, size: int) -> str:
     if rank == size - 1:
-        real = LargeCalls._reduce_section
+        real = HostCalls._reduce_section
 
         def late(*args: Any) -> None:
             time.sleep(6)
             real(*args)
 
-        LargeCalls._reduce_section = late  # type: ignore[method-assign]
+        HostCalls._reduce_section = late  # type: ignore[method-assign]
     return first_error(lambda: fl.reduce_scatter(np.ones(200_000)), fl.barrier)
 
 

@@ -82,9 +82,6 @@ class Nccl(StandInNccl):
         state[0] = self.state
         return 0
 
-    def ncclCommAbort(self, comm: Any) -> int:
-        return 0
-
     def _do(self, name: str, *arguments: Any) -> int:
         LOG.append(("nccl", name))
         return 0
@@ -97,8 +94,8 @@ def nccl() -> Nccl:
 
 
 def communicator(nccl: Nccl, timeout: float = 0.05, splits: bool = False) -> Communicator:
-    library = StandInLibrary(ffi, nccl, "stand-in", 22703)
-    made = Communicator(library, bytes(range(128)), 0, 2, timeout, splits)
+    library = StandInLibrary(ffi, nccl, "stand-in", 22703, "" if splits else "a test")
+    made = Communicator(library, bytes(range(128)), 0, 2, timeout)
     made.who_is_missing = lambda: (None, "rank 1 is missing")
     return made
 
@@ -234,21 +231,17 @@ def test_whole_scales_wrap_as_on_the_cpu(nccl: Nccl, scale: float, kind: str, sc
     assert nccl._scales[op] == scalar
 
 
+@pytest.mark.parametrize("state", [0, IN_PROGRESS])
 @pytest.mark.parametrize("status", [0, IN_PROGRESS])
-def test_an_orderly_end_destroys(nccl: Nccl, status: int) -> None:
+def test_an_end_destroys_once_or_is_cut_off_if_the_others_do_not_join(
+    nccl: Nccl, status: int, state: int
+) -> None:
     made = communicator(nccl)
-    nccl.answers["ncclCommFinalize"] = status
+    nccl.answers["ncclCommFinalize"], nccl.state = status, state
     made.close()
     made.close()
-    assert nccl.calls.count("ncclCommDestroy") == 1
-    assert "ncclCommAbort" not in nccl.calls
-
-
-def test_an_end_that_the_others_do_not_join_is_cut_off(nccl: Nccl) -> None:
-    made = communicator(nccl)
-    nccl.answers["ncclCommFinalize"] = nccl.state = IN_PROGRESS
-    made.close()
-    assert nccl.calls.count("ncclCommAbort") == 1
+    ends = [nccl.calls.count(name) for name in ("ncclCommDestroy", "ncclCommAbort")]
+    assert ends == ([0, 1] if status and state else [1, 0])
 
 
 # The communicator that collectives are launched on -------------------------------------------
@@ -266,17 +259,10 @@ class Splits(Nccl):
     def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
         return StandInNccl.ncclCommGetAsyncError(self, comm, state)
 
-    def ncclCommAbort(self, comm: Any) -> int:
-        self.on.append(("abort", self._number(comm)))
-        self.aborted.set()
-        return 0
-
-    def ncclCommDestroy(self, comm: Any) -> int:
-        self.on.append(("destroy", self._number(comm)))
-        return 0
-
-    def ncclCommFinalize(self, comm: Any) -> int:
-        self.on.append(("finalize", self._number(comm)))
+    def _end(self, name: str, comm: Any) -> int:
+        self.on.append((name, self._number(comm)))
+        if name == "abort":
+            self.aborted.set()
         return 0
 
     def _do(self, name: str, *arguments: Any) -> int:
@@ -306,7 +292,7 @@ def test_collectives_are_launched_on_the_communicator_that_was_split(
     split: Any, cupy: StandInCupy
 ) -> None:
     backend, nccl = split()
-    assert int(ffi.cast("uintptr_t", backend.communicator.launched_on)) == 2
+    assert int(ffi.cast("uintptr_t", backend.communicator.child)) == 2
     backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(3))))
     backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(3, np.int16)), scale=2.0))
     backend.start(Call(BROADCAST, cupy.asarray(np.ones(3))))

@@ -14,55 +14,28 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.gpu import test_hooks, test_training, verbs
-from tests.gpu.test_contact import (  # noqa: F401 - run here, with the fixture below
-    test_each_group_has_a_communicator_of_its_own,
+from tests.gpu import verbs
+
+# ruff: noqa: F401 - tests that run here with the fixture below
+from tests.gpu.test_contact import test_each_group_has_a_communicator_of_its_own
+from tests.gpu.test_hooks import test_cupy_arrays_become_what_numpy_arrays_become
+from tests.gpu.test_training import (
+    test_parameters_equal_those_of_one_process_on_the_cpu,
+    test_states_are_those_of_the_whole,
 )
-from tests.gpu.test_verbs import (  # noqa: F401 - run here, with the fixture below
+from tests.gpu.test_verbs import (
     test_all_reduce_multiple_of_mixed_arrays,
     test_all_reduce_of_every_dtype_layout_and_op,
+    test_broadcast_and_all_gather,
+    test_different_shapes_are_rejected_on_every_rank_that_takes_part,
     test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group,
+    test_reduce_scatter_keeps_this_ranks_part,
+    test_verbs_that_several_ranks_are_needed_for,
     test_works_and_arrays_may_be_dropped,
 )
 
 GPU = {"env": {"STAND_IN": "1"}}
 ranks = ranks_in(("shm", 2, GPU), slow=[("shm", 3, GPU)])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int16", "bool", "complex128"])
-def test_broadcast_gathers_and_composed_verbs(ranks: Any, dtype: str) -> None:
-    for count in (0, 1, 1000):
-        ranks.run(verbs.broadcast_from_each, dtype, count)
-        ranks.run(verbs.all_gather_unequal, dtype, count)
-    if dtype not in ("bool", "complex128"):
-        ranks.run(verbs.composed_verbs, dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "uint16", "complex64"])
-def test_reduce_scatter_keeps_this_ranks_part(ranks: Any, dtype: str) -> None:
-    for rows in (0, 1, 100):
-        ranks.run(verbs.reduce_scatter_parts, dtype, rows)
-    for layout in verbs.LAYOUTS:
-        ranks.run(verbs.by_meaning, dtype, layout)
-
-
-def test_messages(ranks: Any) -> None:
-    for count in (0, 1, 5000):
-        ranks.run(verbs.ring_of_messages, count)
-
-
-def test_a_message_of_another_shape_is_refused_on_both_sides(ranks: Any) -> None:
-    told = ranks.run(verbs.message_of_another_shape)
-    for text in told[:2]:
-        assert "rank 0 called send(cupy float64 (3,), tag=" in text
-        assert "rank 1 called recv(cupy float64 (4,), tag=" in text
-
-
-def test_gathers_of_different_shapes_are_refused_everywhere(ranks: Any) -> None:
-    told = ranks.run(verbs.all_gather_of_different_shapes)
-    for text in told:
-        assert "rank 0 called all_gather(cupy float64 (2, 3)) at " in text
-        assert "rank 1 called all_gather(cupy float64 (2, 4)) at " in text
 
 
 @on_ranks()
@@ -107,25 +80,6 @@ def test_an_out_of_another_length_is_an_error_on_its_rank(rank: int, size: int) 
             assert out.get()[:, 0].tolist() == list(range(rows))
 
 
-@pytest.mark.parametrize("kind", ["sgd", "nesterov", "adam"])
-def test_training_equals_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
-    """Buckets, hooks and fused steps on arrays of a GPU; the kernels are compiled for the CPU."""
-    same_as_on_the_cpu(ranks, kind)
-
-
-def test_sharded_training_too(ranks: Any) -> None:
-    """Parameters gathered while they are used; the layers and their ReLU share a launch."""
-    same_as_on_the_cpu(ranks, "adam", True)
-    test_training.test_states_are_those_of_the_whole(ranks)
-
-
-def same_as_on_the_cpu(ranks: Any, kind: str, *how: bool) -> None:
-    expected = test_training.train(0, 1, "cpu", kind)
-    for got in ranks.run(test_training.train, "cuda", kind, *how):
-        for one, other in zip(got, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
-
-
 @on_ranks()
 def test_joining_takes_as_long_as_in_the_group_around(rank: int, size: int) -> None:
     """Join GPUs in a group whose timeout is shorter than one rank takes to come."""
@@ -148,11 +102,3 @@ def test_waiting_without_end_is_refused_on_every_rank(rank: int, size: int) -> N
     why = "rank 1: NCCL_COMM_BLOCKING=1 makes NCCL wait for ever"
     with pytest.raises(fl.errors.BackendUnavailableError, match=why):
         fl.all_reduce(verbs.on_gpu(np.ones(3)))
-
-
-@pytest.mark.parametrize("name", test_hooks.TOLERANCE)
-def test_communication_hooks_stay_on_the_gpu(ranks: Any, name: str) -> None:
-    """The same state, the same bytes and nearly the same numbers as on the CPU."""
-    for bits, worst in (told := ranks.run(test_hooks.both_ways, name)):
-        assert bits == told[0][0]
-        assert worst <= test_hooks.TOLERANCE[name]

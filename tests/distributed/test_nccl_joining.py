@@ -27,17 +27,12 @@ def _nccl() -> None:
         pytest.skip(f"needs NCCL's library, a GPU is not needed: {error}")
 
 
-def join_by_environment(rank: int, port: int, size: int) -> None:
-    """Let the ENV rendezvous find the world that the variables describe."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    fl.distributed_init(fl.DistributedInit.ENV)
-
-
 def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
     """Return what rank 0's NCCL made, as rank 0 knows it, and as it arrived here."""
-    if port:
-        join_by_environment(rank, port, size)
+    if port:  # the ENV rendezvous finds the world that the variables describe
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        fl.distributed_init(fl.DistributedInit.ENV)
     made = library.load().unique_id() if rank == 0 else b""
     card = NcclCard(version=library.load().version, gpu=f"gpu {rank}", unique_id=made.hex())
     arrived, _ = meet(current_world().group.backend(), card)
@@ -48,17 +43,10 @@ def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
 
 @pytest.mark.usefixtures("_nccl")
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("init", ["file", "mpi"])
-def test_the_real_id_crosses_the_rendezvous(init: str, backend: str) -> None:
-    check_ids(run_ranks(real_unique_id, 3, init=init, params={"BACKEND": backend}))
-
-
-@pytest.mark.usefixtures("_nccl")
-def test_the_real_id_crosses_the_rendezvous_of_the_environment() -> None:
-    check_ids(run_ranks(real_unique_id, 3, free_port(), init=None))
-
-
-def check_ids(results: list[tuple[bytes, bytes]]) -> None:
+@pytest.mark.parametrize("init", ["file", "mpi", None])
+def test_the_real_id_crosses_the_rendezvous(init: str | None, backend: str) -> None:
+    port = 0 if init else free_port()
+    results = run_ranks(real_unique_id, 3, port, init=init, params={"BACKEND": backend})
     made = results[0][0]
     assert len(made) == 128
     assert any(made)

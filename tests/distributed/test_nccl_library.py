@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashlight_py import _native
@@ -15,6 +16,7 @@ from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.backends.nccl.reduction import form_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.errors import BackendUnavailableError, DistributedError
+from tests.distributed.conformance import dtype_of
 
 ffi = _native.load("nccl").ffi
 
@@ -173,12 +175,12 @@ def test_versions_in_words(code: int, text: str) -> None:
 def test_forms_of_dtypes_are_the_library_s_codes() -> None:
     codes = {name.removeprefix("nccl").lower(): code for code, name in enum("ncclDataType_t")}
     for name, code in codes.items():
-        form = form_of(name, ReduceOp.SUM)
+        form = form_of(dtype_of(name), ReduceOp.SUM)
         assert (form.code, form.parts, form.widened) == (code, 1, False)
-    assert form_of("bool", ReduceOp.MAX).code == codes["uint8"]
-    pair = form_of("complex128", ReduceOp.SUM)
+    assert form_of(np.dtype("bool"), ReduceOp.MAX).code == codes["uint8"]
+    pair = form_of(np.dtype("complex128"), ReduceOp.SUM)
     assert (pair.dtype, pair.parts) == ("float64", 2)
-    assert form_of("uint16", ReduceOp.PROD).widened
+    assert form_of(np.dtype("uint16"), ReduceOp.PROD).widened
 
 
 def enum(name: str) -> list[tuple[int, str]]:
@@ -189,9 +191,9 @@ def enum(name: str) -> list[tuple[int, str]]:
     ("dtype", "op", "told"),
     [
         ("complex64", ReduceOp.PROD, "no prod of complex64"),
-        ("longdouble", ReduceOp.SUM, "got long"),
+        ("longdouble", ReduceOp.SUM, "got float"),
     ],
 )
 def test_what_nccl_cannot_reduce_is_a_type_error(dtype: str, op: ReduceOp, told: str) -> None:
     with pytest.raises(TypeError, match=told):
-        form_of(dtype, op)
+        form_of(np.dtype(dtype), op)

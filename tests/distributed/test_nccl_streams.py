@@ -197,7 +197,7 @@ def test_arguments_arrive_as_c_declares_them(tmp_path: Path) -> None:
     ffi = _native.load("nccl").ffi
     lib = ffi.dlopen(str(built))
     nccl = OwnDriver(ffi, lib, str(built), 23203)
-    made = Communicator(nccl, bytes(range(128)), 3, 5, 30.0, splits=True)
+    made = Communicator(nccl, bytes(range(128)), 3, 5, 30.0)
     op = made.scaled_sum("all_reduce", 0.25, "float32", lib.ncclFloat32)
     assert op == 0x7ABC1234
     launcher = Launcher(nccl, 0x55, 0x77)

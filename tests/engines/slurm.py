@@ -20,15 +20,8 @@ NODES = 4
 CPUS = 4
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "unshare", "nsenter")
 _UNSHARE = [
-    "unshare",
-    "--net",
-    "--pid",
-    "--mount",
-    "--uts",
-    "--ipc",
-    "--mount-proc",
-    "--fork",
-    "--kill-child",
+    *("unshare", "--net", "--pid", "--mount", "--uts", "--ipc"),
+    *("--mount-proc", "--fork", "--kill-child"),
 ]
 
 _SLURM = r"""

@@ -90,15 +90,13 @@ def gpu() -> Iterator[tuple[str, str]]:
     Raises:
         SystemExit: CuPy is missing, or CUDA finds no device.
     """
-    try:
-        import cupy
-    except ImportError as error:
-        raise SystemExit(no_gpu(error)) from error
+    if reason := why_no_gpu():
+        print(f"\nno GPU: {reason}")
+        raise SystemExit(NO_GPU)
+    import cupy
+
     runtime: Any = cupy.cuda.runtime
-    try:
-        count = runtime.getDeviceCount()
-    except runtime.CUDARuntimeError as error:
-        raise SystemExit(no_gpu(error)) from error
+    count = runtime.getDeviceCount()
     yield "CUDA driver, runtime", f"{runtime.driverGetVersion()}, {runtime.runtimeGetVersion()}"
     properties = runtime.getDeviceProperties(0)
     name, memory = properties["name"].decode(), properties["totalGlobalMem"] / 2**30
@@ -107,10 +105,18 @@ def gpu() -> Iterator[tuple[str, str]]:
     yield "a sum on the GPU", "right" if total == 499999500000.0 else f"WRONG: {total}"
 
 
-def no_gpu(reason: object) -> int:
-    """Print why, and return the status to end with."""
-    print(f"\nno GPU: {reason}")
-    return NO_GPU
+def why_no_gpu() -> str:
+    """Return why CUDA cannot be used, or "" if it can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return str(error)
+    runtime: Any = cupy.cuda.runtime
+    try:
+        runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return str(error)
+    return ""
 
 
 def processor() -> str:

@@ -39,7 +39,7 @@ from flashlight_py.distributed.groups.membership import of
 from tests.distributed.harness import Outcome, RanksFailedError, run_outcomes, run_ranks
 from tests.gpu import verbs
 from tests.gpu.conftest import world
-from tests.gpu.machine import NO_GPU
+from tests.gpu.machine import NO_GPU, why_no_gpu
 
 TIMEOUT = 3.0  # seconds of a collective, once all ranks have joined
 JOINING = 25.0  # seconds to join, as many ranks start CUDA and NCCL at the same time
@@ -201,11 +201,7 @@ def send_signal(kind: str, seed: int, folder: Path) -> None:
 
 
 def read_signal(folder: Path) -> tuple[int, float]:
-    """Return the process id of rank 1, and when it sent the signal.
-
-    Raises:
-        OSError: it has sent none.
-    """
+    """Return the process id of rank 1, and when it sent the signal; OSError: it has sent none."""
     pid, at = (folder / "signal").read_text().split()
     return int(pid), float(at)
 
@@ -309,10 +305,8 @@ def summary(results: Iterable[Result], kind: str, planned: int) -> str:
     if times:
         middle = statistics.median(times)
         line += f" in {times[0]:.2f} to {times[-1]:.2f} s ({middle:.2f} s median)"
-    if len(played) < planned:
-        line += (
-            f"; {planned - len(played)} rounds of {planned} did not begin or did not end in time"
-        )
+    if left := planned - len(played):
+        line += f"; {left} rounds of {planned} did not begin or did not end in time"
     return line
 
 
@@ -336,20 +330,6 @@ def play_all(rounds: Sequence[Round], lanes: int, ends: float) -> list[Result]:
 
 def nothing(rank: int, size: int) -> None:
     """Do nothing."""
-
-
-def why_no_gpu() -> str:
-    """Return why CUDA cannot be used, or "" if it can."""
-    try:
-        import cupy
-    except ImportError as error:
-        return str(error)
-    runtime: Any = cupy.cuda.runtime
-    try:
-        runtime.getDeviceCount()
-    except runtime.CUDARuntimeError as error:
-        return str(error)
-    return ""
 
 
 def main() -> int:

@@ -100,17 +100,6 @@ def compare(rank: int, size: int, optimizer: str, drop: float = 0) -> None:
         np.testing.assert_array_equal(eager, replayed)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_captured_step_has_the_bits_of_the_eager_step(ranks: Any, optimizer: str) -> None:
-    if ranks.size < 4:
-        ranks.run(compare, optimizer)
-
-
-def test_dropout_draws_anew_in_each_replay(ranks: Any) -> None:
-    if ranks.size == 1:
-        ranks.run(compare, "sgd", 0.5)
-
-
 def forms(rank: int, size: int) -> None:
     """Batches of another length, train() and eval(), a reset meter; then check=True."""
     training = Training("sgd", captured=True)
@@ -130,11 +119,6 @@ def forms(rank: int, size: int) -> None:
     checked = Training("adam", captured=True, check=True)
     train(checked, rank)
     assert checked.step.replays == STEPS - 1
-
-
-def test_other_forms_of_arguments_are_captured_by_themselves(ranks: Any) -> None:
-    if ranks.size == 1:
-        ranks.run(forms)
 
 
 def stays_eager(rank: int, size: int) -> dict[str, str]:
@@ -207,11 +191,6 @@ def products(rank: int, size: int) -> None:
             np.testing.assert_allclose(replayed.get(), eager.get(), tolerance, tolerance)
 
 
-def test_captured_products_are_right(ranks: Any) -> None:
-    if ranks.size == 1:
-        ranks.run(products)
-
-
 def uneven(rank: int, size: int) -> list[float]:
     """One rank has a shorter batch now and then: all run that step eagerly."""
     training = Training("sgd", captured=True)
@@ -250,9 +229,21 @@ def of_verbs(rank: int, size: int) -> None:
     fl.barrier()
 
 
-def test_verbs_in_a_captured_step(ranks: Any) -> None:
-    if ranks.size == 2:
-        ranks.run(of_verbs)
+PROGRAMS: dict[str, tuple[tuple[int, ...], Callable[..., None], tuple[Any, ...]]] = {
+    "SGD has the bits of the eager step": ((1, 2), compare, ("sgd",)),
+    "Adam has the bits of the eager step": ((1, 2), compare, ("adam",)),
+    "dropout draws anew in each replay": ((1,), compare, ("sgd", 0.5)),
+    "other forms of arguments are captured by themselves": ((1,), forms, ()),
+    "products are right": ((1,), products, ()),
+    "verbs": ((2,), of_verbs, ()),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_captured_steps(ranks: Any, name: str) -> None:
+    sizes, program, arguments = PROGRAMS[name]
+    if ranks.size in sizes:
+        ranks.run(program, *arguments)
 
 
 def worlds(rank: int, size: int, meeting: Path) -> list[float]:

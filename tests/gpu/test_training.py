@@ -45,17 +45,14 @@ def train(rank: int, size: int, device: str, kind: str, sharded: bool = False) -
     return [fl.device.to_device(param.array, "cpu") for param in model.params()]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "nesterov", "adam"])
-def test_parameters_equal_those_of_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sharded"), [("sgd", False), ("nesterov", False), ("adam", False), ("adam", True)]
+)
+def test_parameters_equal_those_of_one_process_on_the_cpu(
+    ranks: Any, kind: str, sharded: bool
+) -> None:
     expected = train(0, 1, "cpu", kind)
-    for got in ranks.run(train, "cuda", kind):
-        for one, other in zip(got, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
-
-
-def test_sharded_parameters_too(ranks: Any) -> None:
-    expected = train(0, 1, "cpu", "adam")
-    for got in ranks.run(train, "cuda", "adam", True):
+    for got in ranks.run(train, "cuda", kind, sharded):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 

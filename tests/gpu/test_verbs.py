@@ -37,8 +37,17 @@ def test_verbs_that_several_ranks_are_needed_for(ranks: Any) -> None:
         ranks.run(verbs.ring_of_messages, count)
     for dtype in ("float32", "int16"):
         ranks.run(verbs.composed_verbs, dtype)
-    assert "recv(cupy float64 (4,), tag=" in ranks.run(verbs.message_of_another_shape)[0]
-    assert all(ranks.run(verbs.all_gather_of_different_shapes))
+
+
+def test_different_shapes_are_rejected_on_every_rank_that_takes_part(ranks: Any) -> None:
+    if ranks.size == 1:
+        pytest.skip("a world of one has nobody to differ from")
+    for text in ranks.run(verbs.message_of_another_shape)[:2]:
+        assert "rank 0 called send(cupy float64 (3,), tag=" in text
+        assert "rank 1 called recv(cupy float64 (4,), tag=" in text
+    for text in ranks.run(verbs.all_gather_of_different_shapes):
+        assert "rank 0 called all_gather(cupy float64 (2, 3)) at " in text
+        assert "rank 1 called all_gather(cupy float64 (2, 4)) at " in text
 
 
 def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:

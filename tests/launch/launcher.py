@@ -11,6 +11,14 @@ from typing import Any
 
 LAUNCH = (sys.executable, "-m", "flashlight_py.launch")
 
+# A program whose ranks have a child each and wait to be ended.
+WAITING = """
+import signal, subprocess
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+print("ready")
+signal.pause()
+"""
+
 
 def write(folder: Path, program: str, name: str = "program.py") -> Path:
     """A script of ``program``, whose lines may be indented."""
@@ -19,19 +27,21 @@ def write(folder: Path, program: str, name: str = "program.py") -> Path:
     return file
 
 
-def launch(*arguments: object, timeout: float = 30.0, **options: Any) -> Any:
-    """Run to the end, with what it prints as text."""
+def launch(
+    *arguments: object, code: int | None = None, timeout: float = 30.0, **options: Any
+) -> Any:
+    """Run to the end, with what it prints as text; ``code`` is the expected exit code."""
     if "input" not in options:
         options.setdefault("stdin", subprocess.DEVNULL)
-    return run([*LAUNCH, *arguments], timeout=timeout, **options)
+    done = run([*LAUNCH, *arguments], timeout=timeout, **options)
+    assert code in (None, done.returncode), (done.returncode, done.stderr)
+    return done
 
 
-def run(command: Sequence[object], timeout: float = 60.0, **options: Any) -> Any:
+def run(command: Sequence[object], check: bool = False, **options: Any) -> Any:
     """Run a command to the end, with what it prints as text."""
-    words = [*map(str, command)]
-    return subprocess.run(
-        words, capture_output=True, text=True, timeout=timeout, check=False, **options
-    )
+    options = {"capture_output": True, "text": True, "timeout": 60.0, **options}
+    return subprocess.run([*map(str, command)], check=check, **options)
 
 
 def begin(*arguments: object, **options: Any) -> subprocess.Popen[Any]:

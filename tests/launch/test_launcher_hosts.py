@@ -20,7 +20,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.launch.options import MOST_HOSTS
-from tests.launch.launcher import begin, launch, write
+from tests.launch.launcher import WAITING, begin, launch, write
 
 ALL_REDUCE = """
 import os, sys
@@ -34,8 +34,7 @@ print(fl.get_world_rank(), int(fl.all_reduce(np.ones(1))[0]), os.environ.get("LO
 
 def test_ranks_on_two_hosts_meet_at_a_port_of_their_own(tmp_path: Path, ssh: str) -> None:
     program = write(tmp_path, ALL_REDUCE)
-    done = launch("--hosts", "a:2,b", "--ssh", ssh, program, input="typed\n")
-    assert done.returncode == 0, done.stderr
+    done = launch("--hosts", "a:2,b", "--ssh", ssh, program, input="typed\n", code=0)
     assert sorted(done.stdout.splitlines()) == ["[0] 0 3 0 typed", "[1] 1 3 1 ", "[2] 2 3 0 "]
 
 
@@ -67,8 +66,7 @@ for _ in range(2):
 
 def test_rank_0_is_handed_a_port_that_nobody_else_can_take(tmp_path: Path, ssh: str) -> None:
     """With a secret that no command line shows; and it is theirs for a second start, too."""
-    done = launch("--hosts", "a,b", "--ssh", ssh, write(tmp_path, MEETING_TWICE))
-    assert done.returncode == 0, done.stderr
+    done = launch("--hosts", "a,b", "--ssh", ssh, write(tmp_path, MEETING_TWICE), code=0)
     assert done.stderr == ""
     lines = sorted(done.stdout.splitlines())
     expected = [("[0] kept 64 True", "[0] 2", "[0] 2"), ("[1] kept 64 False", "[1] 2", "[1] 2")]
@@ -91,8 +89,7 @@ def test_input_and_output_at_once_do_not_wait_for_each_other(tmp_path: Path, ssh
     large = tmp_path / "large"
     large.write_bytes(os.urandom(3_000_000))
     with large.open("rb") as file:
-        done = launch("--hosts", "a,b", "--ssh", ssh, program, stdin=file, timeout=15)
-    assert done.returncode == 0, done.stderr
+        done = launch("--hosts", "a,b", "--ssh", ssh, program, stdin=file, timeout=15, code=0)
     lines = [line for line in done.stdout.splitlines() if "x" not in line]
     assert sorted(lines) == ["[0] 3000000", "[1] 0"]
     assert done.stdout.count("\n") == 4002
@@ -108,19 +105,16 @@ signal.pause()
 
 
 def test_a_failure_on_another_host(tmp_path: Path, ssh: str) -> None:
-    done = launch("--hosts", "a,b,c", "--ssh", ssh, write(tmp_path, FAILING))
-    assert done.returncode == 1
+    done = launch("--hosts", "a,b,c", "--ssh", ssh, write(tmp_path, FAILING), code=1)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("flrun: rank 1 of 3 on b raised ValueError: a bad batch")
 
 
 def test_a_host_that_cannot_be_reached(tmp_path: Path, ssh: str) -> None:
     program = write(tmp_path, "import os; print('of', os.environ['WORLD_SIZE'])")
-    done = launch("--hosts", "a,down", "--ssh", ssh, program)
-    assert done.returncode == 1
+    done = launch("--hosts", "a,down", "--ssh", ssh, program, code=1)
     assert "rank 1 of 2 on down is lost: ssh to down exited with code 255" in done.stderr
-    done = launch("--hosts", "a,down:3,b", "--ssh", ssh, "--min-n", 2, program)
-    assert done.returncode == 0
+    done = launch("--hosts", "a,down:3,b", "--ssh", ssh, "--min-n", 2, program, code=0)
     assert sorted(done.stdout.splitlines()) == ["[0] of 2", "[1] of 2"]
     assert done.stderr.count("flrun: starting again") == 1  # all its ranks are lost at once
 
@@ -138,19 +132,10 @@ def test_agents_stay_for_a_further_start(tmp_path: Path, ssh: str) -> None:
     sys.exit(int(os.environ["FLASHLIGHT_RESTART_COUNT"] == "0"))
     """
     options = ("--hosts", "a,b", "--ssh", ssh, "--max-restarts", 1)
-    done = launch(*options, write(tmp_path, program))
-    assert done.returncode == 0, done.stderr
+    done = launch(*options, write(tmp_path, program), code=0)
     secrets = [line.partition("] ")[2] for line in done.stdout.splitlines()]
     assert secrets[0] == secrets[1] != secrets[2] == secrets[3]
     assert [len((tmp_path / f"pid-{host}").read_text().split()) for host in "ab"] == [1, 1]
-
-
-WAITING = """
-import subprocess, signal
-child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-print("ready")
-signal.pause()
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -207,8 +192,7 @@ def test_rank_or_agent_that_is_killed_is_named_within_a_second(
 
 
 def test_program_that_no_host_has_is_named(tmp_path: Path, ssh: str) -> None:
-    done = launch("--hosts", "a,b", "--ssh", ssh, "--no-python", "/no/such/program")
-    assert done.returncode == 127
+    done = launch("--hosts", "a,b", "--ssh", ssh, "--no-python", "/no/such/program", code=127)
     assert done.stderr.startswith("flrun: cannot run /no/such/program: ")
 
 
@@ -243,8 +227,7 @@ fl.barrier()
 
 def test_launcher_in_a_rank_chooses_another_port_of_the_host(tmp_path: Path, ssh: str) -> None:
     """By MASTER_PORT alone: the rest its ranks inherit."""
-    done = launch("--hosts", "a,b:2", "--ssh", ssh, write(tmp_path, INNER))
-    assert done.returncode == 0, done.stderr
+    done = launch("--hosts", "a,b:2", "--ssh", ssh, write(tmp_path, INNER), code=0)
     *inner, last = done.stdout.splitlines()
     assert sorted(inner) == ["[0] inner 0 2", "[0] inner 1 2"]
     assert last == "[0] codes [0, 0]"
@@ -277,8 +260,7 @@ sys.exit(int(rank > 0) if restarts == "0" else 0)
 def test_another_library_has_a_port_to_meet_at(tmp_path: Path, ssh: str, on_hosts: bool) -> None:
     """Of each start another one, which ours does not use, and nobody else is given."""
     ranks = ("--hosts", "a,b", "--ssh", ssh) if on_hosts else ("-n", 2)
-    done = launch("--max-restarts", 1, *ranks, write(tmp_path, OTHER_LIBRARY))
-    assert done.returncode == 0, done.stderr
+    done = launch("--max-restarts", 1, *ranks, write(tmp_path, OTHER_LIBRARY), code=0)
     assert list(Counter(re.findall(r"met (\d+)", done.stdout)).values()) == [2, 2]
 
 

@@ -57,19 +57,16 @@ if restarts < int(sys.argv[1]):
 
 def test_as_often_as_allowed_and_then_the_code_of_the_last_failure(tmp_path: Path) -> None:
     program = write(tmp_path, FAILING)
-    done = launch("-n", 2, "--max-restarts", 2, program, 2)
-    assert done.returncode == 0
+    done = launch("-n", 2, "--max-restarts", 2, program, 2, code=0)
     assert "[1] restart 2, 1 of 2, meets at 2" in done.stdout
     assert done.stderr.count("flrun: starting again with 2 rank(s)") == 2
-    done = launch("-n", 2, "--max-restarts", 1, program, 2)
-    assert done.returncode == 137
+    done = launch("-n", 2, "--max-restarts", 1, program, 2, code=137)
     assert done.stderr.count("was killed by SIGKILL") == 2
 
 
 def test_with_the_ranks_that_remain_down_to_the_least(tmp_path: Path) -> None:
     program = write(tmp_path, FAILING)
-    done = launch("-n", 4, "--min-n", 2, program, 9)
-    assert done.returncode == 137
+    done = launch("-n", 4, "--min-n", 2, program, 9, code=137)
     for restarts, size in enumerate((4, 3, 2)):
         assert f"[1] restart {restarts}, 1 of {size}, meets at {restarts}" in done.stdout
     assert "of 1" not in done.stdout

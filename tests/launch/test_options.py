@@ -66,21 +66,34 @@ def test_hosts_in_mpiruns_words() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--node_rank=1"], "--node-rank (or PET_*): expected a single launcher, got 1"),
-        (["--hosts=a", "--rdzv=/x"], "--rdzv (or PET_*): expected a single launcher, got /x"),
-        (["--rdzv_endpoint=a:29500"], "--rdzv-endpoint (or PET_*): expected a single launcher"),
-        (["--master-port", "29500"], "with torchrun, srun or mpirun"),
-        (["--standalone", "--nnodes", "2"], "expected a single launcher, got 2: flrun starts"),
-        (["--standalone", "--hosts", "a"], "--standalone is for this host alone"),
-        (["--hosts", ",".join("a" * 65)], "--hosts: expected at most 64 hosts, got 65. Start"),
-        (["--nproc-per-node", "gpu"], "expected a whole number from 1 on, got 'gpu'"),
+        (["--node_rank=1", "x"], "--node-rank (or PET_*): expected a single launcher, got 1"),
+        (["--hosts=a", "--rdzv=/x", "x"], "--rdzv (or PET_*): expected a single launcher, got /x"),
+        (["--rdzv_endpoint=a:29500", "x"], "--rdzv-endpoint (or PET_*): expected a single"),
+        (["--master-port", "29500", "x"], "with torchrun, srun or mpirun"),
+        (["--standalone", "--nnodes", "2", "x"], "expected a single launcher, got 2: flrun starts"),
+        (["--standalone", "--hosts", "a", "x"], "--standalone is for this host alone"),
+        (["--hosts", ",".join("a" * 65), "x"], "--hosts: expected at most 64 hosts, got 65. Start"),
+        (["--nproc-per-node", "gpu", "x"], "expected a whole number from 1 on, got 'gpu'"),
+        (["-n", "0", "x"], "nproc_per_node: expected a whole number from 1 on, got '0'"),
+        (["-n", "1000000", "x"], "ranks of a job, got 1000000"),
+        (["-n", "100000", "x"], "processes on this host, which has"),
+        (["-n", "2", "--min-n", "1000000", "x"], "--min-n: expected 1 to 2"),
+        (["--hosts", "a:1000000", "x"], "ranks of a job, got 1000000"),
+        (["--hosts", "a,", "x"], "--hosts: expected NAME or NAME:RANKS"),
+        (["--hosts=-oX,b", "x"], "--hosts: expected NAME or NAME:RANKS"),
+        (["--hosts", "a:" + "9" * 5000, "x"], "--hosts: expected NAME or NAME:RANKS"),
+        (["-n", "2", "--min-n", "3", "x"], "--min-n: expected 1 to 2"),
+        (["--grace", "-1", "x"], "--grace: expected a number of seconds from 0 to"),
+        (["--timeout", "0", "x"], "--timeout: expected more than 0 seconds, got '0'"),
+        (["--lost-after", "1e7", "x"], "--lost-after: expected a number of seconds from 0 to"),
+        ([], "the following arguments are required: PROGRAM"),
     ],
 )
-def test_what_has_another_word_here_is_refused(
+def test_senseless_arguments_and_other_words_are_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        read_options([*words, "t.py"], PYTHON)
+        read_options(words, PYTHON)
     assert said in capsys.readouterr().err
 
 

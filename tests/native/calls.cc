@@ -21,12 +21,6 @@ const std::vector<char>& pool(int dtype, bool numbers) {
   return found;
 }
 
-std::vector<const void*> pointers(const std::vector<Block>& blocks, size_t skip) {
-  std::vector<const void*> from;
-  for (const Block& one : blocks) from.push_back(one->data() + skip);
-  return from;
-}
-
 }  // namespace
 
 Block block(std::vector<char> bytes) {
@@ -185,7 +179,9 @@ void Author::add_reduction(int verb) {
   const double scale = some_scale(dtype);
   const auto given = inputs(dtype, count, true);
   std::vector<char> wanted(count * info_of(dtype).itemsize);
-  reference(dtype, op, scale, wanted.data(), pointers(given, 0), count);
+  std::vector<const void*> from;
+  for (const Block& one : given) from.push_back(one->data());
+  reference(dtype, op, scale, wanted.data(), from, count);
   const Block result = block(std::move(wanted));
   std::vector<Step> call;
   for (int r = 0; r < world_.ranks; ++r) {
@@ -210,23 +206,6 @@ void Author::add_scan(int verb) {
     if (!before.empty()) reference(dtype, op, scale, wanted.data(), before, count);
     call[r].data_after = block(std::move(wanted));
     if (verb == FL_EXSCAN) before.push_back(given[r]->data());
-  }
-  push(std::move(call));
-}
-
-void Author::add_reduce_scatter() {
-  const int op = some_op(), dtype = some_dtype(op);
-  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
-  const size_t part = some_count(static_cast<int>(item * ranks));
-  const double scale = some_scale(dtype);
-  const auto given = inputs(dtype, part * ranks, true);
-  std::vector<Step> call;
-  for (size_t r = 0; r < ranks; ++r) {
-    std::vector<char> wanted(part * item);
-    reference(dtype, op, scale, wanted.data(), pointers(given, r * part * item), part);
-    call.push_back(step(signature(FL_REDUCE_SCATTER, dtype, op, 0, scale, part * ranks), given[r]));
-    call[r].output_bytes = wanted.size();
-    call[r].output_after = block(std::move(wanted));
   }
   push(std::move(call));
 }

@@ -24,6 +24,8 @@ class Author {
   void add_all_to_all();
   void add_uneven_all_to_all();
   void add_uneven_reduce_scatter();
+  void add_exchange(int verb, int dtype, std::vector<int64_t> bytes);
+  void add_reduced_sections(const fl_signature& signature, const std::vector<size_t>& counts);
   void add_barrier();
   void add_message();
   void add_ring();

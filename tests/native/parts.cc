@@ -1,5 +1,7 @@
 // Random calls in which each rank has something else for every other.
 
+#include <numeric>
+
 #include "calls.h"
 #include "reference.h"
 
@@ -33,50 +35,7 @@ void Author::add_all_to_all() {
   const int dtype = some_dtype(FL_MIN);
   const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
   const size_t bytes = some_count(static_cast<int>(item * ranks)) * item;
-  const auto given = inputs(dtype, bytes / item * ranks, false);
-  std::vector<Step> call;
-  for (size_t r = 0; r < ranks; ++r) {
-    std::vector<char> wanted;
-    for (const Block& from : given) {
-      wanted.insert(wanted.end(), from->begin() + r * bytes, from->begin() + (r + 1) * bytes);
-    }
-    call.push_back(step(signature(FL_ALL_TO_ALL, dtype, 0, 0, 1.0, bytes / item * ranks), given[r]));
-    call[r].output_bytes = wanted.size();
-    call[r].output_after = block(std::move(wanted));
-  }
-  push(std::move(call));
-}
-
-// Some get nothing, and one may get much.
-void Author::add_uneven_reduce_scatter() {
-  const int op = some_op(), dtype = some_dtype(op), tag = 1 + static_cast<int>(random_.below(9));
-  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
-  const size_t most = some_count(static_cast<int>(item * ranks)), richest = random_.below(ranks);
-  std::vector<size_t> counts(ranks);
-  for (size_t& count : counts) count = random_.one_in(3) ? 0 : random_.below(most + 1);
-  if (random_.one_in(4)) counts[richest] = some_count(static_cast<int>(item));
-  std::vector<int64_t> bytes;
-  size_t all = 0, begin = 0;
-  for (size_t r = 0; r < ranks; ++r) {
-    for (size_t count : counts) bytes.push_back(static_cast<int64_t>(count * item));
-    all += counts[r];
-  }
-  const auto sections = std::make_shared<const std::vector<int64_t>>(bytes);
-  const double scale = some_scale(dtype);
-  const auto given = inputs(dtype, all, true);
-  std::vector<Step> call;
-  for (size_t r = 0; r < ranks; ++r) {
-    std::vector<char> wanted(counts[r] * item);
-    std::vector<const void*> from;
-    for (const Block& one : given) from.push_back(one->data() + begin);
-    reference(dtype, op, scale, wanted.data(), from, counts[r]);
-    begin += wanted.size();
-    call.push_back(step(signature(FL_REDUCE_SCATTER_UNEVEN, dtype, op, tag, scale, all), given[r]));
-    call[r].sections = sections;
-    call[r].output_bytes = wanted.size();
-    call[r].output_after = block(std::move(wanted));
-  }
-  push(std::move(call));
+  add_exchange(FL_ALL_TO_ALL, dtype, std::vector<int64_t>(ranks * ranks, static_cast<int64_t>(bytes)));
 }
 
 // Some have nothing for some, and one may have much for one.
@@ -91,26 +50,74 @@ void Author::add_uneven_all_to_all() {
   if (random_.one_in(4)) {
     bytes[random_.below(ranks * ranks)] = static_cast<int64_t>(some_count(static_cast<int>(item)) * item);
   }
-  const auto sections = std::make_shared<const std::vector<int64_t>>(bytes);
+  add_exchange(FL_ALL_TO_ALL_UNEVEN, dtype, std::move(bytes));
+}
+
+// `bytes`: of each source for each destination.
+void Author::add_exchange(int verb, int dtype, std::vector<int64_t> bytes) {
+  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
+  const auto sections = std::make_shared<const std::vector<int64_t>>(std::move(bytes));
   std::vector<Block> given;
   std::vector<Step> call;
   for (size_t r = 0; r < ranks; ++r) {
-    size_t all = 0;
-    for (size_t d = 0; d < ranks; ++d) all += bytes[r * ranks + d];
-    given.push_back(made(dtype, all / item, false));
-    call.push_back(step(signature(FL_ALL_TO_ALL_UNEVEN, dtype, 0, 0, 1.0, all / item), given[r]));
-    call[r].sections = sections;
+    const auto row = sections->begin() + r * ranks;
+    const size_t count = std::accumulate(row, row + ranks, size_t{0}) / item;
+    given.push_back(made(dtype, count, false));
+    call.push_back(step(signature(verb, dtype, 0, 0, 1.0, count), given[r]));
+    if (verb == FL_ALL_TO_ALL_UNEVEN) call[r].sections = sections;
   }
   std::vector<size_t> at(ranks);
   for (size_t d = 0; d < ranks; ++d) {
     std::vector<char> wanted;
     for (size_t s = 0; s < ranks; ++s) {
       const auto begin = given[s]->begin() + at[s];
-      at[s] += bytes[s * ranks + d];
+      at[s] += (*sections)[s * ranks + d];
       wanted.insert(wanted.end(), begin, given[s]->begin() + at[s]);
     }
     call[d].output_bytes = wanted.size();
     call[d].output_after = block(std::move(wanted));
+  }
+  push(std::move(call));
+}
+
+void Author::add_reduce_scatter() {
+  const int op = some_op(), dtype = some_dtype(op);
+  const size_t ranks = world_.ranks, part = some_count(static_cast<int>(info_of(dtype).itemsize * ranks));
+  add_reduced_sections(signature(FL_REDUCE_SCATTER, dtype, op, 0, some_scale(dtype), part * ranks),
+                       std::vector<size_t>(ranks, part));
+}
+
+// Some get nothing, and one may get much.
+void Author::add_uneven_reduce_scatter() {
+  const int op = some_op(), dtype = some_dtype(op), tag = 1 + static_cast<int>(random_.below(9));
+  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
+  const size_t most = some_count(static_cast<int>(item * ranks)), richest = random_.below(ranks);
+  std::vector<size_t> counts(ranks);
+  for (size_t& count : counts) count = random_.one_in(3) ? 0 : random_.below(most + 1);
+  if (random_.one_in(4)) counts[richest] = some_count(static_cast<int>(item));
+  const size_t all = std::accumulate(counts.begin(), counts.end(), size_t{0});
+  add_reduced_sections(signature(FL_REDUCE_SCATTER_UNEVEN, dtype, op, tag, some_scale(dtype), all), counts);
+}
+
+// `counts`: elements that each rank gets.
+void Author::add_reduced_sections(const fl_signature& s, const std::vector<size_t>& counts) {
+  const size_t item = s.itemsize, ranks = world_.ranks;
+  std::vector<int64_t> bytes;
+  for (size_t i = 0; i < ranks * ranks; ++i) bytes.push_back(static_cast<int64_t>(counts[i % ranks] * item));
+  const auto sections = std::make_shared<const std::vector<int64_t>>(std::move(bytes));
+  const auto given = inputs(s.dtype, s.count, true);
+  std::vector<Step> call;
+  size_t begin = 0;
+  for (size_t r = 0; r < ranks; ++r) {
+    std::vector<char> wanted(counts[r] * item);
+    std::vector<const void*> from;
+    for (const Block& one : given) from.push_back(one->data() + begin);
+    reference(s.dtype, s.op, s.scale, wanted.data(), from, counts[r]);
+    begin += wanted.size();
+    call.push_back(step(s, given[r]));
+    if (s.verb == FL_REDUCE_SCATTER_UNEVEN) call[r].sections = sections;
+    call[r].output_bytes = wanted.size();
+    call[r].output_after = block(std::move(wanted));
   }
   push(std::move(call));
 }

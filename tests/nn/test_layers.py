@@ -8,28 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashlight_py import nn
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd import input, param
-from flashlight_py.nn import (
-    CategoricalCrossEntropy,
-    Dropout,
-    Linear,
-    LogSoftmax,
-    MeanSquaredError,
-    Module,
-    ReLU,
-    Sequential,
-    Sigmoid,
-    Tanh,
-    View,
-    init,
-)
+from flashlight_py.nn import init
 from flashlight_py.random import set_seed
 
 
 class TestLinear:
     def test_shapes_dtype_and_value(self) -> None:
-        layer = Linear(3, 2)
+        layer = nn.Linear(3, 2)
         assert (layer.weight.shape, layer.bias.shape) == ((2, 3), (2,))
         assert layer.weight.dtype == layer.bias.dtype == "float32"
         x = np.arange(6, dtype="float32").reshape(2, 3)
@@ -38,7 +26,7 @@ class TestLinear:
 
     def test_initial_values_are_flashlight_s(self) -> None:
         set_seed(0)
-        layer = Linear(50, 400, dtype="float64")
+        layer = nn.Linear(50, 400, dtype="float64")
         for array, bound in ((layer.weight.array, math.sqrt(3 / 50)), (layer.bias.array, 50**-0.5)):
             assert np.abs(array).max() <= bound
             assert np.abs(array).max() > 0.95 * bound
@@ -48,12 +36,12 @@ class TestLinear:
         arrays = []
         for seed in (5, 5, 6):
             set_seed(seed)
-            arrays.append(Linear(3, 3).weight.array)
+            arrays.append(nn.Linear(3, 3).weight.array)
         np.testing.assert_array_equal(arrays[0], arrays[1])
         assert (arrays[0] != arrays[2]).any()
 
     def test_without_bias(self) -> None:
-        layer = Linear(3, 2, bias=False)
+        layer = nn.Linear(3, 2, bias=False)
         assert layer.bias is None
         assert list(layer.named_params()) == ["weight"]
         assert layer(input(np.ones((1, 3), "float32"))).shape == (1, 2)
@@ -64,22 +52,22 @@ class TestLinear:
     )
     def test_wrong_sizes(self, sizes: Any, error: type[Exception]) -> None:
         with pytest.raises(error, match="_features must be"):
-            Linear(*sizes)
+            nn.Linear(*sizes)
 
 
 @pytest.mark.parametrize(
     ("module", "function"),
     [
-        (ReLU(), F.relu),
-        (Tanh(), F.tanh),
-        (Sigmoid(), F.sigmoid),
-        (LogSoftmax(), F.log_softmax),
-        (LogSoftmax(0), lambda x: F.log_softmax(x, 0)),
-        (View((-1,)), F.flat),
-        (View([6, 1]), lambda x: F.reshape(x, (6, 1))),
+        (nn.ReLU(), F.relu),
+        (nn.Tanh(), F.tanh),
+        (nn.Sigmoid(), F.sigmoid),
+        (nn.LogSoftmax(), F.log_softmax),
+        (nn.LogSoftmax(0), lambda x: F.log_softmax(x, 0)),
+        (nn.View((-1,)), F.flat),
+        (nn.View([6, 1]), lambda x: F.reshape(x, (6, 1))),
     ],
 )
-def test_modules_without_parameters_are_their_functions(module: Module, function: Any) -> None:
+def test_modules_without_parameters_are_their_functions(module: nn.Module, function: Any) -> None:
     x = param(np.linspace(-1, 1, 6).reshape(2, 3))
     np.testing.assert_array_equal(module(x).array, function(x).array)
     assert module.params() == []
@@ -90,13 +78,13 @@ class TestDropout:
     def test_acts_while_training_only(self) -> None:
         set_seed(0)
         x = input(np.ones(1000, "float32"))
-        layer = Dropout(0.5)
+        layer = nn.Dropout(0.5)
         assert set(layer(x).array.tolist()) == {0.0, 2.0}
         assert layer.eval()(x) is x
 
     def test_wrong_ratio(self) -> None:
         with pytest.raises(ValueError, match="below 1, got 1"):
-            Dropout(1)
+            nn.Dropout(1)
 
 
 class TestLosses:
@@ -104,12 +92,12 @@ class TestLosses:
         logs = input(np.log(np.array([[0.5, 0.5], [0.25, 0.75]])))
         target = input(np.array([0, 1]))
         expected = [-math.log(0.5), -math.log(0.75)]
-        np.testing.assert_allclose(CategoricalCrossEntropy("none")(logs, target).array, expected)
+        np.testing.assert_allclose(nn.CategoricalCrossEntropy("none")(logs, target).array, expected)
         np.testing.assert_allclose(
-            CategoricalCrossEntropy("sum", ignore_index=1)(logs, target).array, expected[0]
+            nn.CategoricalCrossEntropy("sum", ignore_index=1)(logs, target).array, expected[0]
         )
         with pytest.raises(ValueError, match="got 'average'"):
-            CategoricalCrossEntropy("average")
+            nn.CategoricalCrossEntropy("average")
 
 
 @pytest.mark.parametrize(
@@ -135,12 +123,14 @@ def test_initial_values_have_the_promised_spread(draw: Any, std: float) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_take_arrays_as_input(training: bool) -> None:
     x, labels = np.ones((4, 2), "float32"), np.array([0, 1, 1, 0])
-    model = Sequential(Linear(2, 2), ReLU(), Tanh(), Sigmoid(), Dropout(), LogSoftmax())
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.ReLU(), nn.Tanh(), nn.Sigmoid(), nn.Dropout(), nn.LogSoftmax()
+    )
     model = model.train() if training else model.eval()
-    for module in (model, Dropout(0.5), View((-1,))):
+    for module in (model, nn.Dropout(0.5), nn.View((-1,))):
         module.training = training
         assert module(x).shape == module(input(x)).shape
-    loss = CategoricalCrossEntropy()(model(x), labels) + MeanSquaredError()(model(x), x)
+    loss = nn.CategoricalCrossEntropy()(model(x), labels) + nn.MeanSquaredError()(model(x), x)
     assert loss.calc_grad == training
     with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
         model([[1.0, 2.0]])

@@ -8,19 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.optim import (
-    CosineAnnealingLR,
-    ExponentialLR,
-    LambdaLR,
-    LearningRateSchedule,
-    LinearLR,
-    MultiStepLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    SGDOptimizer,
-    StepLR,
-)
+from flashlight_py import optim
 from tests.nn.oracle import Oracle
 
 BASE, STEPS = 0.8, 13
@@ -63,11 +51,11 @@ for _ in range(13):
 EACH = pytest.mark.parametrize("name", SCHEDULES)
 
 
-def optimizer_of_rate(rate: float = BASE) -> SGDOptimizer:
-    return SGDOptimizer([fl.param(np.ones(2))], rate)
+def optimizer_of_rate(rate: float = BASE) -> optim.SGDOptimizer:
+    return optim.SGDOptimizer([fl.param(np.ones(2))], rate)
 
 
-def made(name: str, optimizer: SGDOptimizer) -> Any:
+def made(name: str, optimizer: optim.SGDOptimizer) -> Any:
     return eval(SCHEDULES[name][0], {**vars(fl.optim), "o": optimizer, "more": {}})
 
 
@@ -108,15 +96,15 @@ def test_a_run_goes_on_from_any_step_with_the_same_rates(name: str) -> None:
 
 def test_a_second_schedule_starts_from_the_first_rate() -> None:
     optimizer = fl.DistributedOptimizer(optimizer_of_rate(0.1))
-    first = ExponentialLR(optimizer, 0.5)
+    first = optim.ExponentialLR(optimizer, 0.5)
     first.step()
     assert optimizer.lr == 0.05
-    second = LambdaLR(optimizer, lambda step: 1 + step)
+    second = optim.LambdaLR(optimizer, lambda step: 1 + step)
     assert (second.base_lr, optimizer.lr) == (0.1, 0.1)
     second.step()
-    assert ExponentialLR(optimizer, 0.5).base_lr == 0.1
+    assert optim.ExponentialLR(optimizer, 0.5).base_lr == 0.1
     optimizer.lr = 0.3  # which the user chooses
-    assert ExponentialLR(optimizer, 0.5).base_lr == 0.3
+    assert optim.ExponentialLR(optimizer, 0.5).base_lr == 0.3
     first.step()  # goes on from its own
     assert optimizer.lr == 0.025
 
@@ -135,7 +123,10 @@ for make in (lambda o: lr.CosineAnnealingLR(o, 9), lambda o: lr.LambdaLR(o, lamb
 y = rates
 """
     optimizer, found = optimizer_of_rate(0.1), []
-    for make in (lambda o: CosineAnnealingLR(o, 9), lambda o: LambdaLR(o, lambda t: t + 1)):
+    for make in (
+        lambda o: optim.CosineAnnealingLR(o, 9),
+        lambda o: optim.LambdaLR(o, lambda t: t + 1),
+    ):
         schedule: Any = make(optimizer)
         for _ in range(3):
             schedule.step()
@@ -145,7 +136,7 @@ y = rates
 
 def test_a_captured_step_is_not_recorded_again_for_a_schedule() -> None:
     weight = fl.param(np.ones(3))
-    optimizer = SGDOptimizer([weight], 0.1)
+    optimizer = optim.SGDOptimizer([weight], 0.1)
 
     @fl.capture
     def step(x: np.ndarray) -> None:
@@ -153,7 +144,7 @@ def test_a_captured_step_is_not_recorded_again_for_a_schedule() -> None:
         (weight * x).sum().backward()
         optimizer.step()
 
-    schedule = ExponentialLR(optimizer, 0.5)
+    schedule = optim.ExponentialLR(optimizer, 0.5)
     for _ in range(4):
         step(np.ones(3))
         schedule.step()
@@ -163,12 +154,12 @@ def test_a_captured_step_is_not_recorded_again_for_a_schedule() -> None:
 
 def test_a_checkpoint_and_synchronize_take_a_schedule(tmp_path: Path) -> None:
     optimizer = fl.DistributedOptimizer(optimizer_of_rate())
-    schedule = StepLR(optimizer, 2, gamma=0.5)
+    schedule = optim.StepLR(optimizer, 2, gamma=0.5)
     for _ in range(5):
         schedule.step()
     fl.save(tmp_path, optimizer=optimizer, schedule=schedule)
     other_optimizer = fl.DistributedOptimizer(optimizer_of_rate(9.0))
-    other = StepLR(other_optimizer, 2, gamma=0.5)
+    other = optim.StepLR(other_optimizer, 2, gamma=0.5)
     assert fl.load(tmp_path, optimizer=other_optimizer, schedule=other) is not None
     assert (other.last_step, other.last_lr, other_optimizer.lr) == (5, BASE / 4, BASE / 4)
     assert fl.synchronize({"schedule": schedule})["schedule"] is schedule
@@ -176,7 +167,7 @@ def test_a_checkpoint_and_synchronize_take_a_schedule(tmp_path: Path) -> None:
 
 def synchronized(rank: int, size: int) -> tuple[float, float, int]:
     optimizer = optimizer_of_rate(rank + 1.0)
-    schedule = ExponentialLR(optimizer, 0.5)
+    schedule = optim.ExponentialLR(optimizer, 0.5)
     for _ in range(rank + 1):
         schedule.step()
     fl.synchronize(schedule)
@@ -190,21 +181,29 @@ def test_ranks_get_the_schedule_of_the_root(pool: Any) -> None:
 def test_what_cannot_be_a_schedule_is_refused() -> None:
     optimizer = optimizer_of_rate()
     refused: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: StepLR(object(), 3), TypeError, "an optimizer with a learning rate lr"),  # type: ignore[arg-type]
-        (lambda: StepLR(optimizer, 0), ValueError, "step_size must be at least 1"),
-        (lambda: StepLR(optimizer, 1.5), TypeError, "step_size must be an integer"),  # type: ignore[arg-type]
-        (lambda: ExponentialLR(optimizer, -1), ValueError, "gamma must be at least 0"),
-        (lambda: MultiStepLR(optimizer, [1], -1), ValueError, "gamma"),
-        (lambda: LambdaLR(optimizer, lambda t: -1), ValueError, "lr must be at least 0"),
-        (lambda: CosineAnnealingLR(optimizer, 5, -1), ValueError, "eta_min"),
-        (lambda: LinearLR(optimizer, -1), ValueError, "start_factor"),
-        (lambda: OneCycleLR(optimizer, 1.0), ValueError, "needs total_steps"),
-        (lambda: OneCycleLR(optimizer, 1.0, 10, pct_start=0), ValueError, "each phase needs"),
-        (lambda: OneCycleLR(optimizer, 1.0, 9, anneal_strategy="x"), ValueError, "cos or linear"),
-        (lambda: OneCycleLR(optimizer, 1.0, 9, div_factor=0), ValueError, "above 0"),
-        (lambda: SequentialLR(optimizer, [StepLR(optimizer, 3)], [1]), ValueError, "0 milestones"),
+        (lambda: optim.StepLR(object(), 3), TypeError, "an optimizer with a learning rate lr"),  # type: ignore[arg-type]
+        (lambda: optim.StepLR(optimizer, 0), ValueError, "step_size must be at least 1"),
+        (lambda: optim.StepLR(optimizer, 1.5), TypeError, "step_size must be an integer"),  # type: ignore[arg-type]
+        (lambda: optim.ExponentialLR(optimizer, -1), ValueError, "gamma must be at least 0"),
+        (lambda: optim.MultiStepLR(optimizer, [1], -1), ValueError, "gamma"),
+        (lambda: optim.LambdaLR(optimizer, lambda t: -1), ValueError, "lr must be at least 0"),
+        (lambda: optim.CosineAnnealingLR(optimizer, 5, -1), ValueError, "eta_min"),
+        (lambda: optim.LinearLR(optimizer, -1), ValueError, "start_factor"),
+        (lambda: optim.OneCycleLR(optimizer, 1.0), ValueError, "needs total_steps"),
+        (lambda: optim.OneCycleLR(optimizer, 1.0, 10, pct_start=0), ValueError, "each phase needs"),
         (
-            lambda: SequentialLR(optimizer, [StepLR(optimizer_of_rate(), 3)], []),
+            lambda: optim.OneCycleLR(optimizer, 1.0, 9, anneal_strategy="x"),
+            ValueError,
+            "cos or linear",
+        ),
+        (lambda: optim.OneCycleLR(optimizer, 1.0, 9, div_factor=0), ValueError, "above 0"),
+        (
+            lambda: optim.SequentialLR(optimizer, [optim.StepLR(optimizer, 3)], [1]),
+            ValueError,
+            "0 milestones",
+        ),
+        (
+            lambda: optim.SequentialLR(optimizer, [optim.StepLR(optimizer_of_rate(), 3)], []),
             ValueError,
             "another optimizer",
         ),
@@ -217,7 +216,7 @@ def test_what_cannot_be_a_schedule_is_refused() -> None:
 
 def test_a_cycle_that_is_over_and_a_state_that_does_not_fit_change_nothing() -> None:
     optimizer = optimizer_of_rate()
-    schedule = OneCycleLR(optimizer, 1.0, total_steps=5)
+    schedule = optim.OneCycleLR(optimizer, 1.0, total_steps=5)
     for _ in range(5):  # a loop steps once after each of 5 steps
         schedule.step()
     last = optimizer.lr
@@ -231,7 +230,9 @@ def test_a_cycle_that_is_over_and_a_state_that_does_not_fit_change_nothing() -> 
 
 
 def test_any_schedule_can_be_made_of_a_formula() -> None:
-    schedule = LearningRateSchedule(optimizer_of_rate(), lambda base, t: base / (t + 1) ** 0.5)
+    schedule = optim.LearningRateSchedule(
+        optimizer_of_rate(), lambda base, t: base / (t + 1) ** 0.5
+    )
     schedule.step()
     assert schedule.last_lr == BASE / 2**0.5
     assert repr(schedule) == f"LearningRateSchedule(step 1, lr {schedule.last_lr:g})"
@@ -267,11 +268,11 @@ for metric in metrics:
     y.append(optimizer.param_groups[0]["lr"])
 """
     optimizer, found = optimizer_of_rate(), []
-    schedule = ReduceLROnPlateau(optimizer, **options)
+    schedule = optim.ReduceLROnPlateau(optimizer, **options)
     for number, metric in enumerate(METRICS):
         if number == 7:  # another one goes on from here
             state, optimizer = schedule.state_dict(), optimizer_of_rate(9.0)
-            schedule = ReduceLROnPlateau(optimizer, **options)
+            schedule = optim.ReduceLROnPlateau(optimizer, **options)
             schedule.load_state_dict(state)
         schedule.step(fl.input(np.array(metric)))
         found.append(optimizer.lr)
@@ -280,23 +281,23 @@ for metric in metrics:
 
 def test_a_rate_below_the_lowest_one_stays() -> None:
     optimizer = optimizer_of_rate(0.1)
-    schedule = ReduceLROnPlateau(optimizer, patience=0, min_lr=0.5)
+    schedule = optim.ReduceLROnPlateau(optimizer, patience=0, min_lr=0.5)
     for _ in range(3):
         schedule.step(1.0)
     assert optimizer.lr == 0.1
     with pytest.raises(ValueError, match="mode='least' must be min or max"):
-        ReduceLROnPlateau(optimizer, "least")
+        optim.ReduceLROnPlateau(optimizer, "least")
     with pytest.raises(ValueError, match=r"factor=1\.0 below 1"):
-        ReduceLROnPlateau(optimizer, factor=1.0)
+        optim.ReduceLROnPlateau(optimizer, factor=1.0)
     with pytest.raises(ValueError, match="patience must be at least 0, got -1"):
-        ReduceLROnPlateau(optimizer, patience=-1)
+        optim.ReduceLROnPlateau(optimizer, patience=-1)
     with pytest.raises(ValueError, match="ReduceLROnPlateau follows a metric"):
-        SequentialLR(optimizer, [schedule], [])
+        optim.SequentialLR(optimizer, [schedule], [])
 
 
 def test_a_checkpoint_and_synchronize_take_a_plateau(tmp_path: Path) -> None:
     optimizer = optimizer_of_rate()
-    schedule, other = (ReduceLROnPlateau(optimizer, patience=1) for _ in range(2))
+    schedule, other = (optim.ReduceLROnPlateau(optimizer, patience=1) for _ in range(2))
     fl.save(tmp_path, schedule=schedule)  # before it has a best metric
     fl.load(tmp_path, schedule=other)
     for metric in (2.0, 2.0):

@@ -11,17 +11,10 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.parallel import gradcheck_over_ranks
 from tests.distributed.conformance import on_ranks
 
-BACKENDS = ["gloo", "shm"]
-SIZES = [1, 2, 3]
 D = fl.functional
 
-over_worlds = pytest.mark.parametrize(
-    ("size", "backend"), [(1, "gloo"), *((n, b) for n in SIZES[1:] for b in BACKENDS)]
-)
-
-
-def world(pool: Any, size: int, backend: str) -> Any:
-    return pool(size, params={"BACKEND": backend}) if size > 1 else pool(1)
+SEVERAL = [(backend, size) for size in (2, 3) for backend in ("gloo", "shm")]
+WORLDS = [("single", 1), *SEVERAL]
 
 
 def numbers(rank: int, *shape: int) -> Any:
@@ -102,20 +95,15 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[Any]]]] = {
 }
 
 
-def check_gradient(rank: int, size: int, name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(*WORLDS)
+def test_gradients_are_those_of_all_ranks_losses(rank: int, size: int, name: str) -> None:
     function, arrays = CASES[name]
     gradcheck_over_ranks(function, arrays(rank, size))
 
 
-@over_worlds
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_all_ranks_losses(
-    pool: Any, size: int, backend: str, name: str
-) -> None:
-    world(pool, size, backend).run(check_gradient, name)
-
-
-def forward(rank: int, size: int) -> None:
+@on_ranks(*WORLDS)
+def test_results_are_those_of_the_verbs(rank: int, size: int) -> None:
     x = np.arange(6.0).reshape(3, 2) + rank
     v = fl.input(x)
     everyone = [np.arange(6.0).reshape(3, 2) + r for r in range(size)]
@@ -139,11 +127,6 @@ def forward(rank: int, size: int) -> None:
         assert got.dtype == expected.dtype
         assert not got.calc_grad
     assert x[0, 0] == rank, "works out of place"
-
-
-@over_worlds
-def test_results_are_those_of_the_verbs(pool: Any, size: int, backend: str) -> None:
-    world(pool, size, backend).run(forward)
 
 
 @on_ranks(("shm", 3))
@@ -245,16 +228,12 @@ MESSAGES: dict[str, Callable[..., Any]] = {
 }
 
 
-def check_messages(rank: int, size: int, name: str) -> None:
-    gradcheck_over_ranks(MESSAGES[name], [numbers(rank, 2, 2)])
-
-
-@pytest.mark.parametrize(("size", "backend"), [(n, b) for n in SIZES[1:] for b in BACKENDS])
 @pytest.mark.parametrize("name", MESSAGES)
+@on_ranks(*SEVERAL)
 def test_gradients_of_messages_are_those_of_all_ranks_losses(
-    pool: Any, size: int, backend: str, name: str
+    rank: int, size: int, name: str
 ) -> None:
-    world(pool, size, backend).run(check_messages, name)
+    gradcheck_over_ranks(MESSAGES[name], [numbers(rank, 2, 2)])
 
 
 def stages() -> tuple[Any, Any]:
@@ -285,7 +264,9 @@ def one_process() -> list[list[Any]]:
     return [[param.array for param in stage.params()] for stage in both]
 
 
-def pipeline(rank: int, size: int, in_order: bool) -> list[Any]:
+@pytest.mark.parametrize("in_order", [True, False])
+@on_ranks(("gloo", 2), ("shm", 2))
+def test_a_pipeline_trains_as_one_process(rank: int, size: int, in_order: bool) -> None:
     """Rank 0 has the first stage, rank 1 the second; parts of a batch follow each other."""
     stage = stages()[rank]
     optimizer = sgd(stage)
@@ -301,16 +282,8 @@ def pipeline(rank: int, size: int, in_order: bool) -> list[Any]:
         for end in ends if in_order else reversed(ends):
             end.backward()
         optimizer.step()
-    return [param.array for param in stage.params()]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_pipeline_trains_as_one_process(pool: Any, backend: str, in_order: bool) -> None:
-    results = world(pool, 2, backend).run(pipeline, in_order)
-    for stage, expected in zip(results, one_process(), strict=True):
-        for got, want in zip(stage, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+    for param, expected in zip(stage.params(), one_process()[rank], strict=True):
+        np.testing.assert_allclose(param.array, expected, rtol=0, atol=1e-12)
 
 
 @on_ranks(("shm", 2))

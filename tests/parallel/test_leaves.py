@@ -11,7 +11,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import random as numbers
 from flashlight_py.parallel import fully_sharded
-from tests.distributed.conformance import BACKENDS, ranks_in
+from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
 
 F = fl.autograd.functions
 SLOW = [("shm", 4), ("gloo", 2), ("mpi", 3), ("hierarchical", 3)]
@@ -166,7 +166,9 @@ def test_going_on_with_other_numbers_of_ranks_ends_with_the_same_bits(
     assert set(pair.run(train, "adam", 3, 8, run, True)) == {expected}
 
 
-def outside(rank: int, size: int) -> None:
+@on_ranks()
+def test_leaves_of_a_sharded_module_take_the_place_of_its_own_sums(rank: int, size: int) -> None:
+    """Passes outside of a loop over leaves are refused, as without sharding."""
     fully_sharded.SMALL_BYTES = 0
     model = fl.nn.Linear(3, 2)
     fl.fully_shard(model)
@@ -176,8 +178,3 @@ def outside(rank: int, size: int) -> None:
     fl.fully_shard(model)  # back to sums over whole passes
     model(fl.input(np.ones((2, 3), np.float32))).mean().backward()
     assert model.params()[0].grad is not None
-
-
-def test_leaves_of_a_sharded_module_take_the_place_of_its_own_sums(ranks: Any) -> None:
-    """Passes outside of a loop over leaves are refused, as without sharding."""
-    ranks.run(outside)

@@ -10,7 +10,7 @@ import numpy as np
 import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 
 ranks = ranks_in(("single", 1), ("gloo", 2), ("shm", 2), slow=[("hierarchical", 4), ("mpi", 2)])
 
@@ -114,7 +114,8 @@ def test_all_ways_of_training_count_every_contribution(ranks: Any) -> None:
     ranks.run_each(equal, [(rule, kind) for rule in RULES for kind in kinds])
 
 
-def reduced_later(rank: int, size: int) -> None:
+@on_ranks()
+def test_gradients_are_reduced_after_a_pass(rank: int, size: int) -> None:
     """A gradient that NumPy has made a scalar of is reduced as well, by either function."""
     for steps in (False, True):
         model = Net()
@@ -129,7 +130,8 @@ def reduced_later(rank: int, size: int) -> None:
         np.testing.assert_allclose(found, [1, 23, 2])
 
 
-def leaf_by_leaf(rank: int, size: int) -> None:
+@on_ranks()
+def test_leaf_by_leaf(rank: int, size: int) -> None:
     for leaves in (3, 4):
         model = Net()
         fl.distribute_module_grads(model, leaves=leaves)
@@ -138,15 +140,16 @@ def leaf_by_leaf(rank: int, size: int) -> None:
         np.testing.assert_allclose([float(np.sum(p.grad)) for p in model.params()], [1, 23, 2])
 
 
-def saved(rank: int, size: int, folder: str) -> None:
+@on_ranks()
+def test_checkpoints(rank: int, size: int, tmp_path: Path) -> None:
     models = Net(), Net()
     for model in models:
         sharded(model)
     optimizers = [RULES["adam"](model.params()) for model in models]
     one_pass(models[0], 0, rank)
     optimizers[0].step()
-    fl.save(folder, module=models[0], optimizer=optimizers[0])
-    fl.load(folder, module=models[1], optimizer=optimizers[1])
+    fl.save(tmp_path, module=models[0], optimizer=optimizers[0])
+    fl.load(tmp_path, module=models[1], optimizer=optimizers[1])
     for model, optimizer in zip(models, optimizers, strict=True):
         optimizer.zero_grad()
         one_pass(model, 1, rank)
@@ -154,11 +157,3 @@ def saved(rank: int, size: int, folder: str) -> None:
     assert [p.array.tolist() for p in models[0].params()] == [
         p.array.tolist() for p in models[1].params()
     ]
-
-
-def test_what_is_done_after_a_pass_leaf_by_leaf_and_by_checkpoints(
-    ranks: Any, tmp_path: Path
-) -> None:
-    ranks.run(reduced_later)
-    ranks.run(leaf_by_leaf)
-    ranks.run(saved, str(tmp_path))

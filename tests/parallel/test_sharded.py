@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import mmap
-import tempfile
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.reducers.host_memory import hosts_of
@@ -19,8 +17,21 @@ from flashlight_py.optim import clip
 from flashlight_py.parallel import fully_sharded, shard_memory
 from tests.distributed.conformance import on_ranks, ranks_in
 
+
+def three_and_one(rank: int) -> dict[str, str]:
+    """Ranks 0 to 2 share memory, rank 3 has a host of its own."""
+    return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank < 3 else "second"}
+
+
+def crossed(rank: int) -> dict[str, str]:
+    """Ranks 0 and 3 share memory, and so do 1 and 2."""
+    return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank in (0, 3) else "second"}
+
+
+HOSTS = [("hierarchical", 4, {"env": env}) for env in (three_and_one, crossed)]
 ranks = ranks_in(
-    ("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4), slow=[("shm", 2), ("mpi", 3)]
+    *(("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4)),
+    slow=[("shm", 2), ("mpi", 3), *HOSTS],
 )
 
 BATCH, STEPS = 8, 3
@@ -98,7 +109,8 @@ def same(got: Any, expected: Any) -> None:
         np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
 
 
-def equals_data_parallel(rank: int, size: int) -> None:
+@on_ranks()
+def test_training_equals_plain_data_parallel(rank: int, size: int) -> None:
     one_host = len(hosts_of(fl.distributed.start.world.current_world().group)) == 1
     for dtype, rule in (("float32", "sgd"), ("float64", "adam"), ("float16", "adam")):
         expected = train(rank, size, "plain", dtype, rule)
@@ -119,11 +131,8 @@ def equals_data_parallel(rank: int, size: int) -> None:
                 assert all(map(np.array_equal, got[1], expected[1])), "the same bits"
 
 
-def test_training_equals_plain_data_parallel(ranks: Any) -> None:
-    ranks.run(equals_data_parallel)
-
-
-def in_common(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_host_has_one_copy(rank: int, size: int) -> None:
     """What one rank writes, all of its host see; and gradients of what no rank used are None."""
     model = build("float32", "sharded")
     hosts = hosts_of(fl.distributed.start.world.current_world().group)
@@ -137,10 +146,6 @@ def in_common(rank: int, size: int) -> None:
         model.last.bias.data[0] = model.last.bias.grad[0] = 7.0 + rank
     fl.barrier()
     assert model.last.bias.data[0] == model.last.bias.grad[0] == 7.0 + home[0]
-
-
-def test_a_host_has_one_copy(ranks: Any) -> None:
-    ranks.run(in_common)
 
 
 def accumulated(rank: int, size: int, way: str) -> Any:
@@ -167,7 +172,8 @@ def accumulated(rank: int, size: int, way: str) -> Any:
     return norm, [p.array.copy() for p in model.params()], grads
 
 
-def accumulation(rank: int, size: int) -> None:
+@on_ranks()
+def test_gradients_add_up_over_passes(rank: int, size: int) -> None:
     expected, got = accumulated(rank, size, "plain"), accumulated(rank, size, "sharded")
     norms = fl.all_gather(np.array([got[0]]))
     assert (norms == norms[0]).all()
@@ -176,11 +182,8 @@ def accumulation(rank: int, size: int) -> None:
     same(got[2], expected[2])
 
 
-def test_gradients_add_up_over_passes(ranks: Any) -> None:
-    ranks.run(accumulation)
-
-
-def clipped(rank: int, size: int) -> None:
+@on_ranks()
+def test_gradients_are_clipped_on_all_ranks_when_a_rank_goes_on(rank: int, size: int) -> None:
     """The last rank scales its pieces when rank 0 has read the gradients, or has to wait."""
     model = build("float64", "sharded")
     loss_of(model, rank, 0).backward()
@@ -221,10 +224,6 @@ def test_elements_of_gradients_are_limited_on_all_ranks(rank: int, size: int) ->
     assert max(np.abs(grad).max() for grad in found[0]) == 1e-3
 
 
-def test_gradients_are_clipped_on_all_ranks_when_a_rank_goes_on(ranks: Any) -> None:
-    ranks.run(clipped)
-
-
 @on_ranks()
 def test_another_thread_may_evaluate_while_ranks_step(rank: int, size: int) -> None:
     """A thread of the last rank begins to evaluate in the middle of a step."""
@@ -260,19 +259,17 @@ def joined(rank: int, size: int, way: str) -> Any:
     return [p.array.copy() for p in model.params()]
 
 
-def joins(rank: int, size: int) -> None:
+@on_ranks()
+def test_ranks_may_run_out_of_data(rank: int, size: int) -> None:
     same(joined(rank, size, "sharded"), joined(rank, size, "plain"))
 
 
-def test_ranks_may_run_out_of_data(ranks: Any) -> None:
-    ranks.run(joins)
-
-
-def resumed(rank: int, size: int, folder: str) -> None:
+@on_ranks()
+def test_a_checkpoint_is_of_the_whole(rank: int, size: int, tmp_path: Path) -> None:
     """From one checkpoint, saved sharded or not, training goes on the same, sharded or not."""
     ends = []
     for number, saver in enumerate(("sharded", "plain")):
-        path = Path(folder) / str(number)
+        path = tmp_path / str(number)
         model = build("float64", saver)
         optimizer = optimizer_of(model, "adam")
         for step in range(2):
@@ -290,29 +287,6 @@ def resumed(rank: int, size: int, folder: str) -> None:
             ends.append([p.array.copy() for p in model.params()])
     for end in ends[1:]:
         same(end, ends[0])
-
-
-def test_a_checkpoint_is_of_the_whole(ranks: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        ranks.run(resumed, folder)
-
-
-def three_and_one(rank: int) -> dict[str, str]:
-    """Ranks 0 to 2 share memory, rank 3 has a host of its own."""
-    return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank < 3 else "second"}
-
-
-def crossed(rank: int) -> dict[str, str]:
-    """Ranks 0 and 3 share memory, and so do 1 and 2."""
-    return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank in (0, 3) else "second"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env", [three_and_one, crossed])
-def test_hosts_may_have_any_ranks(pool: Any, env: Any) -> None:
-    hosts = pool(4, env=env)
-    for each in (equals_data_parallel, accumulation, joins, in_common):
-        hosts.run(each)
 
 
 @on_ranks()

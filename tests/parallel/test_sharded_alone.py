@@ -5,6 +5,7 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,21 @@ from tests.launch.launcher import launch, write
 from tests.parallel.test_sharded import Net, loss_of, optimizer_of
 
 
-def test_the_marks_of_a_step_that_was_not_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
+
+
+@pytest.fixture
+def sharded(shards_all: None) -> tuple[Net, Any]:
+    """A sharded module, and its optimizer."""
     model = Net("float32")
     fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
+    return model, optimizer_of(model, "sgd")
+
+
+def test_the_marks_of_a_step_that_was_not_completed(sharded: Any) -> None:
+    model, optimizer = sharded
     state = {name: array.copy() for name, array in model.state_dict().items()}
     with contextlib.suppress(KeyboardInterrupt), optimizer._shards[0].changing("a step"):
         raise KeyboardInterrupt
@@ -35,33 +46,23 @@ def test_the_marks_of_a_step_that_was_not_completed(monkeypatch: pytest.MonkeyPa
     model(fl.input(np.zeros((1, 30), np.float32)))
 
 
-@pytest.mark.usefixtures("shards_all")
-def test_another_thread_waits_for_a_step_and_the_same_one_is_told() -> None:
+def test_another_thread_waits_for_a_step_and_the_same_one_is_told(sharded: Any) -> None:
     """A step that goes on is no rank that has ended in it."""
-    model, x = Net("float32"), fl.input(np.zeros((1, 30), np.float32))
-    fl.fully_shard(model)
+    (model, optimizer), x = sharded, fl.input(np.zeros((1, 30), np.float32))
     model.eval()
-    with ThreadPoolExecutor(1) as pool, optimizer_of(model, "sgd")._shards[0].changing("a step"):
+    with ThreadPoolExecutor(1) as pool, optimizer._shards[0].changing("a step"):
         result = pool.submit(model, x)
         with pytest.raises(TimeoutError):
             result.result(0.1)
-        for use in (lambda: model(x), model.state_dict, optimizer_of(model, "sgd").step):
+        for use in (lambda: model(x), model.state_dict, optimizer.step):
             with pytest.raises(RuntimeError, match="inside of a step, which changes"):
                 use()
     assert result.result(20).shape == (1, 5)
 
 
-@pytest.fixture
-def shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
-
-
-@pytest.mark.usefixtures("shards_all")
-def test_a_refused_step_changes_nothing() -> None:
+def test_a_refused_step_changes_nothing(sharded: Any) -> None:
     """So what the error advises can be done: to shard the module again."""
-    model = Net("float32")
-    fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
+    model, optimizer = sharded
     for param in model.frozen.params():
         param.calc_grad = True
     before = [param.array.copy() for param in model.params()]
@@ -76,12 +77,9 @@ def test_a_refused_step_changes_nothing() -> None:
     assert not np.array_equal(model.frozen.weight.array, before[-2])
 
 
-@pytest.mark.usefixtures("shards_all")
-def test_an_optimizer_is_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_is_of_one_layout(sharded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state lies in the old memory, which all ranks would step as theirs alone."""
-    model = Net("float32")
-    fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
+    model, optimizer = sharded
     monkeypatch.undo()
     fl.fully_shard(model)
     assert model.first.weight.placement is None
@@ -97,7 +95,7 @@ def test_sharding_anew_frees_the_old_memory_at_once() -> None:
     """It may be most of what there is: the garbage collector comes too late."""
     model = Net("float32")
     fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
+    optimizer = optimizer_of(model, "sgd")  # which no fixture keeps
     loss_of(model, 0, 0).backward()
     optimizer.step()
     old = weakref.ref(model.first.weight.placement.shards.memory)
@@ -118,9 +116,9 @@ def test_a_small_module_stays_each_ranks_own() -> None:
     assert model.first.weight.grad is not None
 
 
+@pytest.mark.usefixtures("shards_all")
 def test_a_write_to_a_protected_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIGHT_DEBUG_SHARED", "1")
-    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
     model = Net("float32")
     fl.fully_shard(model)
     optimizer = optimizer_of(model, "sgd")
@@ -144,8 +142,8 @@ def test_a_parameter_that_does_not_learn_may_be_of_bfloat16() -> None:
     assert model.table.array.tolist() == [0, 1, 2]
 
 
-def test_a_step_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
+@pytest.mark.usefixtures("shards_all")
+def test_a_step_that_is_refused_changes_nothing() -> None:
     model = Net("float32")
     optimizer = optimizer_of(model, "sgd")
     fl.fully_shard(model)

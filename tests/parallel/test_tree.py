@@ -16,8 +16,6 @@ from flashlight_py.parallel.agreement import by_rank, differences, digest
 from flashlight_py.parallel.synchronize import _buffers_for, _kept, _plans, give_state
 from flashlight_py.parallel.tree import (
     TreeBuffers,
-    decode_numbers,
-    encode_numbers,
     kinds_by_path,
     plan_of,
     put_numbers,
@@ -129,20 +127,6 @@ def test_only_a_plan_of_numpy_arrays_is_kept() -> None:
 def test_digests_depend_on_places_and_lengths() -> None:
     words = [b"", b"\0", bytes(8), bytes(16), b"a" * 8 + b"b" * 8, b"b" * 8 + b"a" * 8]
     assert len({digest(word) for word in words}) == len(words)
-
-
-@any_tree
-@given(trees())
-def test_numbers_are_decoded_as_they_were(tree: Any) -> None:
-    numbers = [number for _, _, number in plan_of(tree).numbers]
-    back = decode_numbers(numbers, encode_numbers(numbers))
-    assert [type(number) for number in back] == [type(number) for number in numbers]
-    assert encode_numbers(back) == encode_numbers(numbers)
-
-
-@pytest.mark.parametrize("number", [0, -1, 127, 128, -128, -129, 2**63, -(2**63), 10**1000])
-def test_ints_of_any_size(number: int) -> None:
-    assert decode_numbers([0], encode_numbers([number])) == [number]
 
 
 @any_tree

@@ -18,6 +18,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.spawning import Worker
 from tests.distributed import leftovers
+from tests.distributed.conformance import on_ranks
 from tests.parallel import worker_modules
 from tests.parallel.worker_modules import RAISE, Everything, Net, rows, worker_pids
 
@@ -374,7 +375,9 @@ def test_parameters_of_another_dtype_need_other_workers() -> None:
     model.close()
 
 
-def train_in_a_world(rank: int, size: int) -> list[Any]:
+@pytest.mark.slow
+@on_ranks(("shm", 2))
+def test_ranks_of_a_world_have_workers_of_their_own(rank: int, size: int) -> None:
     fl.set_seed(1)
     alone = Net()
     wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs=2)
@@ -384,14 +387,8 @@ def train_in_a_world(rank: int, size: int) -> list[Any]:
     for model, own in shares:
         F.mean(model(fl.input(own))).backward()
     wrapped.close()
-    return [[p.grad for p in model.params()] for model, _ in shares]
-
-
-@pytest.mark.slow
-def test_ranks_of_a_world_have_workers_of_their_own(pool: Any) -> None:
-    for ours, others in pool(2).run(train_in_a_world):
-        for one, other in zip(ours, others, strict=True):
-            agree(one, other)
+    for ours, other in zip(wrapped.params(), alone.params(), strict=True):
+        agree(ours.grad, other.grad)
 
 
 def test_what_cannot_be_wrapped_or_computed_is_refused(strict: Any) -> None:

@@ -160,7 +160,7 @@ def of_beginnings() -> dict[str, float]:
     file = memory_file.MemoryFile(False)
     os.pwrite(file.fd, b"x" * 32, 0)
     alone, many = (
-        of_joining(size, lambda store: GlooBackend(store, "127.0.0.1", 9.0, 9.0, b"", store.hosts))
+        of_joining(size, lambda store: GlooBackend(store, "127.0.0.1", 9.0, 9.0, b""))
         for size in (1, _MANY)
     )
     return {

@@ -84,7 +84,7 @@ class _JoinedByNetwork(Joined):
 
     def __init__(self, store: Store, *given: Any) -> None:
         super().__init__(store.rank, store.size)
-        _, _, _, key, _, host_timeout, lazily, _, _ = given
+        _, _, _, key, host_timeout, lazily, _, _ = given
         process, address = me(), b64encode(zlib.compress(bytes(128) + b"10.1")).decode()
         card = [this_process(), address, nonce().hex(), 40000, host_timeout]
         texts = store.exchange(json.dumps(card).encode())

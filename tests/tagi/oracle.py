@@ -168,13 +168,9 @@ OPTIONS = {"var_y": None, "idx": None, "var_x": None, "heteros": False, "steps":
 
 
 def oracle_step(
-    network: str,
-    x: Any,
-    y: Any,
-    params: dict[str, Entry] | None = None,
-    seed: int = 0,
+    network: str, x: Any, y: Any, params: dict[str, Entry] | None = None, seed: int = 0,
     **options: Any,
-) -> Stepped:
+) -> Stepped:  # fmt: skip
     """Return what the real pytagi makes of steps on one batch, on one thread.
 
     Args:
@@ -216,18 +212,10 @@ def own_step(network: str, params: dict[str, Entry], x: Any, y: Any, **options: 
 
 
 def compare(
-    network: str,
-    x: Any,
-    y: Any,
-    var_y: Any = None,
-    *,
-    here: str | None = None,
-    params: dict[str, Entry] | None = None,
-    seed: int = 0,
-    rtol: float = 1e-5,
-    atol: float = 1e-5,
+    network: str, x: Any, y: Any, var_y: Any = None, *, here: str | None = None,
+    params: dict[str, Entry] | None = None, seed: int = 0, rtol: float = 1e-5, atol: float = 1e-5,
     **options: Any,
-) -> tuple[Stepped, Stepped]:
+) -> tuple[Stepped, Stepped]:  # fmt: skip
     """Let both libraries do the same steps from the same parameters, and compare all they make.
 
     These are the moments and deltas of the outputs, the deltas of every layer's parameters, also of

@@ -348,15 +348,9 @@ def test_random_networks_of_shares_are_as_pytagi_s() -> None:
             f"Linear({inputs}, {width}, {gains}), {middle}(), Linear({width}, {classes}, {gains})"
         )
         y = np.eye(classes)[rng.integers(0, classes, batch)]
-        compare(
-            f"Sequential({network}, Remax())",
-            scale * rng.standard_normal((batch, inputs)),
-            y,
-            np.full_like(y, rng.choice([0.01, 0.1, 1])),
-            seed=seed,
-            rtol=1e-3,
-            atol=1e-3,
-        )
+        x, errors = scale * rng.standard_normal((batch, inputs)), rng.choice([0.01, 0.1, 1])
+        given = x, y, np.full_like(y, errors)
+        compare(f"Sequential({network}, Remax())", *given, seed=seed, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -38,8 +38,7 @@ def test_a_block_of_layers_is_these_layers() -> None:
         each.input_state_update = True
         for _ in range(2):
             learn(each, x, y)
-    equal(net(x), row(x))
-    equal(net.get_input_states(), row.get_input_states())
+    equal((net(x), net.get_input_states()), (row(x), row.get_input_states()))
     assert list(net.state_dict()) == ["Linear.0.0", "Linear.0.2"]
     assert repr(block) == "LayerBlock(4,2)"
     assert block.get_max_num_states() == 5
@@ -72,8 +71,7 @@ def test_both_paths_are_added(projected: bool) -> None:
         close(shortcut.delta_mu_w, shortcut_alone.delta_mu_w)
     for found, one, two in zip(deltas, back, more, strict=True):
         close(found, one + two)
-    close(main.delta_mu_w, main_alone.delta_mu_w)
-    close(main.delta_var_b, main_alone.delta_var_b)
+    close((main.delta_mu_w, main.delta_var_b), (main_alone.delta_mu_w, main_alone.delta_var_b))
     assert block.backward(d.copy(), e.copy(), False) is None
 
 
@@ -90,8 +88,7 @@ def test_a_path_that_ends_with_an_activation_goes_back_by_its_slope() -> None:
     back = alone.backward(d * main, e * main, True)
     close(linear.delta_mu_w, alone.delta_mu_w)
     slope = (x.mean > 0) * x.slope
-    close(deltas[0], back[0] + d * slope)
-    close(deltas[1], back[1] + e * slope**2)
+    close((deltas[0], deltas[1]), (back[0] + d * slope, back[1] + e * slope**2))
 
 
 def test_blocks_nest_to_any_depth() -> None:

@@ -7,17 +7,13 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi import nn
-from tests.tagi.helpers import equal, learn
+from tests.tagi.helpers import equal, learn, network
 
 X = np.random.default_rng(0).standard_normal((8, 3))
 Y = X[:, :2] - X[:, 1:]
 
 
-def network(width: int = 5, seed: int = 0) -> nn.Sequential:
-    fl.tagi.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(3, width), nn.ReLU(), nn.BatchNorm2d(width), nn.Linear(width, 2, bias=False)
-    )
+LAYERS = "Linear(3, 5), ReLU(), BatchNorm2d(5), Linear(5, 2, bias=False)"
 
 
 def train(net: nn.Sequential, steps: int) -> None:
@@ -26,7 +22,7 @@ def train(net: nn.Sequential, steps: int) -> None:
 
 
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    whole, begun, resumed = network(), network(), network(seed=1)
+    whole, begun, resumed = network(LAYERS), network(LAYERS), network(LAYERS, 1)
     train(whole, 6)
     train(begun, 3)
     fl.save(tmp_path, begun, step=3)
@@ -41,7 +37,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_network_that_diverged_is_refused(tmp_path: Path) -> None:
-    net, other = network(), network(seed=1)
+    net, other = network(LAYERS), network(LAYERS, 1)
     net.layers[2].statistics()[1][...] = np.inf
     path = fl.save(tmp_path, net)
     expected = other.state_dict()
@@ -54,8 +50,8 @@ def test_a_checkpoint_of_a_network_that_diverged_is_refused(tmp_path: Path) -> N
 
 
 def test_another_network_s_checkpoint_is_refused(tmp_path: Path) -> None:
-    fl.save(tmp_path, network())
-    other = network(width=6)
+    fl.save(tmp_path, network(LAYERS))
+    other = network(LAYERS.replace("5", "6"))
     expected = other.state_dict()
     with pytest.raises(ValueError, match=r"nothing was loaded: 'Linear\.0' has arrays of \[15, 15"):
         fl.load(tmp_path, other)

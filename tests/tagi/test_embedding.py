@@ -7,7 +7,7 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from tests.tagi.helpers import equal, learn, observe
+from tests.tagi.helpers import equal, learn, network, observe
 from tests.tagi.oracle import oracle_step, own_step
 
 NETWORK = "Sequential(Embedding(7, 3, 2, 0.5, {padding}), Linear(6, 1))"
@@ -22,8 +22,7 @@ def test_first_step_is_pytagi_s(padding: int) -> None:
     y, errors = np.array([[0.5], [-1.0], [2.0], [0.0]]), np.full((4, 1), 0.3)
     there = oracle_step(network, INDICES, y, var_y=errors)
     ours = own_step(network, there.before, INDICES, y, var_y=errors)
-    equal(ours.mu, there.mu, 1e-5, 1e-6)
-    equal(ours.var, there.var, 1e-5, 1e-6)
+    equal((ours.mu, ours.var), (there.mu, there.var), 1e-5, 1e-6)
     for which in (0, 2):
         equal(ours.deltas["Embedding.0"][which], there.deltas["Embedding.0"][which], 1e-4, 1e-6)
     variances = there.before["Embedding.0"][1]
@@ -41,8 +40,7 @@ def test_rows_learn_the_sums_of_their_places() -> None:
     net = nn.Sequential(layer)
     x = np.array([[0, 4, 4], [2, 0, 4]])
     mean, variance = net(x)
-    equal(mean, layer.mu_w.reshape(5, 2)[x].reshape(2, 6))
-    equal(variance, np.ones((2, 6)))
+    equal((mean, variance), (layer.mu_w.reshape(5, 2)[x].reshape(2, 6), np.ones((2, 6))))
     rng = np.random.default_rng(0)
     for _ in range(2):  # the sums of a pass are its own
         d, e = rng.normal(size=(2, 2, 3, 2))
@@ -90,8 +88,7 @@ def test_padding_is_zero_and_never_learns() -> None:
         equal(array.reshape(2, 2, 3)[[0, 1], [0, 1]], 0)
     after, variances = layer.mu_w.reshape(4, 3), layer.var_w.reshape(4, 3)
     for row in (0, 2):  # 0 was in no sample
-        equal(after[row], before[row])
-        equal(variances[row], rows.reshape(4, 3)[row])
+        equal((after[row], variances[row]), (before[row], rows.reshape(4, 3)[row]))
     for row in (1, 3):
         assert (after[row] != before[row]).any()
 
@@ -146,8 +143,7 @@ def test_rows_learn_on_a_gpu(strict: Any) -> None:
     """With a stand-in for CuPy."""
     found = []
     for device in ("cpu", "cuda"):
-        tagi.manual_seed(3)
-        net = nn.Sequential(nn.Embedding(5, 3, 2, padding_idx=1), nn.Linear(6, 1))
+        net = network("Embedding(5, 3, 2, padding_idx=1), Linear(6, 1)", 3)
         net.to_device(device)
         x = np.array([[0, 1], [4, 4], [2, 0]])
         for _ in range(2):

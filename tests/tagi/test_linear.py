@@ -35,9 +35,7 @@ def test_moments_and_deltas_are_those_of_draws() -> None:
 def test_relu_is_linearised_at_the_mean() -> None:
     net = nn.Sequential(nn.ReLU())
     mean, variance = net(np.array([[-2.0, 3.0, 0.0]]), np.array([[1.0, 2.0, 3.0]]))
-    equal(mean, [[0, 3, 0]])
-    equal(variance, [[0, 2, 0]])
-    equal(net.output_z_buffer.jcb, [0, 1, 0])
+    equal((mean, variance, net.output_z_buffer.jcb), ([[0, 3, 0]], [[0, 2, 0]], [0, 1, 0]))
 
 
 @pytest.mark.parametrize("sizes", [(0, 2), (3, 0), (-1, 2)])

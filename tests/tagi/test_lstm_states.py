@@ -5,9 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from tests.tagi.helpers import equal, numbers
+from tests.tagi.helpers import equal, network, numbers
 from tests.tagi.oracle import run_both
 
 SERIES = """
@@ -44,8 +43,7 @@ def test_states_of_a_series_are_pytagi_s() -> None:
 
 
 def test_states_are_carried_for_one_sample_of_one_time_step() -> None:
-    tagi.manual_seed(0)
-    net = nn.Sequential(nn.LSTM(1, 3, 1), nn.LSTM(3, 2, 1))
+    net = network("LSTM(1, 3, 1), LSTM(3, 2, 1)")
     fresh = net.get_lstm_states()
     assert [sorted(fresh), [each.size for each in fresh[1]]] == [[0, 1], [2] * 4]
     assert not any(array.any() for states in fresh.values() for array in states)

@@ -5,7 +5,7 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import lstm, nn
-from tests.tagi.helpers import equal, needs_kernels
+from tests.tagi.helpers import equal, needs_kernels, network
 
 pytestmark = needs_kernels
 
@@ -32,14 +32,9 @@ def passes(layer: nn.LSTM, x: np.ndarray, variance: np.ndarray | None) -> list[n
     [(1, 1, 1, 1, True), (1, 1, 3, 17, False), (4, 7, 2, 5, True), (3, 2, 9, 16, False)],
 )
 def test_native_code_does_what_numpy_does(
-    monkeypatch: pytest.MonkeyPatch,
-    rows: int,
-    steps: int,
-    inputs: int,
-    outputs: int,
-    bias: bool,
+    monkeypatch: pytest.MonkeyPatch, rows: int, steps: int, inputs: int, outputs: int, bias: bool,
     certain: bool,
-) -> None:
+) -> None:  # fmt: skip
     rng = np.random.default_rng(0)
     # With some gates that are closed, some that are open, and some in between.
     x = rng.standard_normal((rows, steps * inputs)) * rng.choice([0.1, 1, 30], (rows, 1))
@@ -59,8 +54,7 @@ def test_native_code_does_what_numpy_does(
 def test_large_ones_are_computed_with_the_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are open to a layer of one size, and meet."""
     monkeypatch.setattr(lstm, "SMALL", 4 * 6 * 8)
-    tagi.manual_seed(0)
-    small = nn.Sequential(nn.LSTM(2, 6, 3))
+    small = network("LSTM(2, 6, 3)")
     x = np.ones((2, 6))
     expected = small(x)
     assert small.layers[0]._kept.by_sample

@@ -74,17 +74,13 @@ def test_the_formulas(case: str, bias: bool) -> None:
     d, e = numbers(*shape, seed=3), -np.square(numbers(*shape, seed=4))
     moments, back, sums, _ = expected_of(layer, x, over, features, d, e)
     out = layer.forward(x)
-    close(out.mean, moments[0])
-    close(out.variance, moments[1])
+    close((out.mean, out.variance), moments)
     assert out.slope is None
     found = layer.backward(d.reshape(len(d), -1), e.reshape(len(e), -1), True)
-    close(found[0], back[0])
-    close(found[1], back[1])
-    close(layer.weight.mean_sum, sums[0])
-    close(layer.weight.variance_sum, sums[1])
+    close(found, back)
+    close((layer.weight.mean_sum, layer.weight.variance_sum), sums[:2])
     if bias:
-        close(layer.biases.mean_sum, sums[2])
-        close(layer.biases.variance_sum, sums[3])
+        close((layer.biases.mean_sum, layer.biases.variance_sum), sums[2:])
     assert layer.backward(d, e, False) is None
 
 
@@ -144,8 +140,7 @@ def test_known_inputs_have_no_variance() -> None:
         mean = numbers(*shape)
         out = layer.forward(BaseHiddenStates(mean))
         expected = other.forward(BaseHiddenStates(mean, np.zeros_like(mean)))
-        close(out.mean, expected.mean)
-        close(out.variance, expected.variance)
+        close((out.mean, out.variance), (expected.mean, expected.variance))
 
 
 @pytest.mark.parametrize("shape", [IMAGES, FLAT])
@@ -168,8 +163,7 @@ def test_the_running_statistics_follow_and_stand_in_for_the_batch(shape) -> None
     r = 1 / np.sqrt(ra_variance.reshape(column) + layer.eps)
     w, s, b, sb = (a.reshape(column) for a in (layer.mu_w, layer.var_w, layer.mu_b, layer.var_b))
     t = (x.mean - ra_mean.reshape(column)) * r
-    close(out.mean, t * w + b)
-    close(out.variance, r * r * x.variance * (w * w + s) + s * t * t + sb)
+    close((out.mean, out.variance), (t * w + b, r * r * x.variance * (w * w + s) + s * t * t + sb))
 
 
 def test_statistics_are_exact_where_means_are_large() -> None:
@@ -239,8 +233,7 @@ def test_a_single_unit_has_its_own_variance() -> None:
     layer = fl.tagi.BatchNorm2d(2)
     layer.connect((2,))
     out = layer.forward(BaseHiddenStates(numbers(1, 2), np.full((1, 2), 4, REAL)))
-    close(layer.batch_variance, [4, 4])
-    close(out.mean, np.zeros((1, 2)))
+    close((layer.batch_variance, out.mean), ([4, 4], np.zeros((1, 2))))
     assert np.isfinite(out.variance).all()
 
 
@@ -319,9 +312,7 @@ def test_evaluation_is_the_same_as_pytagi() -> None:
     for one, two in zip(found["BatchNorm2d()_1"], statistics["BatchNorm2d()_1"], strict=True):
         close(one[0], two)
     net.eval()
-    own = net(batches[0].ravel())
-    close(own[0], mu)
-    close(own[1], var)
+    close(net(batches[0].ravel()), (mu, var))
 
 
 @pytest.mark.parametrize("images", [False, True])

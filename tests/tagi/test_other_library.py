@@ -71,9 +71,7 @@ def test_training_equals_numpy_s(name: str, update: str, strict: Any) -> None:
         found.append(train(net, x, update))
     (mean, variance, state), (same_mean, same_variance, same_state) = found
     assert isinstance(same_mean, np.ndarray)  # what was passed was one
-    equal(same_mean, mean, rtol=1e-5, atol=1e-6)
-    equal(same_variance, variance, rtol=1e-5, atol=1e-6)
-    equal(same_state, state, rtol=1e-5, atol=1e-6)
+    equal((same_mean, same_variance, same_state), (mean, variance, state), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_passed_on_the_gpu_comes_from_there(strict: Any) -> None:

@@ -83,8 +83,7 @@ def test_moments_of_means_are_those_of_draws() -> None:
 
 def test_the_largest_of_exact_inputs_is_exact() -> None:
     mean, variance = nn.Sequential(nn.MaxPool2d(2, 2))(np.arange(16.0).reshape(1, 1, 4, 4))
-    equal(mean, [[[[5, 7], [13, 15]]]])
-    equal(variance, np.zeros((1, 1, 2, 2)))
+    equal((mean, variance), ([[[[5, 7], [13, 15]]]], np.zeros((1, 1, 2, 2))))
 
 
 def test_what_is_no_number_is_largest_only_alone() -> None:

@@ -8,33 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from tests.tagi.helpers import equal
+from tests.tagi.helpers import equal, network
 from tests.tagi.oracle import oracle_run
 
-DENSE = "Sequential(Linear(4, 8), ReLU(), Linear(8, 8, bias=False), ReLU(), Linear(8, 2))"
+DENSE = "Linear(4, 8), ReLU(), Linear(8, 8, bias=False), ReLU(), Linear(8, 2)"
 X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
 
 Outputs = tuple[np.ndarray, np.ndarray]
 
 
-def make(network: str, seed: int = 1) -> nn.Sequential:
-    tagi.manual_seed(seed)
-    net: nn.Sequential = eval(network, dict(vars(nn)))
-    return net
-
-
-def there(network: str, call: str, file: Path, x: np.ndarray) -> Outputs:
+def there(layers: str, call: str, file: Path, x: np.ndarray) -> Outputs:
     """Call a method of the real network with a file, then return its outputs."""
     program = f"""
-        net = eval(network)
+        net = Sequential({layers})
         net.set_threads(1)
         net.{call}(file)
         net.eval()
         result = tuple(np.array(each) for each in net(x))
     """
-    outputs: Outputs = oracle_run(program, network=network, file=str(file), x=x.ravel())
+    outputs: Outputs = oracle_run(program, file=str(file), x=x.ravel())
     return outputs
 
 
@@ -43,7 +36,7 @@ def there(network: str, call: str, file: Path, x: np.ndarray) -> Outputs:
 def test_files_travel_both_ways(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "net"
     expected = there(DENSE, f"save{kind}", file, X)
-    net = make(DENSE)
+    net = network(DENSE)
     getattr(net, f"load{kind}")(file)
     tolerance = 1e-4 if kind else 1e-5
     equal(net(X.ravel()), expected, tolerance, 1e-5)
@@ -75,9 +68,8 @@ NETWORKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> None:
-    network = f"Sequential({NETWORKS[kind]})"
-    program = """
-        net = eval(network)
+    program = f"""
+        net = Sequential({NETWORKS[kind]})
         net.set_threads(1)
         net(x)
         net.save(folder + "/there")
@@ -89,8 +81,8 @@ def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> Non
     x = np.random.default_rng(0).standard_normal(128).astype(np.float32)
     if kind == "embedding":
         x = (np.arange(128) % 10).astype(np.float32)
-    expected = oracle_run(program, network=network, folder=str(tmp_path), x=x)
-    net = make(network)
+    expected = oracle_run(program, folder=str(tmp_path), x=x)
+    net = network(NETWORKS[kind])
     net.load(tmp_path / "there")
     net.save(tmp_path / "here")
     assert (tmp_path / "here").read_bytes() == (tmp_path / "there").read_bytes()
@@ -108,9 +100,9 @@ def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> Non
 @pytest.mark.slow
 def test_what_pytagi_leaves_behind_a_layer_norm_is_skipped(tmp_path: Path) -> None:
     """As many numbers as its last batch had samples: pytagi cannot read its own file again."""
-    network = f"Sequential({IMAGES}, LayerNorm((4, 8, 8)), Linear(256, 3), LayerNorm((3,)))"
-    program = """
-        net = eval(network)
+    layers = f"{IMAGES}, LayerNorm((4, 8, 8)), Linear(256, 3), LayerNorm((3,))"
+    program = f"""
+        net = Sequential({layers})
         net.set_threads(1)
         net(x)
         net.save(file)
@@ -118,20 +110,19 @@ def test_what_pytagi_leaves_behind_a_layer_norm_is_skipped(tmp_path: Path) -> No
     """
     x = np.random.default_rng(0).standard_normal(5 * 64).astype(np.float32)
     file = tmp_path / "net"
-    expected = oracle_run(program, network=network, file=str(file), x=x)
-    net = make(network)
+    expected = oracle_run(program, file=str(file), x=x)
+    net = network(layers)
     net.load(file)
     equal(net(x), expected, 1e-4, 1e-5)
     size = file.stat().st_size
     net.save(file)  # a fresh network of pytagi's takes this
     assert file.stat().st_size == size - 2 * 2 * 5 * 4
-    again = "net = eval(network); net.load(file); net.set_threads(1)\nresult = net(x)"
-    outputs = oracle_run(again, network=network, file=str(file), x=x)
-    equal(outputs, expected, 1e-4, 1e-5)
+    again = f"net = Sequential({layers}); net.load(file); net.set_threads(1)\nresult = net(x)"
+    equal(oracle_run(again, file=str(file), x=x), expected, 1e-4, 1e-5)
 
 
-def saved(tmp_path: Path, network: str = DENSE) -> tuple[nn.Sequential, Path]:
-    net, file = make(network), tmp_path / "folder" / "net.bin"
+def saved(tmp_path: Path) -> tuple[nn.Sequential, Path]:
+    net, file = network(DENSE), tmp_path / "folder" / "net.bin"
     net.save(file)
     net.save_csv(file)
     return net, file
@@ -139,11 +130,11 @@ def saved(tmp_path: Path, network: str = DENSE) -> tuple[nn.Sequential, Path]:
 
 def test_a_binary_file_is_exact_and_csv_has_six_digits(tmp_path: Path) -> None:
     net, file = saved(tmp_path)
-    other = make(DENSE, seed=2)
+    other = network(DENSE, 2)
     assert not np.array_equal(other(X)[0], net(X)[0])
     other.load(str(file))
     equal(other.state_dict(), net.state_dict())
-    other = make(DENSE, seed=2)
+    other = network(DENSE, 2)
     other.load_csv(str(file))
     equal(other(X)[0], net(X)[0], 1e-4, 1e-5)
     assert sorted(path.name for path in file.parent.iterdir()) == [
@@ -156,9 +147,9 @@ def test_a_binary_file_is_exact_and_csv_has_six_digits(tmp_path: Path) -> None:
 def test_a_name_without_a_folder_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pytagi makes a folder of that name, and then cannot write the file."""
     monkeypatch.chdir(tmp_path)
-    net = make(DENSE)
+    net = network(DENSE)
     net.save("net.bin")
-    other = make(DENSE, seed=2)
+    other = network(DENSE, 2)
     other.load("net.bin")
     equal(other.state_dict(), net.state_dict())
 
@@ -189,10 +180,10 @@ def head(info: str) -> bytes:
 def test_a_wrong_file_is_refused_whole(tmp_path: Path, change: Any, message: str) -> None:
     _, file = saved(tmp_path)
     file.write_bytes(change(file.read_bytes()))
-    net = make(DENSE, seed=2)
+    net = network(DENSE, 2)
     with pytest.raises(ValueError, match=f"net.bin is not this network's: {message}.*Nothing was"):
         net.load(file)
-    equal(net.state_dict(), make(DENSE, seed=2).state_dict())
+    equal(net.state_dict(), network(DENSE, 2).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -208,18 +199,18 @@ def test_wrong_text_is_refused_whole(tmp_path: Path, change: Any, message: str) 
     _, file = saved(tmp_path)
     biases = Path(f"{file}_3_mb.csv")
     biases.write_text(change(biases.read_text()))
-    net = make(DENSE, seed=2)
+    net = network(DENSE, 2)
     with pytest.raises(ValueError, match=f"load_csv: .*{message}"):
         net.load_csv(file)
-    equal(net.state_dict(), make(DENSE, seed=2).state_dict())
+    equal(net.state_dict(), network(DENSE, 2).state_dict())
 
 
 def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     """pytagi prints a line and goes on with what it had."""
     with pytest.raises(FileNotFoundError):
-        make(DENSE).load(tmp_path / "none")
+        network(DENSE).load(tmp_path / "none")
     with pytest.raises(FileNotFoundError):
-        make(DENSE).load_csv(tmp_path / "none")
+        network(DENSE).load_csv(tmp_path / "none")
 
 
 def test_a_file_is_written_whole_or_not_at_all(
@@ -244,8 +235,8 @@ def test_a_network_that_diverged_is_not_loaded(tmp_path: Path) -> None:
     net.layers[0].weight.mean[:] = np.reshape([np.nan, np.inf, -np.inf, 1e-30] * 8, (8, 4))
     net.save(file)
     net.save_csv(file)
-    other = make(DENSE, seed=2)
+    other = network(DENSE, 2)
     for load in (other.load, other.load_csv):
         with pytest.raises(ValueError, match=r"nothing was loaded: 'Linear.0': mu_w is not finite"):
             load(file)
-    equal(other.state_dict(), make(DENSE, seed=2).state_dict())
+    equal(other.state_dict(), network(DENSE, 2).state_dict())

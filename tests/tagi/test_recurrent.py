@@ -5,7 +5,7 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from tests.tagi.helpers import equal, numbers, observe
+from tests.tagi.helpers import equal, network, numbers, observe
 from tests.tagi.oracle import compare
 
 
@@ -74,8 +74,7 @@ def test_moments_of_a_step_are_those_of_draws(uncertain: str) -> None:
 
 @pytest.mark.parametrize("certain", [True, False])
 def test_window_is_calls_that_carry_priors(certain: bool) -> None:
-    tagi.manual_seed(0)
-    window = nn.Sequential(nn.LSTM(2, 4, 6), nn.LSTM(4, 3, 6))
+    window = network("LSTM(2, 4, 6), LSTM(4, 3, 6)")
     single = nn.Sequential(nn.LSTM(2, 4, 1), nn.LSTM(4, 3, 1))
     single.load_state_dict(window.state_dict())
     x, var_x = numbers(3, 12), None if certain else np.abs(numbers(3, 12, seed=1))
@@ -91,8 +90,7 @@ def test_window_is_calls_that_carry_priors(certain: bool) -> None:
 
 
 def test_the_past_changes_what_follows_and_nothing_before() -> None:
-    tagi.manual_seed(0)
-    net = nn.Sequential(nn.LSTM(1, 4, 5))
+    net = network("LSTM(1, 4, 5)")
     apart = nn.Sequential(nn.LSTM(1, 4, 5, window="independent"))
     apart.params_from(net)
     x = numbers(2, 5)
@@ -220,8 +218,7 @@ def test_deltas_of_variances_follow_what_reads_each_unit() -> None:
 
 def test_posterior_of_an_early_input_is_that_of_draws() -> None:
     """The last h is observed; what it teaches the first input is their covariance, over time."""
-    tagi.manual_seed(8)
-    net = nn.Sequential(nn.LSTM(1, 1, 3, gain_weight=1e-3, gain_bias=1e-3))
+    net = network("LSTM(1, 1, 3, gain_weight=1e-3, gain_bias=1e-3)", 8)
     net.input_state_update = True
     layer = net.layers[0]
     layer.mu_w = np.array([[0.5, 0.3], [0.7, -0.4], [1.5, 0.9], [0.4, 0.6]])
@@ -248,8 +245,7 @@ def test_posterior_of_an_early_input_is_that_of_draws() -> None:
 
 
 def test_sums_of_a_batch_are_those_of_its_samples() -> None:
-    tagi.manual_seed(0)
-    net = nn.Sequential(nn.LSTM(1, 6, 4), nn.LSTM(6, 3, 4), nn.Linear(12, 1))
+    net = network("LSTM(1, 6, 4), LSTM(6, 3, 4), Linear(12, 1)")
     x, y = numbers(5, 4), numbers(5, 1)
 
     def sums(rows: slice) -> np.ndarray:
@@ -263,8 +259,7 @@ def test_sums_of_a_batch_are_those_of_its_samples() -> None:
 
 def test_deltas_of_the_input_have_the_slope_of_its_activation() -> None:
     """pytagi leaves it out: here it is as before every other layer."""
-    tagi.manual_seed(0)
-    net = nn.Sequential(nn.ReLU(), nn.LSTM(2, 3, 2))
+    net = network("ReLU(), LSTM(2, 3, 2)")
     net.input_state_update = True
     net(np.array([[1.0, -2.0, -3.0, 4.0]]), np.ones((1, 4)))
     observe(net, np.ones(6))

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from tests.tagi.helpers import equal
+from tests.tagi.helpers import equal, network
 from tests.tagi.oracle import run_both
 
 STEPS = 9
@@ -65,8 +64,7 @@ def run(net: nn.Sequential, y: np.ndarray) -> Iterator[None]:
 
 def test_states_are_those_of_the_formulas() -> None:
     """Step by step in float64, of what the layer has shown while it went forward."""
-    tagi.manual_seed(2)
-    net = nn.Sequential(nn.SLSTM(2, 3, 1), nn.SLinear(3, 2))
+    net = network("SLSTM(2, 3, 1), SLinear(3, 2)", 2)
     net.num_samples = STEPS
     layer = net.layers[0]
     y = np.random.default_rng(1).standard_normal((STEPS, 2))
@@ -107,8 +105,7 @@ def test_states_are_those_of_the_formulas() -> None:
 
 def test_covariances_are_those_of_draws() -> None:
     """Of c with the c before it; of h with the h before it, which varies alone."""
-    tagi.manual_seed(1)
-    net = nn.Sequential(nn.SLSTM(1, 2, 1, gain_weight=1e-4, gain_bias=1e-4))
+    net = network("SLSTM(1, 2, 1, gain_weight=1e-4, gain_bias=1e-4)", 1)
     net.num_samples = 2
     layer = net.layers[0]
     rng = np.random.default_rng(0)
@@ -143,8 +140,7 @@ def test_what_follows_changes_what_was() -> None:
     """A gap in the observations is filled by those on its other side, and is less uncertain."""
     results = []
     for last in (-2.0, 2.0, np.nan):
-        tagi.manual_seed(0)
-        net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLinear(4, 1))
+        net = network("SLSTM(2, 4, 1), SLinear(4, 1)")
         net.num_samples = STEPS
         y = np.full((STEPS, 1), np.nan)
         y[-1] = last
@@ -158,8 +154,7 @@ def test_what_follows_changes_what_was() -> None:
 
 
 def test_a_series_begins_anew() -> None:
-    tagi.manual_seed(0)
-    net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLinear(4, 1))
+    net = network("SLSTM(2, 4, 1), SLinear(4, 1)")
     net.num_samples = STEPS
     assert net.num_samples == STEPS
     y = series()["y"]
@@ -217,8 +212,7 @@ def test_a_series_on_a_gpu(strict: Any) -> None:
     """States, smoother and what is read of both, with a stand-in for CuPy."""
     found = []
     for device in ("cpu", "cuda"):
-        tagi.manual_seed(3)
-        net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLSTM(4, 3, 1), nn.SLinear(3, 1))
+        net = network("SLSTM(2, 4, 1), SLSTM(4, 3, 1), SLinear(3, 1)", 3)
         net(np.ones(2))
         net.to_device(device)  # with the states that it carries
         net.num_samples = 4

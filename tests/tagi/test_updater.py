@@ -111,8 +111,7 @@ def test_what_is_masked_is_not_observed(dtype: str) -> None:
         nested = [[row] for row in masked], tuple(list(row) for row in masked)
         for y in (masked, list(masked), masked.ravel(), *nested):
             update(y, found)
-            equal(found.delta_mu, expected.delta_mu)
-            equal(found.delta_var, expected.delta_var)
+            equal((found.delta_mu, found.delta_var), (expected.delta_mu, expected.delta_var))
 
 
 def test_an_observation_whose_variance_is_masked_teaches_nothing() -> None:
@@ -122,8 +121,7 @@ def test_an_observation_whose_variance_is_masked_teaches_nothing() -> None:
     updater.update(states(), np.where(MASK, np.nan, y), 0.1, expected)
     for mu_obs in (y, np.ma.array(y, mask=MASK)):
         updater.update(states(), mu_obs, errors, found)
-        equal(found.delta_mu, expected.delta_mu)
-        equal(found.delta_var, expected.delta_var)
+        equal((found.delta_mu, found.delta_var), (expected.delta_mu, expected.delta_var))
     with pytest.raises(ValueError, match="selected_idx: 1 of 2 elements are masked"):
         updater.update_using_indices(
             states(), y[:, :1], 0.1, np.ma.array([[1], [2]], mask=[[True], [False]]), found

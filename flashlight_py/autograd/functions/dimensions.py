@@ -415,14 +415,15 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
             f"linear: expected bias of shape ({len(w)},) for a weight of shape {w.shape}, "
             f"got {bias.data.shape}"
         )
-    slope = None
+    slope: Vjp | None = None
     if with_relu:
         slope = _add_bias_and_relu(out, bias)
     elif bias is not None:
         out += bias.data
     if is_narrow:
         out = narrowed(out, rows)
-        slope = _widening(slope_of_relu(out, 0) if with_relu else None)
+        narrow_slope = slope_of_relu(out, 0)
+        slope = (lambda grad: widened(narrow_slope(grad))) if with_relu else widened
     kept = w if weight.placement is None else None  # a sharded one is read again in the end
 
     def weight_vjp(grad: Array) -> Any:
@@ -444,11 +445,6 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
     if bias is not None:
         edges.insert(1, (bias, bias_vjp))
     return record_all(out, edges, slope)
-
-
-def _widening(slope: Vjp | None) -> Vjp:
-    """Return ``slope``, if there is one, with a float32 result, for the functions after it."""
-    return widened if slope is None else lambda grad: widened(slope(grad))
 
 
 def _add_bias_and_relu(out: Array, bias: Variable | None) -> Vjp:

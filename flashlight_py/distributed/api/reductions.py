@@ -306,7 +306,7 @@ def all_reduce_location(
         return members.keep(Then(work, locate)) if async_op else locate(work.wait())
 
 
-@native(ALL_REDUCE, out=-1, async_op=False)
+@native(ALL_REDUCE)
 def all_reduce_multiple(
     xs: Sequence[X],
     scale: float = 1.0,
@@ -336,14 +336,16 @@ def all_reduce_multiple(
             sent.
     """
     limit = of(group).packed_bytes[bool(async_op)] if contiguous else -1
-    how = op, scale, 0, 0, async_op
-    y = of(group).fast.collective(ALL_REDUCE.code, xs, limit, *how)
-    if type(y) is list:
-        return y
-    if y is NotImplemented:
-        return _in_python(xs, scale, op, async_op, limit, group)
-    work, packs = y
-    return of(group).keep(Then(work, partial(_unpack, packs, list(xs)))) if packs else work
+    return _in_python(xs, scale, op, async_op, limit, group)
+
+
+def _unpacked_later(started: tuple[Work, Any], xs: Sequence[X], group: Group) -> Work:
+    """Return a Work that also copies results from the messages that arrays were packed into."""
+    work, packs = started
+    return of(group).keep(Then(work, partial(_unpack, packs, list(xs))))
+
+
+setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native code calls it)
 
 
 def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:

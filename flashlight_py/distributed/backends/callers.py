@@ -24,14 +24,8 @@ class Callers:
 
     A signal handler that calls the same backend would wait for the call that it interrupted, and
     the ranks could not agree on the order of the two. Leaving the group is allowed. A handler may
-    raise anywhere, so a caller writes::
-
-        thread = callers.check(verb)
-        try:
-            callers.threads.add(thread)
-            ...
-        finally:
-            callers.threads.discard(thread)
+    raise anywhere, so a caller adds what ``check`` returns to ``threads`` inside of the ``try``
+    whose ``finally`` discards it.
     """
 
     def __init__(self, who: str, parts: Sequence[Backend] = ()) -> None:
@@ -45,23 +39,18 @@ class Callers:
         in_native = self.of_native is not None and thread in self.of_native[CALLERS]
         if in_native or thread in self.threads:
             return True
-        return bool(self._parts) and any(part.is_calling() for part in self._parts)
+        return any(part.is_calling() for part in self._parts)
 
     def check(self, verb: str) -> int:
-        """Return this thread's number.
-
-        Raises:
-            DistributedError: it is in the middle of a call.
-        """
-        if self.has_this():
-            error = DistributedError(
-                f"[{verb}] {self._who}: called in a signal handler that has interrupted another "
-                "call of this group, which would have to end first. Nothing was sent. Let the "
-                "handler set a flag and act on it between two calls, or leave by "
-                "distributed_shutdown()"
-            )
-            raise not_begun(error)
-        return threading.get_ident()
+        """Return this thread's number; raise DistributedError if it is in the middle of a call."""
+        if not self.has_this():
+            return threading.get_ident()
+        error = DistributedError(
+            f"[{verb}] {self._who}: called in a signal handler that has interrupted another call "
+            "of this group, which would have to end first. Nothing was sent. Let the handler set "
+            "a flag and act on it between two calls, or leave by distributed_shutdown()"
+        )
+        raise not_begun(error)
 
 
 # By thread, what a signal handler raised while it waited in the library.

@@ -84,11 +84,7 @@ def read_frames(joined: Array, most: int | None = None) -> list[Frame]:
 
 
 def exchange_bytes(backend: Backend, payload: bytes) -> list[bytes]:
-    """Exchange ``payload``, of any length: return every rank's; collective, blocking.
-
-    Raises:
-        DistributedError: as ``Work.wait``.
-    """
+    """Exchange ``payload``, of any length: return every rank's. Raises as ``Work.wait``."""
     joined = backend.start(Call(ALL_GATHER, Frame(payload).pack())).wait()
     return [bytes(frame.content) for frame in read_frames(joined)]
 

@@ -68,10 +68,10 @@ class GlooBackend(NativeBackend):
     ``address``, of one family on all ranks. ``timeout`` (seconds) bounds an operation, ``joining``
     connecting. Both ends of a connection prove that they know ``key``, that of the job.
 
-    Ranks with equal ``hosts`` share a host. A host that is silent for ``host_timeout`` seconds is
-    lost (csrc/gloo/heartbeat.h); the longest timeout of all ranks counts, 0 is no limit. If the
-    group ``is_watched``, a larger group of these hosts does that and ends this one. With
-    ``at_once`` no call ends before all ranks have made it, also in subgroups.
+    A host that is silent for ``host_timeout`` seconds is lost (csrc/gloo/heartbeat.h); the longest
+    timeout of all ranks counts, 0 is no limit. If the group ``is_watched``, a larger group of these
+    hosts does that and ends this one. With ``at_once`` no call ends before all ranks have made it,
+    also in subgroups.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing, or this rank
@@ -90,7 +90,6 @@ class GlooBackend(NativeBackend):
         timeout: float,
         joining: float,
         key: bytes,
-        hosts: Sequence[str] = (),
         host_timeout: float = 0.0,
         lazily: bool = False,
         is_watched: bool = False,
@@ -99,16 +98,14 @@ class GlooBackend(NativeBackend):
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
         self._joining, self.places = joining, list(range(self.size))
-        self._begin(native, self._create(address))
-        if at_once:
-            self._do("compare_at_once", self.group)
+        self._begin(native, self._create(address), at_once)
         try:
-            is_watched |= len(set(hosts)) < 2
+            is_watched |= len(set(store.hosts)) < 2
             # The port at which this rank hears of the other hosts.
             port = 0 if is_watched else self.lib.fl_listen_for_hosts(self.group)
             if port < 0:
                 raise BackendUnavailableError(self.reason())
-            self._connect(store, key, hosts, (port, host_timeout), lazily)
+            self._connect(store, key, (port, host_timeout), lazily)
         except BaseException:
             self.close()
             raise
@@ -136,14 +133,7 @@ class GlooBackend(NativeBackend):
             )
         return self._owned(group)
 
-    def _connect(
-        self,
-        store: Store,
-        key: bytes,
-        hosts: Sequence[str],
-        watched: tuple[int, float],
-        lazily: bool,
-    ) -> None:
+    def _connect(self, store: Store, key: bytes, watched: tuple[int, float], lazily: bool) -> None:
         """Send the peers this rank's address, and connect to theirs."""
         room = self.ffi.new("char[]", _ADDRESS_BYTES)
         count = self.lib.fl_address(self.group, room, _ADDRESS_BYTES)
@@ -156,8 +146,8 @@ class GlooBackend(NativeBackend):
         self._know(cards.peers)
         # Of this meeting alone: what both ends of each connection show at its start is made of it.
         key = texts.derived(derived_key, key)
-        if len(set(hosts)) > 1:
-            self._watch_hosts(hosts, cards, cards.addresses, count, key)
+        if len(set(store.hosts)) > 1:
+            self._watch_hosts(store.hosts, cards, cards.addresses, count, key)
         seconds = self._joining
         op = self.lib.fl_connect(self.group, cards.addresses, count, key, lazily, seconds)
         work = NativeWork(self, "connect", op, cards.addresses, seconds)
@@ -167,8 +157,7 @@ class GlooBackend(NativeBackend):
                 work.wait(_LOOK_SECONDS)
             if work.is_completed():
                 break
-            dead = self._dead("connect")
-            if dead is not None:
+            if (dead := self._dead("connect")) is not None:
                 raise dead
             awaited = self.lib.fl_awaited(self.group)
             waiting.look([self.numbers[awaited]] if awaited >= 0 and self.rank == 0 else [])
@@ -212,12 +201,15 @@ class GlooBackend(NativeBackend):
 
     def take_along(self, other: NativeBackend) -> None:
         """Have ``other`` end too when hosts are lost, also while nobody asks this group."""
-        give_up = other.ffi.addressof(other.lib, "fl_give_up")
-        addresses = [int(other.ffi.cast("uintptr_t", each)) for each in (give_up, other.group)]
-        function = self.ffi.cast("int (*)(void *, const char *)", addresses[0])
+        if other is self:
+            return
+        give_up = other._address_of(other.ffi.addressof(other.lib, "fl_give_up"))
+        function = self.ffi.cast("int (*)(void *, const char *)", give_up)
+        pointer = self.ffi.cast("void *", other._address_of(other.group))
         self._kept.append(other.group)  # it is freed after this one
-        pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
-        self._do("take_along", self.group, function, pointer, advice.encode())
+        self._do(
+            "take_along", self.group, function, pointer, f". {HOST_ADVICE}. {UNUSABLE}".encode()
+        )
 
 
 class _Part(GlooBackend):

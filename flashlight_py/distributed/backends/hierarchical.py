@@ -15,15 +15,18 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
+from flashlight_py.distributed import verbs
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls, SmallCalls
+from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, called_at, caller
@@ -32,16 +35,6 @@ from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.agreement import Agreement, Load, between_hosts
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_room import shared_array
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BARRIER,
-    BROADCAST,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-    Verb,
-)
 from flashlight_py.distributed.work import FAILURES, Done, Then, Work, limit_passed, wait_for
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -86,35 +79,30 @@ class HierarchicalBackend(Backend):
     ) -> None:
         self.rank, self.size = rank, flat.size
         self.hosts = [list(host) for host in hosts]
+        self._host = next(host for host in self.hosts if rank in host)
         self._inside, self._between, self._flat = inside, between, flat
         self.network = flat.network
         if inside.memory is not None:
-            own = next(host for host in self.hosts if rank in host)
-            places = dict(zip(own, inside.near, strict=True))
+            places = dict(zip(self._host, inside.near, strict=True))
             self.memory = inside.memory
             self.near = [places.get(each, -1) for each in range(self.size)]
-        team = object()
-        take_along = getattr(flat, "take_along", None)
-        for part in (inside, between):
-            if take_along is not None and isinstance(part, NativeBackend):
-                take_along(part)
         self._parts = [part for part in (inside, between, flat) if part is not None]
+        team = object()
         for part in self._parts:
             part.team = team
+            if isinstance(part, NativeBackend) and isinstance(flat, GlooBackend):
+                flat.take_along(part)
         self._checked = checked
         self._agreement = Agreement(inside, between, flat)
-        self._small = SmallCalls(rank, hosts)
-        ahead = self._agreement.runs_ahead
-        self._large = LargeCalls(rank, hosts, inside, between, ahead)
+        self._calls = HostCalls(rank, hosts, inside, between, self._agreement.runs_ahead)
         self._allow(timeout)
-        self._host = next(host for host in self.hosts if rank in host)
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
-        self._steps: dict[Verb, Callable[[Call], Any]] = {
-            ALL_REDUCE: self._large.all_reduce,
-            BROADCAST: self._large.broadcast,
-            REDUCE: self._large.reduce,
-            REDUCE_SCATTER: self._large.reduce_scatter,
-            ALL_GATHER: self._all_gather,
+        self._steps: dict[verbs.Verb, Callable[[Call], Any]] = {
+            verbs.ALL_REDUCE: self._calls.all_reduce,
+            verbs.BROADCAST: self._calls.broadcast,
+            verbs.REDUCE: self._calls.reduce,
+            verbs.REDUCE_SCATTER: self._calls.reduce_scatter,
+            verbs.ALL_GATHER: self._all_gather,
         }
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
         self._thread: futures.ThreadPoolExecutor | None = None
@@ -134,7 +122,7 @@ class HierarchicalBackend(Backend):
         self.timeout = self._agreement.timeout = seconds
         # Work after agreeing takes longer than agreeing, and a local peer may wait for another host
         # that does it: a rank that waits for the late rank itself reports it first.
-        self._far = self._large.far = between_hosts(seconds, 3 if self._checked else 1)
+        self._far = self._calls.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:
         if call.verb.is_message:
@@ -142,7 +130,7 @@ class HierarchicalBackend(Backend):
         if call.refusal:
             return self._refuse(call)
         run: Callable[[Call], Any] = self._steps.get(call.verb, self._flatly)
-        if call.verb is BARRIER and self._checked:
+        if call.verb is verbs.BARRIER and self._checked:
             run = lambda _: None  # noqa: E731  (to agree on it is to have arrived)
         if call.compared:
             run = self._compare
@@ -151,19 +139,19 @@ class HierarchicalBackend(Backend):
     def _message(self, call: Call) -> Work:
         """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
-        host = self._host
         if call.peer == ANY_RANK:
             return self._receive_open(call)
-        backend, peer = self._flat, call.peer
-        if peer in host:
-            backend, peer = self._inside, host.index(peer)
-        return _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
+        is_inside = call.peer in self._host
+        ranks: Sequence[int] = self._host if is_inside else range(self.size)
+        part = self._inside if is_inside else self._flat
+        work = part.start(replace(call, peer=ranks.index(call.peer)))
+        return PartWork(self, call, [(work, ranks)])
 
     def _receive_open(self, call: Call) -> Work:
         claim = np.zeros(1, np.int32)
-        # Each way, and whom it knows as which rank. That between hosts knows all ranks, and what
-        # ends a receive that waits in vain.
         limit = self.timeout if call.seconds is None else call.seconds
+        # Each backend with its ranks and a limit. The one that joins all ranks comes last, as it
+        # alone ends a receive that waits in vain.
         ways: list[tuple[Backend, Sequence[int], float]] = [(self._flat, range(self.size), limit)]
         if self._inside.size > 1:
             ways.insert(0, (self._inside, self._host, _NEVER))
@@ -172,7 +160,7 @@ class HierarchicalBackend(Backend):
                 (way.start(replace(call, blocking=False, claim=claim, seconds=seconds)), ranks)
                 for way, ranks, seconds in ways
             ]
-            receive = OpenReceive(self, works, claim, call)
+            receive = PartWork(self, call, works, claim)
             if not call.blocking:
                 self._receives = [one for one in self._receives if not one.is_heard]
                 self._receives.append(work := Then(receive, lambda found: found))
@@ -180,7 +168,7 @@ class HierarchicalBackend(Backend):
 
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
-        wanted = call.is_ragged or call.verb is SCATTER
+        wanted = call.is_ragged or call.verb is verbs.SCATTER
         return self._flatly(call) if wanted or not self._checked else None
 
     def _all_gather(self, call: Call) -> Any:
@@ -188,18 +176,18 @@ class HierarchicalBackend(Backend):
         if not self._checked:
             load = Load(len(call.array))
             self._rows = self._agreement.meet(call.verb.name, load, None).lengths
-        return self._large.all_gather(call, self._rows)
+        return self._calls.all_gather(call, self._rows)
 
     def _flatly(self, call: Call) -> Any:
         """Have the backend that joins all ranks do it: the hierarchy would save nothing."""
-        seconds = self._far if call.verb is not BARRIER else call.seconds
+        seconds = self._far if call.verb is not verbs.BARRIER else call.seconds
         result = self._flat.start(replace(call, blocking=True, seconds=seconds)).wait()
         self._agreement.runs_ahead()  # a local peer may wait for its part from another host
         return result
 
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
         """Return an array in the memory of this rank's host; see ``shared_arrays``."""
-        call = Call(BARRIER, part_of=f"shared_empty({dtype} {shape})")
+        call = Call(verbs.BARRIER, part_of=f"shared_empty({dtype} {shape})")
 
         def inside() -> Array | MemoryError:
             try:
@@ -225,12 +213,10 @@ class HierarchicalBackend(Backend):
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread, number = self._callers.check(call.name), self.count[0]
-        running, ended = self._running, 0
-        while ended < len(running) and running[ended].is_completed():  # they end in their order
-            ended += 1
+        ended = list(takewhile(FutureWork.is_completed, self._running))  # they end in their order
         if ended:
-            self._running, known = running[ended:], (*self._failed, *running[:ended])
-            self._failed = [one for one in known if not one.has_ended_well()]
+            self._running = self._running[len(ended) :]
+            self._failed = [one for one in (*self._failed, *ended) if not one.has_ended_well()]
         try:
             self._callers.threads.add(thread)
             if call.blocking and not self._running:
@@ -255,9 +241,9 @@ class HierarchicalBackend(Backend):
         try:
             if not self._checked:
                 return run()
-            found = self._agreement.reach(call, number, self._small.load(call))
-            if self._small.has(call, found):
-                return self._small.take(call, found)
+            found = self._agreement.reach(call, number, self._calls.load(call))
+            if self._calls.has(call, found):
+                return self._calls.take(call, found)
             self._rows = found.lengths
             return run()
         except MismatchError as error:
@@ -296,13 +282,8 @@ class HierarchicalBackend(Backend):
                 self.end(error)
             raise
 
-    # Also ends the parts inside the host natively: a rank that waits in shared memory for one
-    # that computes, or holds the GIL, is told at once.
     def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
-        """Return that hosts are lost, if the parts have ended because of that; else ``error``.
-
-        Waits inside this host end with the part that watches the other hosts.
-        """
+        """Return that hosts are lost, if the parts have ended because of that; else ``error``."""
         if self._is_closed:
             return error
         found = self._flat.lost(doing)
@@ -319,6 +300,7 @@ class HierarchicalBackend(Backend):
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
+    # Natively too: a rank that waits in shared memory for one that computes is notified at once.
     def end(self, error: DistributedError) -> None:
         """End all backends because of ``error`` of one of them."""
         self.abort(error)
@@ -347,13 +329,11 @@ class HierarchicalBackend(Backend):
         return not is_idle or any(part.is_busy() for part in self._parts)
 
     def close(self) -> None:
-        """Close the backends, which ends pending operations, then the thread.
-
-        In a signal handler the queue of the thread may be locked, so the thread ends by itself.
-        """
+        """Close the backends, which ends pending operations, then the thread."""
         self._is_closed = True
         self._close_backends()
         thread, self._thread = self._thread, None
+        # In a signal handler its queue may be locked, so it ends by itself.
         if thread is not None and not self._callers.has_this():
             thread.shutdown(cancel_futures=True)
 
@@ -389,7 +369,7 @@ class FutureWork(Work):
 
     def has_ended_well(self) -> bool:
         """Return whether it has ended without an error that no ``wait`` has raised."""
-        if self.is_heard or not self._future.done() or self._future.cancelled():
+        if not self._future.done() or self.is_heard or self._future.cancelled():
             return self._future.done()
         return not isinstance(self._future.exception(), FAILURES)
 
@@ -397,86 +377,77 @@ class FutureWork(Work):
         return self._end_time
 
 
-class _GuardedWork(Work):
-    """``call``, a message; an error of the backend that carries it ends the others as well."""
+class PartWork(Work):
+    """``call``, a message, by ``works`` of parts; an error of one part ends the others as well.
 
-    def __init__(self, work: Work, owner: HierarchicalBackend, call: Call) -> None:
-        self._work, self._owner, self._call = work, owner, call
-
-    def wait(self, timeout: float | None = None) -> Any:
-        call, work = self._call, self._work
-        found = self._owner.guarded(call.name, lambda: work.wait(timeout))
-        return found._replace(source=call.peer) if call.is_open and found else found
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def end_time(self) -> float | None:
-        return self._work.end_time()
-
-
-class OpenReceive(Work):
-    """``call``, a receive from any rank: ``works`` of several backends, which share ``claim``.
-
-    Each has the ranks of its backend as this group numbers them.
+    Each work has the ranks of its part as this group numbers them. The works of a receive from any
+    rank share ``claim``.
     """
 
     def __init__(
         self,
         owner: HierarchicalBackend,
-        works: Sequence[tuple[Work, Sequence[int]]],
-        claim: Array,
         call: Call,
+        works: Sequence[tuple[Work, Sequence[int]]],
+        claim: Array | None = None,
     ) -> None:
-        self._owner, self._works, self._claim, self._call = owner, works, claim, call
+        self._owner, self._call, self._works, self._claim = owner, call, works, claim
 
     def find(self) -> Matched | None:
-        """Receive; None where nothing has come in time."""
+        """Receive from any rank; None where nothing has come in time."""
         patience = self._call.patience
-        self._await(None if patience < 0 else patience)
-        return self._found(None)
+        self._await(math.inf if patience < 0 else patience)
+        found: Matched | None = self._found(None)
+        return found
 
     def wait(self, timeout: float | None = None) -> Any:
-        end = None if timeout is None else time.monotonic() + timeout
+        if self._claim is None or timeout is None:
+            self._await(math.inf)
+            return self._found(timeout)
+        end = time.monotonic() + timeout
         if not self._await(timeout):
-            raise limit_passed(f"[{self._call.name}] {self._owner.kind}", timeout or 0.0)
-        return self._found(None if end is None else max(0.0, end - time.monotonic()))
+            raise limit_passed(f"[{self._call.name}] {self._owner.kind}", timeout)
+        return self._found(max(0.0, end - time.monotonic()))
 
-    def _await(self, seconds: float | None) -> bool:
-        """Wait until one way has a message, or has failed."""
-        end = math.inf if seconds is None else time.monotonic() + seconds
-        flat, lib = self._works[-1][0], _native.load("gloo")
-        claim = lib.ffi.cast("int32_t *", self._claim.ctypes.data)
+    def _await(self, seconds: float) -> bool:
+        """Wait until one part has a message for a receive from any rank, or has failed."""
+        end = time.monotonic() + seconds
+        flat = self._works[-1][0]
         while not self._is_decided():
-            left = end - time.monotonic()
-            if left <= 0:
+            if (left := end - time.monotonic()) <= 0:
                 return False
             with suppress(DistributedError):  # it is raised where it is found
                 flat.wait(min(left, _LOOK_SECONDS))  # which has to know that somebody waits
-            if not self._is_decided():
-                lib.lib.fl_claim_wait(claim, min(left, _SLICE_SECONDS))
+            if self._claim is not None and not self._is_decided():
+                native = _native.load("gloo")
+                claim = native.ffi.cast("int32_t *", self._claim.ctypes.data)
+                native.lib.fl_claim_wait(claim, min(left, _SLICE_SECONDS))
         return True
 
     def _is_decided(self) -> bool:
-        return bool(self._claim[0]) or any(work.is_completed() for work, _ in self._works)
+        """Return whether it is known which part has the message, or one has failed."""
+        if self._claim is None or self._claim[0]:
+            return True
+        return any(work.is_completed() for work, _ in self._works)
 
     def _cancel(self) -> None:
-        for work, _ in self._works:
+        for work, _ in self._works if self._claim is not None else ():
             work.cancel()
 
-    def _found(self, timeout: float | None) -> Matched | None:
-        """Return what has come, when it is there, and let go of the other way."""
+    def _found(self, timeout: float | None) -> Any:
+        """Return what has come, when it is there, and let go of the other part."""
         self._cancel()
 
-        def wait() -> Matched | None:
+        def wait() -> Any:
             for work, ranks in self._works:
                 found = work.wait(timeout)
-                if found is not None:
+                if isinstance(found, Matched):
                     return Matched(ranks[found.source], found.rows)
+                if self._claim is None:
+                    return found
             return None
 
-        found: Matched | None = self._owner.guarded(self._call.name, wait)
-        return found
+        return self._owner.guarded(self._call.name, wait)
 
     def is_completed(self) -> bool:
         if not self._is_decided():
@@ -486,4 +457,4 @@ class OpenReceive(Work):
 
     def end_time(self) -> float | None:
         times = [work.end_time() for work, _ in self._works]
-        return max((time for time in times if time is not None), default=None)
+        return max(filter(None, times), default=None)

@@ -40,20 +40,44 @@ _SMALL_BYTES = 64 << 10
 # Longer arrays go in pieces: one is reduced or shared inside while another is on the wire.
 _PIECE_BYTES = 16 << 20
 
+_DONE = Done()
 _GATHERS = (ALL_GATHER, GATHER)
 _MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 
 
-# Data that travels with the digest of its call takes one exchange instead of two or three. The
-# verdict comes before anything is written, so a mismatch changes no array.
-class SmallCalls:
-    """The calls of rank ``rank`` of ``hosts`` whose data travels with them."""
+class HostCalls:
+    """The calls of rank ``rank`` of ``hosts``.
 
-    def __init__(self, rank: int, hosts: Sequence[Sequence[int]]) -> None:
-        self._rank, self._hosts, self._size = rank, hosts, sum(map(len, hosts))
-        self._native = _native.load("gloo")
+    The data of small calls travels with their digests, by ``load``, ``has`` and ``take``: one
+    exchange instead of two or three. The verdict comes before anything is written, so a mismatch
+    changes no array. The other methods are for large arrays, once all ranks have called the same.
+
+    ``inside`` and ``between`` are those of ``HierarchicalBackend``. ``far`` is the timeout in
+    seconds between hosts. ``runs_ahead`` is called if a call ends before that of a local peer.
+    """
+
+    far: float
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        inside: Backend,
+        between: Backend | None,
+        runs_ahead: Callable[[], None],
+    ) -> None:
+        self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
+        self._order = [r for host in hosts for r in host]
+        self._in_order, self._size = self._order == sorted(self._order), len(self._order)
+        self._host_of = {r: h for h, host in enumerate(hosts) for r in host}
+        self._home = self._host_of[rank]
+        self._leaders, largest = min(map(len, hosts)), max(map(len, hosts))
+        # All ranks are leaders, and a leader's section of what is of its host's ranks is its own.
+        self._even = self._leaders == largest
         self._most = _MOST_BYTES // (len(hosts) - 1)
-        self._most_of_each = self._most // max(map(len, hosts))
+        self._most_of_each = self._most // largest
+        self._native = _native.load("gloo")
+        self._runs_ahead = runs_ahead
 
     def load(self, call: Call) -> Load:
         """Return what this rank gives with ``call``; of a large array no data."""
@@ -93,14 +117,12 @@ class SmallCalls:
         if call.verb in _GATHERS:
             rows = sum(found.lengths)
             whole = np.ndarray((rows, *array.shape[1:]), array.dtype, found.data)
-            return in_rank_order(call, whole, self._hosts, found.lengths, self._rank)
-        if call.verb.in_place:
-            array[...] = np.ndarray(array.shape, array.dtype, found.data)
-            return array
-        mine = rows_of(call, self._rank, self._size)
-        whole = np.ndarray(array.shape, array.dtype, found.data)
-        result = call.room(mine.stop - mine.start)
-        result[...] = whole[mine]
+            return self._in_rank_order(call, whole, found.lengths)
+        result, whole = array, np.ndarray(array.shape, array.dtype, found.data)
+        if not call.verb.in_place:
+            whole = whole[self._rows_of(call, self._rank)]
+            result = call.room(len(whole))
+        result[...] = whole
         return result
 
     def _combined(
@@ -114,41 +136,6 @@ class SmallCalls:
         code = dtype_code(name, dtype)
         self._native.lib.fl_reduce(code, op, scale, where, sources, len(parts), count)
         return result
-
-
-def cut_evenly(flat: Any, count: int) -> list[Any]:
-    """Return the elements in ``count`` consecutive parts, whose sizes differ by one at most."""
-    size = len(flat)
-    return [flat[size * i // count : size * (i + 1) // count] for i in range(count)]
-
-
-class LargeCalls:
-    """The steps of rank ``rank`` of ``hosts`` once all ranks have called the same.
-
-    ``inside`` and ``between`` are those of ``HierarchicalBackend``. ``far`` is the timeout in
-    seconds between hosts. ``runs_ahead`` is called if a call ends before that of a local peer.
-    """
-
-    far: float
-
-    def __init__(
-        self,
-        rank: int,
-        hosts: Sequence[Sequence[int]],
-        inside: Backend,
-        between: Backend | None,
-        runs_ahead: Callable[[], None],
-    ) -> None:
-        self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
-        self._size = sum(map(len, hosts))
-        self._host_of = {r: h for h, host in enumerate(hosts) for r in host}
-        self._home = self._host_of[rank]
-        self._leaders = min(map(len, hosts))
-        # All ranks are leaders, and a leader's section of what is of its host's ranks is its own.
-        self._even = all(len(host) == self._leaders for host in hosts)
-        self._order = [r for host in hosts for r in host]
-        self._in_order = self._order == sorted(self._order)
-        self._runs_ahead = runs_ahead
 
     def all_reduce(self, call: Call) -> Array:
         """Reduce inside the hosts, between them, and share."""
@@ -169,29 +156,30 @@ class LargeCalls:
 
     def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
         """Call ``inside`` of each piece, then ``between`` the hosts, and share it inside."""
-        flat, index, before = array.reshape(-1), self._inside.rank, None
+        flat, index = array.reshape(-1), self._inside.rank
+        before: tuple[Sequence[Array], Work] = (), _DONE
         for piece in cut_evenly(flat, max(1, array.nbytes // _PIECE_BYTES)):
             if inside is not None:
                 self._inside.start(replace(inside, array=piece)).wait()
-            work: Work = Done()
+            work: Work = _DONE
             parts = cut_evenly(piece, 1 if piece.nbytes <= _SMALL_BYTES else self._leaders)
             if self._between is not None and index < len(parts):
                 how = {"seconds": self.far, "blocking": piece.size == array.size}
                 work = self._between.start(replace(between, array=parts[index], **how))
-            if before is not None:
-                self._share(*before)
-            before = parts, work
-        if before is not None:
             self._share(*before)
+            before = parts, work
+        self._share(*before)
 
-    def _share(self, sections: Sequence[Array], work: Work | None = None) -> None:
+    def _share(self, sections: Sequence[Array], work: Work = _DONE) -> None:
         """Have every rank of the host get section i of leader i, when ``work`` has ended."""
-        if work is not None:
-            work.wait()
+        work.wait()
+        for leader, part in enumerate(sections):
+            self._send_inside(part, leader)
+
+    def _send_inside(self, array: Array, leader: int) -> None:
         # So long a host's ranks wait for one of them that waits for other hosts.
         patience = between_hosts(self.far)
-        for leader, part in enumerate(sections):
-            self._inside.start(Call(BROADCAST, part, root=leader, seconds=patience)).wait()
+        self._inside.start(Call(BROADCAST, array, root=leader, seconds=patience)).wait()
 
     def reduce(self, call: Call) -> Array:
         """Reduce inside the hosts, then between them to the root's."""
@@ -208,8 +196,7 @@ class LargeCalls:
         else:
             self._runs_ahead()
         if self._home == home and place != leader:
-            share = Call(BROADCAST, total, root=leader, seconds=between_hosts(self.far))
-            self._inside.start(share).wait()
+            self._send_inside(total, leader)
         if self._rank == call.root:
             array[...] = total
         return array
@@ -220,12 +207,12 @@ class LargeCalls:
         whole = (call if self._in_order else replace(call, out=None)).room(total)
         lengths = [count * row_bytes(call.array) for count in rows]
         self._gather(as_bytes(call.array), self._regions(as_bytes(whole), lengths))
-        return in_rank_order(call, whole, self._hosts, rows, self._rank, not self._in_order)
+        return self._in_rank_order(call, whole, rows, not self._in_order)
 
     def _gather(self, mine: Array, regions: Sequence[Region]) -> None:
         """Fill the ``regions``; ``mine`` is this rank's part of its own host's."""
         home, index = regions[self._home], self._inside.rank
-        work: Work = Done()
+        work: Work = _DONE
         if self._even:  # its section is its part: those of the others can wait
             work = self._give(mine, blocking=False)
         self._inside.start(Call(ALL_GATHER, mine, out=home.whole)).wait()
@@ -247,12 +234,11 @@ class LargeCalls:
     def reduce_scatter(self, call: Call) -> Array:
         """Reduce each host's parts inside all hosts, then between them, and share what is due."""
         first, last = factors(call.array.dtype, call.op, call.scale)
-        parts = [call.array[rows_of(call, rank, self._size)] for rank in self._order]
+        parts = [call.array[self._rows_of(call, rank)] for rank in self._order]
         flat = (call.array if self._in_order else np.concatenate(parts)).reshape(-1)
         counts = [part.size for part in parts]
         ours, lengths = self._reduce_regions(call, first, self._regions(flat, counts))
-        mine = rows_of(call, self._rank, self._size)
-        result = call.room(mine.stop - mine.start)
+        result = call.room(len(call.array[self._rows_of(call, self._rank)]))
         if self._even:  # its section is its part
             self._reduce_section(call, last, ours, lengths, result.reshape(-1))
             self._runs_ahead()
@@ -300,38 +286,36 @@ class LargeCalls:
             return list(cut(whole, counts))
         return cut_evenly(whole, self._leaders)
 
+    def _rows_of(self, call: Call, rank: int) -> slice:
+        """Return the rows of a reduce_scatter that are for ``rank``."""
+        rows = call.rows or [len(call.array) // self._size] * self._size
+        begin = sum(rows[:rank])
+        return slice(begin, begin + rows[rank])
+
+    def _in_rank_order(
+        self, call: Call, whole: Array, rows: Sequence[int], copies: bool = True
+    ) -> Array:
+        """Return ``whole``, the ``rows`` of each rank host by host, as the result of ``call``.
+
+        Raises:
+            ValueError: ``call.out`` has another number of rows.
+        """
+        if call.out is not None:
+            require_length(call.name, call.out, sum(rows), self._rank, self._size)
+        if not copies:
+            return whole
+        parts = sorted(zip(self._order, cut(whole, rows), strict=True), key=itemgetter(0))
+        return np.concatenate([part for _, part in parts], out=call.room(sum(rows)))
+
+
+def cut_evenly(flat: Any, count: int) -> list[Any]:
+    """Return the elements in ``count`` consecutive parts, whose sizes differ by one at most."""
+    size = len(flat)
+    return [flat[size * i // count : size * (i + 1) // count] for i in range(count)]
+
 
 class Region(NamedTuple):
     """The parts of one host's ranks, one after the other; and cut for leaders."""
 
     whole: Array
     sections: Sequence[Array]
-
-
-def rows_of(call: Call, rank: int, size: int) -> slice:
-    """Return the rows of a reduce_scatter that are for ``rank``."""
-    rows = call.rows or [len(call.array) // size] * size
-    begin = sum(rows[:rank])
-    return slice(begin, begin + rows[rank])
-
-
-def in_rank_order(
-    call: Call,
-    whole: Array,
-    hosts: Sequence[Sequence[int]],
-    rows: Sequence[int],
-    rank: int,
-    copies: bool = True,
-) -> Array:
-    """Return ``whole``, the ``rows`` of each rank host by host, as the result of ``call``.
-
-    Raises:
-        ValueError: ``call.out`` has another number of rows.
-    """
-    if call.out is not None:
-        require_length(call.name, call.out, sum(rows), rank, len(rows))
-    if not copies:
-        return whole
-    order = [rank for host in hosts for rank in host]
-    parts = sorted(zip(order, cut(whole, rows), strict=True), key=itemgetter(0))
-    return np.concatenate([part for _, part in parts], out=call.room(sum(rows)))

@@ -6,7 +6,7 @@ Calls go there as the library takes them: a signature, addresses to read and to 
 from __future__ import annotations
 
 import functools
-import threading
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -80,63 +80,50 @@ for _verb in VERBS:
 FLAGS = bytes(_flags)
 
 
-class Describer(threading.local):
-    """Fills ``signature``, an ``fl_signature *`` of ``native``.
+def described(ffi: Any, call: Call, like: Array | None, code: int, root: int) -> tuple[Any, str]:
+    """Return the signature of ``call``; ``like`` has its dtype and shape.
 
-    Each thread has one of its own: the library reads it during the whole call.
+    The number of a dtype that the library does not know follows the dimensions. Also return the
+    name of such a dtype, or of a barrier, which precedes the line of the call; else "".
     """
-
-    def __init__(self, native: ModuleType) -> None:
-        self._ffi = native.ffi
-        self.signature = self._ffi.new("fl_signature *")
-
-    def describe(self, call: Call, like: Array | None, code: int, root: int) -> str:
-        """Write ``call`` into the signature; ``like`` has its dtype and shape.
-
-        Behind the dimensions stands the number of a dtype that the library does not know. The
-        result, empty else, is its name, or a barrier's, to go with the call in front of its line.
-        """
-        signature, name = self.signature, ""
-        if like is None:
-            signature.verb, signature.op, signature.root = code, call.op, root
-            signature.dtype = call.compared * codes.COMPARED
-            signature.itemsize = signature.count = 0
-            known = codes.ANY if call.finds_shape else 0
-            signature.ndim = codes.REFUSED if call.refusal else known
-            name = f"{SHUTDOWN}{NAMED}" if call.part_of == SHUTDOWN else name
-        else:
-            holds, shape = call.holds, like.shape
-            dtype = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED
-            if holds is not None or dtype == MOVED:
-                held, shape = holds or (like.dtype, shape)
-                number, text = number_of(held), name_of(held)
-                if len(names_seen) >= _SEEN:
-                    names_seen.clear()
-                names_seen[number], name = text, f"{text}{NAMED}"
-                shape = (*shape, number)
-            if call.compared:
-                dtype |= codes.COMPARED | is_cupy(like) * codes.ON_GPU
-            size = like.size, 0 if call.compared else like.itemsize
-            signature[0] = _outlined(self._ffi, shape, *size, code, dtype, call.op, root)[0]
-        signature.scale = call.scale
-        signature.part_of = _STEPS[call.part_of]
-        return name
+    name, size, dtype = "", (0, 0), call.compared * codes.COMPARED
+    if like is None:
+        shape: tuple[int, ...] = ()
+        ndim = codes.REFUSED if call.refusal else codes.ANY if call.finds_shape else 0
+        if call.part_of == SHUTDOWN:
+            name = f"{SHUTDOWN}{NAMED}"
+    else:
+        holds, shape = call.holds, like.shape
+        kind = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED
+        if holds is not None or kind == MOVED:
+            held, shape = holds or (like.dtype, shape)
+            number, text = number_of(held), name_of(held)
+            if len(names_seen) >= _SEEN:
+                names_seen.clear()
+            names_seen[number], name = text, f"{text}{NAMED}"
+            shape = (*shape, number)
+        ndim, dtype = len(shape), dtype | kind
+        if call.compared:
+            dtype |= is_cupy(like) * codes.ON_GPU
+        size = like.size, 0 if call.compared else like.itemsize
+    numbers = ndim, *size, code, dtype, call.op, root, _STEPS[call.part_of]
+    # Of two zeros, which are equal, each has its own signature.
+    return _signature(ffi, shape, call.scale, math.copysign(1.0, call.scale), *numbers), name
 
 
 # From Python each field takes 50 ns or more, and a program calls the same again and again.
 @functools.lru_cache(maxsize=1024)
-def _outlined(ffi: Any, shape: tuple[int, ...], count: int, itemsize: int, *numbers: int) -> Any:
-    """Return the signature of a call, ``numbers`` its verb, dtype, op and root."""
-    signature = ffi.new("fl_signature *")
-    signature.verb, signature.dtype, signature.op, signature.root = numbers
-    signature.itemsize, signature.count, signature.ndim = itemsize, count, len(shape)
+def _signature(ffi: Any, shape: tuple[int, ...], scale: float, _: float, *numbers: int) -> Any:
+    made = ffi.new("fl_signature *")
+    made.ndim, made.count, made.itemsize, made.verb, made.dtype, *rest = numbers
+    made.scale, (made.op, made.root, made.part_of) = scale, rest
     if len(shape) > codes.DIMENSIONS:  # the last is a hash of all from there on
         number = 0
         for extent in shape[codes.DIMENSIONS - 1 :]:
             number = number * 1099511628211 + extent
         shape = (*shape[: codes.DIMENSIONS - 1], number & (2**63 - 1))
-    signature.shape[0 : len(shape)] = shape
-    return signature
+    made.shape[0 : len(shape)] = shape
+    return made
 
 
 class NativeBackend(Backend):
@@ -164,9 +151,8 @@ class NativeBackend(Backend):
         self._sites: dict[Place, Any] = {}
         self._running: dict[Any, None] = {}  # in order; threads change it at the same time
         self._most_running = _LEAST_RUNNING
-        self._next = Describer(native)  # the call that this thread is about to make
         self._callers = Callers(self.name)
-        self._first: list[Any] = []  # what is to be done before the next call
+        self._first: list[Any] = []  # collected arrays, to be forgotten before the next call
         self._step: EntryPoints | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
 
@@ -195,7 +181,14 @@ class NativeBackend(Backend):
         names = ("fl_run", "fl_exchange", *of_op, *self.steps)
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         functions_of_group = fast.bind(
-            *(self._address_of(group), group, self.rank, self.size, self.timeout),
+            *(
+                self._address_of(group),
+                group,
+                self.rank,
+                self.size,
+                self.timeout,
+                self.packed_bytes,
+            ),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
             (AllOf, _raise_forked, light_work(fast), self._running),
@@ -208,22 +201,20 @@ class NativeBackend(Backend):
         """Return ``group`` of the library, which is freed when nothing refers to it any more."""
         return freed_by(self.ffi, group, self.lib.fl_free, self._kept)
 
-    def _begin(self, native: ModuleType, group: Any) -> None:
+    def _begin(self, native: ModuleType, group: Any, at_once: bool = False) -> None:
         """Have calls go to ``group`` from now on."""
         self.group = group
         self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
         self._do("on_interrupt", group, answer_to_interrupts(native))
+        if at_once:
+            self._do("compare_at_once", group)
 
     def forget(self, work: Work) -> None:
         """Let go of an operation that has ended, and of whose end the caller learns now."""
         self._running.pop(work, None)
 
     def _do(self, name: str, group: Any, *args: Any) -> None:
-        """Call a function of the library that returns whether it has failed.
-
-        Raises:
-            DistributedError: it has.
-        """
+        """Call a function of the library; raise DistributedError if it fails."""
         if getattr(self.lib, f"fl_{name}")(group, *args):
             raise DistributedError(f"[{name}] {self.name}: the library has failed: {self.reason()}")
 
@@ -244,11 +235,8 @@ class NativeBackend(Backend):
         return self._address_of(self._here(1))
 
     def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
-        """Return the result of a blocking native call that was not simply done, or raise.
-
-        ``call`` is its root, its number in the journal, and what it may take, in seconds.
-        """
-        root, number, limit = call
+        """Return the result of a blocking native call that was not simply done, or raise."""
+        root, number, limit = call  # the second: in the journal; the last: its time, in seconds
         try:
             if verb == SENDRECV.code:
                 arrays = x, out, out
@@ -266,11 +254,8 @@ class NativeBackend(Backend):
             raise
 
     def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
-        """Return the Work of an asynchronous native call.
-
-        ``call`` is its array, out, result and room, which all must live as long, its root and peer,
-        its place in the journal, and how many collectives there were.
-        """
+        """Return the Work of an asynchronous native call."""
+        # Array, out, result and room, which must live as long; place in the journal; collectives.
         *arrays, root, peer, place, number = call
         work: Work = Done(arrays[2])
         if handle:
@@ -295,14 +280,8 @@ class NativeBackend(Backend):
         self._track(work)
         return work
 
-    def _do_first(self, group: Any) -> None:
-        """Do what ``_first`` has, of which only some libraries have anything."""
-
     def _refuse(self, call: Call) -> Work:
-        """Take part in ``call`` as one that equals no other's: the other ranks raise.
-
-        The Work raises ``MismatchError`` when they have; nobody needs to wait for it.
-        """
+        """Join ``call`` as one that equals no other's; other ranks, and the Work, raise that."""
         if self.group is None:
             return Done()  # it has ended, which the others know
         return self._launch(replace(call, blocking=False), result=None)
@@ -325,11 +304,11 @@ class NativeBackend(Backend):
         room: Any = None,
         result: Any = _ARRAY,
     ) -> Work:
-        """Have the library run ``call``, described by ``like`` (else its array).
+        """Have the library run ``call``, described by ``like`` (default: its array).
 
-        The ranks compare ``root`` (default: the rank of the root, or the tag). The library gets
-        ``data`` and ``room`` instead of the addresses of array and output. ``keep`` lives as long
-        as the operation. The Work returns ``result`` (default: the array).
+        The ranks compare ``root`` (default: the root's rank, or the tag). ``data`` and ``room``
+        replace the addresses of array and output. ``keep`` lives as long as the operation. The Work
+        returns ``result`` (default: the array).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
         verb, array = call.verb, call.array
@@ -348,8 +327,8 @@ class NativeBackend(Backend):
         try:
             self._callers.threads.add(thread)
             if self._first:
-                self._do_first(group)
-            name = self._next.describe(call, like, code, root)
+                self._forget_collected(group)
+            signature, name = described(self.ffi, call, like, code, root)
             if text := call.refusal or name:
                 site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
             else:
@@ -359,7 +338,7 @@ class NativeBackend(Backend):
                 site = self.ffi.NULL if asks and not runs_ahead else self._here()
             where = source, target, call.peer
             how = seconds, self.lib.FL_AHEAD if call.is_ahead else not call.blocking, site
-            handle = self.lib.fl_run(group, self._next.signature, *where, *how)
+            handle = self.lib.fl_run(group, signature, *where, *how)
             raise_interruption(self.lib, handle)
         finally:
             self._callers.threads.discard(thread)
@@ -373,12 +352,14 @@ class NativeBackend(Backend):
             self._track(work)
         return work
 
-    def _track(self, work: NativeWork) -> None:
-        """Keep the arrays of ``work``.
+    def _forget_collected(self, group: Any) -> None:
+        """Let the library forget the arrays of ``_first``, unless another thread is in a call."""
+        dropped, self._first[:] = list(self._first), []
+        self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]
 
-        The library writes into them whether or not anybody keeps the Work, also after Ctrl-C has
-        ended a blocking wait for it.
-        """
+    # The library writes into them also after Ctrl-C has ended a blocking wait.
+    def _track(self, work: NativeWork) -> None:
+        """Keep the arrays of ``work``, whether or not somebody keeps the Work."""
         self._running[work] = None
         if len(self._running) > self._most_running:
             for other in list(self._running):
@@ -466,7 +447,9 @@ class NativeBackend(Backend):
     def _swap_sections(self, call: Call) -> Work:
         """Start an all_to_all of unequal parts, of which the ranks first notify each other."""
         assert call.rows is not None
-        table = self._rows_of_all(call)
+        mine = np.array(call.rows, np.int64)
+        step = Call(ALL_GATHER, mine, seconds=call.seconds, part_of="all_to_all(rows=...)")
+        table = self.start(step).wait().reshape(self.size, self.size)
         arrive = int(table[:, self.rank].sum())
         if call.received is not None:
             call.received += table[:, self.rank].tolist()
@@ -475,13 +458,6 @@ class NativeBackend(Backend):
         if out is None or got is out:
             return work
         return Then(work, lambda _: require_length(call.name, out, arrive, self.rank, self.size))
-
-    def _rows_of_all(self, call: Call) -> Array:
-        """Return how many rows each rank (first index) has for each; blocking."""
-        mine = np.array(call.rows, np.int64)
-        step = Call(ALL_GATHER, mine, seconds=call.seconds, part_of="all_to_all(rows=...)")
-        table: Array = self.start(step).wait().reshape(self.size, self.size)
-        return table
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
         """Return ``data`` and ``keep`` of a call: ``table`` has the rows of each rank for each."""

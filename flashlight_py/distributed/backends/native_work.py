@@ -164,9 +164,13 @@ class NativeWork(Work):
             return max(signatures[rank].sequence for rank in range(size))
         if verb not in _WITH_SHAPES:
             return None
-        if verb != SCATTER.code:
-            return [signatures[rank].shape[0] for rank in range(size)]
-        sent = signatures[self._root]
+        if verb == SCATTER.code:
+            return self._sent()
+        return [signatures[rank].shape[0] for rank in range(size)]
+
+    def _sent(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """Return dtype and shape of the parts that the root of a scatter has sent."""
+        sent = self._signatures()[self._root]
         code = sent.dtype & ~(codes.COMPARED | codes.ON_GPU)
         if code == MOVED:
             return WITH_TEXT, (sent.count,)
@@ -189,11 +193,11 @@ class NativeWork(Work):
         return self._wrap(self._like.dtype, (rows, *self._like.shape[1:]))
 
     def _scattered(self) -> Array:
-        """Wrap this rank's part, of the dtype and shape that the root has sent."""
-        sent = self._signatures()[self._root]
-        if sent.dtype == MOVED:
-            return of_bytes(self._wrap(np.dtype(np.uint8), (sent.count,)))
-        return self._wrap(dtype_of_code(sent.dtype), tuple(sent.shape[0 : sent.ndim]))
+        """Wrap this rank's part."""
+        dtype, shape = self._sent()
+        if dtype is WITH_TEXT:
+            return of_bytes(self._wrap(np.dtype(np.uint8), shape))
+        return self._wrap(dtype, shape)
 
     def _wrap(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """Return what the library received, without a copy; the array keeps the handle alive."""

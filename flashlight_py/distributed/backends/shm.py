@@ -64,10 +64,8 @@ class ShmBackend(NativeBackend):
         self._kin = store.near if store.near and min(store.near.ranks) >= 0 else None
         self.memory = self
         self.near = self.places = list(range(self.size) if self._kin is None else self._kin.ranks)
-        self._begin(native, map_together(store, self._map, self._named))
+        self._begin(native, map_together(store, self._map, self._named), at_once)
         self._do("on_mismatch", self.group, answer_where(native))
-        if at_once:
-            self._do("compare_at_once", self.group)
 
     def kin(self, ranks: Sequence[int], count: int, first: int) -> Kin | None:
         """Return ``ranks`` of the memory as a group, numbered by ``count`` of its first rank."""
@@ -135,11 +133,5 @@ class ShmBackend(NativeBackend):
             freed_by(self.ffi, region, self.lib.fl_free_region),
         )
         begin = keeping(self.ffi, pointer - self.rank * stride, parts_of)
-        whole = np.frombuffer(self.ffi.buffer(begin, stride * self.size), np.uint8)
-        parts = [whole[rank * stride :][: count * dtype.itemsize] for rank in range(self.size)]
-        return [part.view(dtype).reshape(shape) for part in parts]
-
-    def _do_first(self, group: Any) -> None:
-        """Let the group forget arrays that were collected, unless another thread is in a call."""
-        dropped, self._first[:] = list(self._first), []
-        self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]
+        whole = self.ffi.buffer(begin, stride * self.size)
+        return [np.ndarray(shape, dtype, whole, rank * stride) for rank in range(self.size)]

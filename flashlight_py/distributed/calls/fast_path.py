@@ -52,8 +52,8 @@ class FastPath(Protocol):
         """Do the verb with this code, also a message to or from ``root``; return result or Work.
 
         For an all_reduce, ``root`` is a digest of the shapes of the arrays that are packed in
-        ``x``, or 0; the ranks compare it. If ``x`` is a list of arrays, ``out`` is the number of
-        bytes up to which an array is packed (``native_several`` in csrc/fast).
+        ``x``, or 0; the ranks compare it. If ``x`` is a list of arrays, ``out`` says whether small
+        ones are packed (``native_several`` in csrc/fast).
         """
 
     def sendrecv(self, *args: Any) -> Any:

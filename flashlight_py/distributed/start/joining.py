@@ -135,10 +135,7 @@ def _gloo(
     is_watched: bool = False,
     at_once: bool = False,
 ) -> Backend:
-    """Connect by Gloo, on the loopback if it joins all ranks; one exchange.
-
-    Ranks of a group that is connected already make no exchange.
-    """
+    """Connect by Gloo, on one host by the loopback; one exchange, or none if ``kin`` is joined."""
     if store.kin is not None:
         part: Backend = store.kin.whole.part(store, settings.timeout)
         return part
@@ -146,5 +143,6 @@ def _gloo(
     one_host = all(host == store.hosts[0] for host in store.hosts)
     own = topology.address_inside(settings.interface) if one_host else settings.address
     seconds = settings.timeout, settings.joining_seconds
-    hosts = store.hosts, settings.host_timeout
-    return GlooBackend(store, own, *seconds, settings.job_key, *hosts, lazily, is_watched, at_once)
+    return GlooBackend(
+        store, own, *seconds, settings.job_key, settings.host_timeout, lazily, is_watched, at_once
+    )

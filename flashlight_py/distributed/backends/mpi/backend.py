@@ -28,8 +28,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi.gpu_side import MpiGpuBackend
 from flashlight_py.distributed.backends.mpi.leaving import UNFINISHED, Leaving, end_the_job
-from flashlight_py.distributed.backends.mpi.movement import Steps, on_device
-from flashlight_py.distributed.backends.mpi.verb_steps import VerbSteps
+from flashlight_py.distributed.backends.mpi.verb_steps import Steps, VerbSteps, on_device
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
@@ -67,13 +66,10 @@ _abandoned: list[Any] = []
 
 
 class Operation(Work):
-    """An operation called ``name``, its ``steps``, and the ``comparison`` that is first of them.
-
-    MPI's part after it may take ``seconds``.
-    """
+    """An operation: its ``comparison`` is first of its ``steps``, MPI's part takes ``seconds``."""
 
     def __init__(self, group: MpiBackend, name: str, seconds: float) -> None:
-        self.name, self.seconds = name, seconds
+        self.name, self.seconds, self.where = name, seconds, f"[{name}] {group.place}"
         self.steps: Steps
         self.comparison: Work | None = None
         self.ended = self.doubts = False  # the second: a rank may be lost
@@ -117,7 +113,7 @@ class Operation(Work):
             self._group.interrupt(self, error)
             raise
         if timeout is not None and not in_time:
-            raise limit_passed(f"[{self.name}] {self._group.place}", timeout)
+            raise limit_passed(self.where, timeout)
         if self.error is not None:
             self.is_heard = True
             raise self.error
@@ -264,7 +260,7 @@ class MpiBackend(Backend):
             else:
                 self._break(operation, error)
         except self.progress.mpi.Exception as error:
-            failure = DistributedError(f"[{operation.name}] {self.place}: MPI failed: {error}")
+            failure = DistributedError(f"{operation.where}: MPI failed: {error}")
             failure.__cause__ = error
             self._break(operation, failure, f"MPI failed: {error}")
         except BaseException as error:
@@ -284,22 +280,21 @@ class MpiBackend(Backend):
         trouble = self.control.lost(operation.name)
         if trouble is not None and not operation.doubts:  # one that left in order did its part:
             operation.doubts = True  # what it has sent may still end this operation
-        elif trouble is None and now >= operation.deadline:
-            who = "a rank did not join, or all" if operation.comparison is None else "all ranks"
-            who += " joined and did not finish"
-            where, limit = f"[{operation.name}] {self.place}", f"{operation.seconds:g} seconds"
-            words = did_not_join(where, who, limit, "MPI moves the arrays", "")
-            self._break(operation, CollectiveTimeoutError(words))
         elif trouble is not None:
             self._break(operation, trouble)
+        elif now >= operation.deadline:
+            who = "a rank did not join, or all" if operation.comparison is None else "all ranks"
+            who += " joined and did not finish"
+            limit = f"{operation.seconds:g} seconds"
+            words = did_not_join(operation.where, who, limit, "MPI moves the arrays", "")
+            self._break(operation, CollectiveTimeoutError(words))
 
     def interrupt(self, operation: Operation, error: BaseException) -> None:
         """Break the group after ``error``, as Ctrl-C, ended a wait; other waits raise that."""
         with self.progress.lock:
             if not operation.ended:
                 reason = f"{type(error).__name__} in {operation.name}"
-                where = f"[{operation.name}] {self.place}"
-                closed = GroupClosedError(f"{where}: a signal ended a wait: {reason}")
+                closed = GroupClosedError(f"{operation.where}: a signal ended a wait: {reason}")
                 self._break(operation, closed, reason)
 
     def _lost(self, name: str, reason: str) -> PeerLostError:
@@ -318,22 +313,19 @@ class MpiBackend(Backend):
             cause = next(filter(None, found), error)
         if cause is error:
             operation.end(error=error)
-        if isinstance(cause, DistributedError) and not reason:
-            self.control.abort(cause)
-        else:
-            self.control.abort(self._lost(operation.name, reason))
+        known = cause if isinstance(cause, DistributedError) and not reason else None
+        self.control.abort(known or self._lost(operation.name, reason))
         for_all = cause if isinstance(cause, PeerLostError | CollectiveTimeoutError) else None
         self._end_all(f"this group broke earlier: {cause}", for_all)
 
     def _end_all(self, reason: str, error: DistributedError | None = None) -> None:
         """End what runs, with what ``error`` says of other ranks, which concerns all the same."""
-        self._unusable = reason
+        self._unusable = words = reason
         kind: type[DistributedError] = GroupClosedError
-        words = reason
         if error is not None:
             kind, words = type(error), str(error).partition(f"{self.place}: ")[2] or str(error)
         for operation in (*self._queue, *self._beside):
-            operation.end(error=kind(f"[{operation.name}] {self.place}: {words}"))
+            operation.end(error=kind(f"{operation.where}: {words}"))
         self._queue.clear()
         self._beside.clear()
 
@@ -371,13 +363,10 @@ class MpiBackend(Backend):
 
 
 class Progress:
-    """All groups of this process. ``lock`` is held by whoever makes them advance.
-
-    ``threaded``: any thread may call ``mpi`` at any time.
-    """
+    """All groups of this process; ``threaded``: any thread may call ``mpi`` at any time."""
 
     def __init__(self, mpi: Any, threaded: bool) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held by whoever makes the groups advance
         self.threaded = threaded
         self.mpi, self._end_the_job = mpi, partial(end_the_job, mpi, self.linger)
         self._groups: list[MpiBackend] = []
@@ -447,11 +436,8 @@ class Progress:
                 _abandoned.append((calls, requests))  # requests alone let go of their arrays
 
     def wait(self, operation: Operation, end: float | None) -> bool:
-        """Step until ``operation`` has ended, or until ``end``, a time of ``time.monotonic``.
-
-        If no other operation is pending, sleep until the comparison of its call has ended.
-        """
-        alone = self._pending() == 1
+        """Step until ``operation`` has ended, or until ``end``, a time of ``time.monotonic``."""
+        alone = self._pending() == 1  # then it sleeps until the calls have been compared
         left = None if end is None else max(0.0, end - time.monotonic())
         if operation.comparison is not None and not operation.ended:
             with contextlib.suppress(DistributedError):  # its next step raises it, or it goes on

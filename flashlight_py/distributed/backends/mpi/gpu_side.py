@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.mpi.movement import settle
+from flashlight_py.distributed.backends.mpi.verb_steps import settle
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
@@ -66,9 +67,7 @@ class MpiGpuBackend(Backend):
             return call.array if call.verb.in_place else None
         target: Any = call.array if call.verb.in_place else call.out
         if target is None:
-            import cupy
-
-            target = cupy.asarray(result)
+            target = sys.modules["cupy"].asarray(result)
         else:
             if target.shape != result.shape:
                 require_length(call.name, target, result.shape[0], self.rank, self.size)

@@ -53,19 +53,15 @@ class Leaving:
 
     def free(self) -> bool:
         """Free what all have left, if each has completed the same calls; return whether."""
-        least, most = int(min(self._counts)), int(max(self._counts))
-        is_over = UNFINISHED < least == most
+        is_over = UNFINISHED < min(self._counts) == max(self._counts)
         for comm in self._comms if is_over else ():
             with contextlib.suppress(self._mpi.Exception):
                 comm.Free()
-        return is_over
+        return bool(is_over)
 
 
 def end_the_job(mpi: Any, linger: Callable[[float], None]) -> None:
-    """Abort, soon; no code of the interpreter's exit runs after that.
-
-    ``linger(end)`` gives the others time to notice, until the clock says ``end``.
-    """
+    """Abort, when ``linger(end)`` has given the others time to notice, until the time ``end``."""
     if mpi.Is_finalized():
         return
     end = time.monotonic() + _LINGER_SECONDS
@@ -76,7 +72,7 @@ def end_the_job(mpi: Any, linger: Callable[[float], None]) -> None:
         for descriptor in (1, 2):
             _await_reader(descriptor, end)
         linger(end)
-    finally:  # also after Ctrl-C, or where nobody reads any more
+    finally:  # also after Ctrl-C, or where nobody reads any more; no code of the exit runs
         mpi.COMM_WORLD.Abort(1)
 
 

@@ -13,34 +13,31 @@ from typing import Any
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import launching
-from flashlight_py.distributed.backends.nccl.communicator import FINALIZE_SECONDS, Communicator
+from flashlight_py.distributed.backends.nccl.communicator import (
+    FINALIZE_SECONDS,
+    LOOK_SECONDS,
+    Communicator,
+    poll,
+)
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once, compared
 from flashlight_py.distributed.backends.nccl.launching import Launcher, Step
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.backends.nccl.reduction import (
-    BYTES,
-    OPS,
-    NcclForm,
-    ReducedArray,
-    plain_form,
-)
+from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, form_of
 from flashlight_py.distributed.backends.nccl.streams import (
     MOST_UNFINISHED,
     DeviceFlight,
     Flights,
     NcclWatchdog,
 )
-from flashlight_py.distributed.calls.arrays import require_length, row_bytes
+from flashlight_py.distributed.calls.arrays import require_length, row_bytes, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import MEANINGS, cut
-from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.verbs import REDUCE, SEND, VERBS, Verb
+from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.verbs import REDUCE, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
 from flashlight_py.structure import here
 
 _ALONE = contextlib.nullcontext()
-# CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
-_LOOK_SECONDS = 0.0002
 
 
 class NcclBackend(Backend):
@@ -70,14 +67,8 @@ class NcclBackend(Backend):
         # Messages whose two ends are connected: the function, and the other rank.
         self._connected: set[tuple[int, int]] = set()
         self._bytes = self._empty((2,), cupy.uint8)
-        self._steps: dict[Verb, Callable[[Call], Work]] = {
-            verb: getattr(self, f"_{verb.name}", self._by_meaning)
-            for verb in VERBS
-            if not verb.is_message
-        }
         self._comparisons = Comparisons(cpu, communicator)
-        looked_at = communicator, self._flights, self._comparisons
-        self._watchdog = NcclWatchdog(cupy, device, *looked_at)
+        self._watchdog = NcclWatchdog(cupy.cuda, device, self._flights, self._comparisons)
         communicator.who_is_missing = self._comparisons.who_is_missing
         communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 
@@ -95,13 +86,14 @@ class NcclBackend(Backend):
             return Done()
         if call.verb.is_message:
             return Then(self._exchange([call]), lambda arrays: arrays[0])
+        run: Callable[[Call], Work] = getattr(self, f"_{call.verb.name}", self._by_meaning)
         if not begins_at_once(call.verb):
             self._require(call)
-            return self._steps[call.verb](call)
+            return run(call)
         with self.communicator.lock:  # NCCL begins calls in the order in which they are compared
             self._require(call)
             self._comparing.post(call)
-            return self._steps[call.verb](call)
+            return run(call)
 
     def start_many(self, calls: Sequence[Call]) -> Work:
         """Start several all_reduces, or messages, as one; see ``Backend``."""
@@ -134,24 +126,24 @@ class NcclBackend(Backend):
         self.communicator.require(call.name)
 
     def _all_reduce(self, call: Call) -> Work:
-        pair = call.array, call.array
-        return self._reduce_pairs(call, launching.ALL_REDUCE, [pair], call.array)
+        array = call.array
+        return self._reduce_pairs(call, launching.ALL_REDUCE, [(array, array)], array)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce to this rank's part; unequal ones are reduced one by one."""
-        array, mine = call.array, None if call.rows is None else call.rows[self.rank]
+        array, rows = call.array, call.rows or [len(call.array) // self.size] * self.size
         with self.on_device():
-            part = call.room(len(array) // self.size if mine is None else mine)
-        if call.rows is not None:
-            works = list[Work]()
-            for root, rows in enumerate(cut(array, call.rows)):
-                if root == self.rank:
-                    part[...] = rows
-                term = part if root == self.rank else rows
-                step = Call(REDUCE, term, call.op, call.scale, root, blocking=call.blocking)
-                works.append(self._reduce(step))
-            return Then(AllOf(works), lambda _: part)
-        return self._reduce_pairs(call, launching.REDUCE_SCATTER, [(array, part)], part)
+            part = call.room(rows[self.rank])
+        if call.rows is None:
+            return self._reduce_pairs(call, launching.REDUCE_SCATTER, [(array, part)], part)
+        terms = cut(array, rows)
+        part[...] = terms[self.rank]
+        terms[self.rank] = part
+        steps = [
+            Call(REDUCE, term, call.op, call.scale, root, blocking=call.blocking)
+            for root, term in enumerate(terms)
+        ]
+        return Then(AllOf(list(map(self._reduce, steps))), lambda _: part)
 
     def _reduce(self, call: Call) -> Work:
         """Reduce in place on the root; the array of every other rank stays as it is."""
@@ -161,20 +153,20 @@ class NcclBackend(Backend):
 
     def _by_meaning(self, call: Call) -> Work:
         """Combine in place what NCCL does not: each GPU gathers all arrays, and does it itself."""
-        array, combine = call.array, MEANINGS[call.verb]
+        array = call.array
         pieces = self._empty((self.size, *array.shape), array.dtype)
 
         def finish() -> None:
             if call.verb.fills(self.rank, call.root):
                 with self._stream:
-                    array[...] = combine(list(pieces), self.rank, call)
+                    array[...] = MEANINGS[call.verb](list(pieces), self.rank, call)
 
         steps = self._gathering(array, pieces, dict.fromkeys(range(self.size), array.nbytes))
         return self._launch(call, steps, [array, pieces], array, finish=finish)
 
     def _broadcast(self, call: Call) -> Work:
-        array, there = call.array, _address(call.array)
-        step = launching.BROADCAST, there, there, array.nbytes, BYTES, 0, call.root
+        array = call.array
+        step = _moving(launching.BROADCAST, call.root, _address(array), array.nbytes)
         return self._launch(call, [step], [array], array)
 
     def _all_gather(self, call: Call) -> Work:
@@ -229,21 +221,16 @@ class NcclBackend(Backend):
         The messages, also that of this rank to itself, are begun as one: NCCL before 2.28 has no
         function for these collectives.
         """
-        steps: list[Step] = []
-        if call.array is not None:
-            for rank, start, nbytes in _blocks(call.array, sent):
-                steps.append((launching.SEND, start, 0, nbytes, BYTES, 0, rank))
-        if result is not None:
-            for rank, start, nbytes in _blocks(result, received):
-                steps.append((launching.RECV, 0, start, nbytes, BYTES, 0, rank))
-        arrays = [array for array in (call.array, result) if array is not None]
+        ways: list[Any] = [(launching.SEND, call.array, sent), (launching.RECV, result, received)]
+        moved = [way for way in ways if way[1] is not None]
+        steps = [
+            _moving(kind, *block) for kind, array, sizes in moved for block in _blocks(array, sizes)
+        ]
+        arrays = [array for _, array, _ in moved]
         return self._launch(call, steps, arrays, result, together=True)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
-        """Let ``run`` fill ``out`` or a new array of ``rows`` rows.
-
-        If ``out`` has another number of rows, this rank raises ValueError after the call.
-        """
+        """Let ``run`` fill ``out``, or a new array: ValueError after the call if rows differ."""
         with self.on_device():
             out, room = call.out, call.room(rows)
         work = run(room)
@@ -260,7 +247,12 @@ class NcclBackend(Backend):
         # NCCL knows no tags: both ends begin messages in their order.
         arrays = [call.array for call in calls]
         steps = [
-            _message(call) for call in sorted(calls, key=lambda call: call.tag) if call.array.size
+            _moving(
+                launching.SEND if call.verb is SEND else launching.RECV,
+                *(call.peer, _address(call.array), call.array.nbytes),
+            )
+            for call in sorted(calls, key=lambda call: call.tag)
+            if call.array.size
         ]
         return self._launch(calls[0], steps, arrays, arrays, name)
 
@@ -271,8 +263,7 @@ class NcclBackend(Backend):
 
     def synchronize(self) -> None:
         """Block the host until every collective that this rank has started has ended."""
-        newest = self._flights.newest()
-        if newest is not None:
+        if (newest := self._flights.newest()) is not None:
             work = StreamWork(self, newest, None)
             work.block()  # the watchdog sees to it that this ends
             work.wait()
@@ -288,21 +279,16 @@ class NcclBackend(Backend):
         with self.on_device(), self.communicator.lock:
             if self._flights.newest() is not None:
                 self._comparisons.find_lost("close")  # nothing waits for those who have gone
-            if self.communicator.close(self._ends_within(FINALIZE_SECONDS)):
+            seconds = min(FINALIZE_SECONDS, self.communicator.timeout)
+            if self.communicator.close(poll(self._is_over, seconds)):
                 self._comparisons.finish(FINALIZE_SECONDS)  # else nobody waits for this rank
         self._flights.clear()
         # Else the stream and the events would wait for the collector, which knows no GPU's memory.
-        self._steps.clear()
         self.communicator.look = self.communicator.who_is_missing = None
 
-    def _ends_within(self, seconds: float) -> bool:
-        """Return whether the device ends all collectives within ``seconds``; blocks until then."""
-        end = time.monotonic() + min(seconds, self.communicator.timeout)
-        while self._flights.oldest() is not None and self.communicator.broken is None:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(_LOOK_SECONDS)
-        return True
+    def _is_over(self) -> bool:
+        """Return whether the device has ended all collectives, well or not."""
+        return self._flights.oldest() is None or self.communicator.broken is not None
 
     def _launch(
         self,
@@ -317,13 +303,10 @@ class NcclBackend(Backend):
     ) -> Work:
         """Launch ``steps`` on the device, several as one, unless all ``arrays`` are empty.
 
-        These are all that the device reads or writes. ``together``: as one with those of other
+        These are all that the device reads or writes. ``together``: as one with the steps of other
         ranks. ``prepare`` computes on the communication stream before, and returns the steps;
-        ``finish`` computes there afterwards. A blocking call's caller's current stream waits at
-        once; the host does so in neither case.
-
-        Raises:
-            DistributedError: as :meth:`Communicator.call`.
+        ``finish`` computes there afterwards. If the call blocks, the caller's current stream waits
+        at once; the host never waits. Raises as :meth:`Communicator.call`.
         """
         verb, kept = name or call.name, [array for array in arrays if array.size]
         communicator, launcher = self.communicator, self._launcher
@@ -334,19 +317,18 @@ class NcclBackend(Backend):
             caller, recorder = int(self.current_stream().ptr), here.recorder
             # An event that a graph has noted never ends for the host.
             event = self._free_event(verb) if recorder is None else self._make_event()
-            done = int(event.ptr)
-            if prepare is not None:
+            by_one_call = communicator.child and prepare is None and finish is None
+            if not by_one_call:
                 launcher.wait_for(caller)
+            if prepare is not None:
                 steps = prepare()
             if communicator.child and steps and steps[0][0] >= launching.SEND:
                 self._connect(verb, steps)
             is_group, packed = together or len(steps) > 1, launcher.steps(steps)
-            if communicator.child and prepare is None and finish is None:
-                how = is_group, packed, caller, done, call.blocking
+            if by_one_call:
+                how = is_group, packed, caller, int(event.ptr), call.blocking
                 communicator.call(verb, lambda comm: launcher.launch(comm, *how))
             else:
-                if prepare is None:
-                    launcher.wait_for(caller)
                 communicator.call(verb, lambda comm: launcher.call(comm, is_group, packed))
                 if finish is not None:
                     finish()
@@ -375,42 +357,35 @@ class NcclBackend(Backend):
         self.communicator.captured.add(captured)
 
     def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
-        """Call ``launch`` of a graph of this group, with an event to record for the watchdog.
-
-        Raises:
-            DistributedError: the group has failed.
-        """
-        with self.communicator.lock, self.on_device():
-            self.communicator.require(name)
+        """Call ``launch`` of a graph, with an event to record; raise if the group has failed."""
+        communicator = self.communicator
+        with communicator.lock, self.on_device():
+            communicator.require(name)
             event = self._free_event(name)
 
             def begin(_: Any) -> int:
                 launch(int(event.ptr))
-                return int(self.communicator.lib.ncclSuccess)
+                return int(communicator.lib.ncclSuccess)
 
-            self.communicator.call(name, begin)
+            communicator.call(name, begin)
             self._flights.add(DeviceFlight(name, event, ()))
 
     def _connect(self, verb: str, steps: Iterable[Step]) -> None:
         """Exchange a byte with each rank to which ``steps`` have the first message: it connects."""
-        ends = [(kind, peer) for kind, *_, peer in steps if kind >= launching.SEND]
-        messages = {end for end in ends if end[1] != self.rank}
-        first = sorted(messages - self._connected)
-        if not first:
-            return
-        sent, received = _address(self._bytes), _address(self._bytes) + 1
-        packed = self._launcher.steps(
-            (kind, sent, received, 1, BYTES, 0, peer) for kind, peer in first
-        )
-        begin = lambda comm: self._launcher.call(comm, True, packed)  # noqa: E731
-        self.communicator.call(verb, begin, connects=True)
-        self._connected |= messages
+        ends = {(kind, peer) for kind, *_, peer in steps if peer != self.rank}
+        first, call = sorted(ends - self._connected), self._launcher.call
+        if first:
+            sent = _address(self._bytes)
+            each = [(kind, sent, sent + 1, 1, BYTES, 0, peer) for kind, peer in first]
+            packed = self._launcher.steps(each)
+            self.communicator.call(verb, lambda comm: call(comm, True, packed), connects=True)
+            self._connected |= ends
 
     def _free_event(self, verb: str) -> Any:
         """Return an event that no collective uses; blocks while the device has too many of them."""
         while (event := self._flights.free_event()) is None:
             self.communicator.require(verb)  # the watchdog ends what takes too long
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
         return event
 
     def current_stream(self) -> Any:
@@ -438,51 +413,39 @@ class NcclBackend(Backend):
         root: int = 0,
     ) -> Work:
         """Reduce each pair (source, target), several of them begun as one."""
-        full = [pair for pair in pairs if pair[0].size]
-        if len(full) == 1:
-            form = plain_form(full[0][0].dtype, call.op, call.scale)
-            if form is not None:
-                source, target = full[0]
-                step = self._reducing(call, kind, source, target, form, call.scale, root)
-                arrays = [source] if target is source else [source, target]
-                return self._launch(call, (step,), arrays, result)
-        parts = [ReducedArray(self._stream, *pair, call.op, call.scale) for pair in full]
+        pairs = [pair for pair in pairs if pair[0].size]
+        forms = [form_of(source.dtype, call.op) for source, _ in pairs]
+        arrays = list({id(array): array for pair in pairs for array in pair}.values())
+        # NCCL multiplies the terms of a sum on their way, and nothing else.
+        scale, rest = (call.scale, 1.0) if call.op is ReduceOp.SUM else (1.0, call.scale)
 
-        def steps() -> list[Step]:
-            return [
-                self._reducing(call, kind, part.source, part.room, part.form, part.factor, root)
-                for part in parts
-            ]
+        def steps(seen: Sequence[tuple[Array, Array]]) -> list[Step]:
+            made = list[Step]()
+            for (source, target), form in zip(seen, forms, strict=True):
+                rule, count = OPS[call.op], target.size * form.parts
+                if scale != 1.0:
+                    rule = self.communicator.scaled_sum(call.name, scale, form.dtype, form.code)
+                ends = _address(source), _address(target)
+                made.append((kind, *ends, count, form.code, rule, root))
+            return made
+
+        if rest == 1.0 and not any(form.widened for form in forms):
+            return self._launch(call, steps(pairs), arrays, result)
+        seen = list[tuple[Array, Array]]()  # which NCCL uses until ``finish``
 
         def prepare() -> list[Step]:
-            for part in parts:
-                part.convert()
-            return steps()
+            with self._stream:  # to which converted arrays belong
+                seen.extend(form.seen(*pair) for form, pair in zip(forms, pairs, strict=True))
+            return steps(seen)
 
         def finish() -> None:
-            for part in parts:
-                part.finish()
+            with self._stream:
+                for (_, target), (_, room) in zip(pairs, seen, strict=True):
+                    if room is not target:
+                        target[...] = room
+                    scale_in_place(target, rest)
 
-        arrays = list({id(array): array for pair in full for array in pair}.values())
-        if any(part.computes for part in parts):
-            return self._launch(call, (), arrays, result, prepare=prepare, finish=finish)
-        return self._launch(call, steps() if full else (), arrays, result)
-
-    def _reducing(
-        self,
-        call: Call,
-        kind: int,
-        source: Array,
-        target: Array,
-        form: NcclForm,
-        factor: float,
-        root: int,
-    ) -> Step:
-        """Return the step that reduces ``source`` to ``target``, times ``factor``."""
-        rule, count = OPS[call.op], target.size * form.parts
-        if factor != 1.0:
-            rule = self.communicator.scaled_sum(call.name, factor, form.dtype, form.code)
-        return kind, _address(source), _address(target), count, form.code, rule, root
+        return self._launch(call, (), arrays, result, prepare=prepare, finish=finish)
 
 
 def _address(array: Array) -> int:
@@ -491,11 +454,9 @@ def _address(array: Array) -> int:
     return int(memory.ptr)
 
 
-def _message(call: Call) -> Step:
-    start, nbytes = _address(call.array), call.array.nbytes
-    if call.verb is SEND:
-        return launching.SEND, start, 0, nbytes, BYTES, 0, call.peer
-    return launching.RECV, 0, start, nbytes, BYTES, 0, call.peer
+def _moving(kind: int, peer: int, start: int, nbytes: int) -> Step:
+    """Return the step that sends or receives these bytes, or broadcasts them from ``peer``."""
+    return kind, start, start, nbytes, BYTES, 0, peer
 
 
 def _blocks(array: Array, lengths: dict[int, int]) -> Iterator[tuple[int, int, int]]:
@@ -540,14 +501,6 @@ class StreamWork(Work):
         return self.flight.ended
 
     def block(self, timeout: float = math.inf) -> None:
-        """Block the host until it has ended, well or not, for at most ``timeout`` seconds.
-
-        Raises:
-            CollectiveTimeoutError: it has not; it goes on, and can be waited for again.
-        """
-        end = time.monotonic() + timeout
-        while not self.is_completed():
-            if not time.monotonic() < end:
-                place = f"rank {self._backend.rank} of {self._backend.size}"
-                raise limit_passed(f"[{self.flight.verb}] {place}", timeout)
-            time.sleep(_LOOK_SECONDS)
+        """Block the host until it has ended, well or not; CollectiveTimeoutError: not in time."""
+        if not poll(self.is_completed, timeout):
+            raise limit_passed(self._backend.communicator.doing(self.flight.verb), timeout)

@@ -38,6 +38,8 @@ _UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 _SOON = 0.001
 _INTERVAL = 0.0005
 _LOOK_INTERVAL = 0.2
+# CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
+LOOK_SECONDS = 0.0002
 _MOST_SCALED_SUMS = 64
 # Seconds that an orderly shutdown may take before the communicator is aborted.
 FINALIZE_SECONDS = 5.0
@@ -62,13 +64,7 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        nccl: NcclLibrary,
-        unique_id: bytes,
-        rank: int,
-        size: int,
-        timeout: float,
-        splits: bool = False,
+        self, nccl: NcclLibrary, unique_id: bytes, rank: int, size: int, timeout: float
     ) -> None:
         self.nccl, self.lib = nccl, nccl.lib
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -85,17 +81,16 @@ class Communicator:
         self.look: Callable[[], None] | None = None
         self.captured: weakref.WeakSet[Any] = weakref.WeakSet()
         self._scaled_sums: dict[tuple[float, str], int] = {}
-        ffi = nccl.ffi
+        ffi, lib = nccl.ffi, nccl.lib
         self._state = ffi.new("ncclResult_t *")
         identity, place = ffi.new("ncclUniqueId *"), ffi.new("ncclComm_t *")
         ffi.buffer(identity)[:] = unique_id
         config = self._config(blocking=0)
-        status = self.lib.ncclCommInitRankConfig(place, size, identity[0], rank, config)
+        status = lib.ncclCommInitRankConfig(place, size, identity[0], rank, config)
         self.handle = place[0]
         self._check("init", status)
-        if splits:
+        if not nccl.slow_because:
             place[0] = ffi.NULL
-            lib = self.lib
             status = lib.ncclCommSplit(self.handle, 0, rank, place, self._config(blocking=1))
             # It reports success when it has begun, unlike the call before.
             self._check("init", lib.ncclInProgress if status == lib.ncclSuccess else status)
@@ -109,16 +104,11 @@ class Communicator:
         config.cgaClusterSize = config.minCTAs = config.maxCTAs = _UNDEFINED
         return config
 
-    @property
-    def launched_on(self) -> Any:
-        """The communicator that collectives are launched on."""
-        return self.child or self.handle
-
     def call(self, verb: str, begin: Callable[[Any], int], connects: bool = False) -> None:
         """Call ``begin`` with a communicator; returns when NCCL has begun what it asks for.
 
-        ``begin`` returns a status of NCCL. ``connects``: it may have to wait until other ranks
-        connect, so it gets the communicator that does not block.
+        ``begin`` returns a status of NCCL. If it ``connects``, it may wait for other ranks, so it
+        gets the communicator that does not block.
 
         Raises:
             CollectiveTimeoutError: other ranks are needed, and they did not join in time.
@@ -147,25 +137,21 @@ class Communicator:
                 self.launching_since = math.inf
 
     def scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
-        """Return NCCL's number of the sum of ``scale`` times each rank's values; it is cached.
+        """Return NCCL's number of the sum of ``scale`` times each rank's values, which is kept.
 
-        ``code`` is NCCL's number of ``dtype``.
-
-        Raises:
-            DistributedError: NCCL refused.
+        ``code`` is NCCL's number of ``dtype``. Raises as ``call``.
         """
-        found = self._scaled_sums.get((scale, dtype))
-        if found is not None:
-            return found
-        ffi, lib = self.nccl.ffi, self.lib
-        if len(self._scaled_sums) >= _MOST_SCALED_SUMS:
-            oldest = self._scaled_sums.pop(next(iter(self._scaled_sums)))
-            self.call(verb, lambda comm: lib.ncclRedOpDestroy(oldest, comm))
-        op, scalar = ffi.new("ncclRedOp_t *"), ffi.from_buffer(_as_scalar(scale, dtype))
-        what = op, scalar, code, lib.ncclScalarHostImmediate
-        self.call(verb, lambda comm: lib.ncclRedOpCreatePreMulSum(*what, comm))
-        found = self._scaled_sums[scale, dtype] = int(op[0])
-        return found
+        sums = self._scaled_sums
+        if (scale, dtype) not in sums:
+            ffi, lib = self.nccl.ffi, self.lib
+            if len(sums) >= _MOST_SCALED_SUMS:
+                oldest = sums.pop(next(iter(sums)))
+                self.call(verb, lambda comm: lib.ncclRedOpDestroy(oldest, comm))
+            op, scalar = ffi.new("ncclRedOp_t *"), ffi.from_buffer(_as_scalar(scale, dtype))
+            what = op, scalar, code, lib.ncclScalarHostImmediate
+            self.call(verb, lambda comm: lib.ncclRedOpCreatePreMulSum(*what, comm))
+            sums[scale, dtype] = int(op[0])
+        return sums[scale, dtype]
 
     def poll(self) -> int:
         """Return the communicator's state: ncclSuccess, ncclInProgress, or a failure."""
@@ -176,17 +162,16 @@ class Communicator:
             return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
 
     def require(self, verb: str) -> None:
-        """Raise unless the communicator can be used.
+        """Raise unless the communicator can be used: what broke it, but not a second time.
 
         Raises:
-            GroupClosedError: it was closed, or broke before (which the message repeats).
-            DistributedError: it broke, and that has not been raised yet.
+            GroupClosedError: it was closed, or what broke it has been raised before.
         """
         self.require_unbroken()
         if self.broken is not None:
-            raise GroupClosedError(f"{self._doing(verb)}: NCCL broke before: {self.error()}")
+            raise GroupClosedError(f"{self.doing(verb)}: NCCL broke before: {self.error()}")
         if self.handle == self.nccl.ffi.NULL:
-            raise GroupClosedError(f"{self._doing(verb)}: the group is closed")
+            raise GroupClosedError(f"{self.doing(verb)}: the group is closed")
 
     def require_unbroken(self) -> None:
         """Raise what broke the communicator, unless that has been raised before."""
@@ -215,13 +200,13 @@ class Communicator:
             self.who_is_missing = None  # it is this rank
             self.fail(
                 DistributedError(
-                    f"{self._doing(verb)}: CUDA has failed, in this collective or in a kernel "
+                    f"{self.doing(verb)}: CUDA has failed, in this collective or in a kernel "
                     f"before it: {failure}. This process cannot use its GPU any more; run it "
                     "with CUDA_LAUNCH_BLOCKING=1 to find the kernel"
                 )
             )
         elif state not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
-            self.fail(self.nccl.failure(self._doing(verb), state))
+            self.fail(self._failure(verb, state))
         elif time.monotonic() - min(started, self.launching_since) > self.timeout:
             self.fail(self._late(verb))
 
@@ -246,17 +231,18 @@ class Communicator:
             if self.handle == self.nccl.ffi.NULL:
                 return False
             self._release_captured()
-            lib = self.lib
-            if is_idle and self.child:
-                self._end("child", lib.ncclCommFinalize)
-                self._end("child", lib.ncclCommDestroy, forget=True)
-            status = lib.ncclCommFinalize(self.handle) if is_idle else lib.ncclInProgress
-            if status == lib.ncclInProgress and is_idle:
-                status = self._settle(min(self.timeout, FINALIZE_SECONDS))
+            lib, status = self.lib, self.lib.ncclInProgress
+            if is_idle:
+                if self.child:
+                    self._end("child", lib.ncclCommFinalize)
+                    self._end("child", lib.ncclCommDestroy, forget=True)
+                status = lib.ncclCommFinalize(self.handle)
+                if status == lib.ncclInProgress:
+                    status = self._settle(min(self.timeout, FINALIZE_SECONDS))
             if status == lib.ncclSuccess:
                 self._end("handle", lib.ncclCommDestroy, forget=True)
                 return True
-            _log.info("%s; aborting NCCL", self.nccl.failure(self._doing("close"), status))
+            _log.info("%s; aborting NCCL", self._failure("close", status))
             self._end("handle", lib.ncclCommAbort, forget=True)
         self._abort_child()
         return False
@@ -279,7 +265,7 @@ class Communicator:
             _log.warning(
                 "%s: a thread has not left NCCL %g seconds after the abort; the memory of the "
                 "communicator is not freed before the process ends",
-                *(self._doing("abort"), _LEAVE_SECONDS),
+                *(self.doing("abort"), _LEAVE_SECONDS),
             )
 
     def _release_captured(self) -> None:
@@ -295,13 +281,10 @@ class Communicator:
             # ``look`` knows more of a rank that is late, at about the same time.
             patience = 0 if self.look is None else 3 * _LOOK_INTERVAL
             status = self._settle(self.timeout + patience, self.look)
+        if self.broken is None and status != self.lib.ncclSuccess:
+            is_late = status == self.lib.ncclInProgress
+            self.fail(self._late(verb) if is_late else self._failure(verb, status))
         if self.broken is not None:
-            raise self.error()
-        if status == self.lib.ncclInProgress:
-            self.fail(self._late(verb))
-            raise self.error()
-        if status != self.lib.ncclSuccess:
-            self.fail(self.nccl.failure(self._doing(verb), status))
             raise self.error()
 
     def _settle(self, seconds: float, look: Callable[[], None] | None = None) -> int:
@@ -327,12 +310,16 @@ class Communicator:
 
     def _late(self, verb: str) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
-            f"{self._doing(verb)}: expected to end within {self.timeout:g} seconds, and it has "
+            f"{self.doing(verb)}: expected to end within {self.timeout:g} seconds, and it has "
             "not. Start a new group when all ranks are back, or allow more by "
             "params={'TIMEOUT': seconds}"
         )
 
-    def _doing(self, verb: str) -> str:
+    def _failure(self, verb: str, status: int) -> DistributedError:
+        return self.nccl.failure(self.doing(verb), status)
+
+    def doing(self, verb: str) -> str:
+        """Return the beginning of an error: ``verb`` and this rank."""
         return f"[{verb}] rank {self.rank} of {self.size}"
 
     def _end(self, name: str, function: Callable[[Any], int], forget: bool = False) -> None:
@@ -344,12 +331,21 @@ class Communicator:
             setattr(self, name, self.nccl.ffi.NULL)
         status = function(handle)
         if status not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
-            _log.warning("%s", self.nccl.failure(self._doing("close"), status))
+            _log.warning("%s", self._failure("close", status))
 
 
 def _as_scalar(scale: float, dtype: str) -> NDArray[np.uint8]:
     """Return the bytes of ``scale`` in ``dtype``; integers wrap as on the CPU, through int64."""
     kind = np.dtype(dtype)
-    if kind.kind in "iu":
-        return np.array([int(scale)], np.int64).astype(kind).view(np.uint8)
-    return np.array([scale], kind).view(np.uint8)
+    value = np.int64(int(scale)) if kind.kind in "iu" else scale
+    return np.array([value]).astype(kind).view(np.uint8)
+
+
+def poll(is_over: Callable[[], bool], seconds: float) -> bool:
+    """Block until ``is_over`` returns true, at most for ``seconds``; return whether it has."""
+    end = time.monotonic() + seconds
+    while not is_over():
+        if not time.monotonic() < end:  # also if the limit is not a number
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.communicator import Communicator, poll
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures.wording import NOTHING_CHANGED
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, VERBS, Verb
@@ -33,7 +33,6 @@ from flashlight_py.errors import (
 # Seconds that the others have to answer when one of them seems to be missing. They ask as well,
 # as soon as their own watchdog finds that the collective does not end.
 _DIAGNOSIS_SECONDS = 2.0
-_LOOK_SECONDS = 0.0002
 _ENDING_SECONDS = 1.0  # of a process whose sockets are closed already
 _ENDS_OF_GROUPS = (MismatchError, PeerLostError, CollectiveTimeoutError, GroupClosedError)
 
@@ -71,7 +70,7 @@ class Comparisons:
     """
 
     def __init__(self, cpu: Backend, communicator: Communicator) -> None:
-        self._cpu, self._communicator = cpu, communicator
+        self._cpu, self.communicator = cpu, communicator
         self._looks_back = cpu.look_back if isinstance(cpu, ComparesAhead) else None
         self._posted: deque[Work] = deque()
         # Of ``_posted``. The communicator's lock is held during a launch, which the watchdog
@@ -84,46 +83,44 @@ class Comparisons:
     def post(self, call: Call) -> None:
         """Begin to compare ``call``, which NCCL is about to begin; the lock is held.
 
-        Raises:
-            DistributedError: what an earlier comparison has found.
+        Raises DistributedError if an earlier comparison has found an error.
         """
         self._add(compared(call, blocking=False, is_ahead=self._looks_back is not None))
         if self._posted:
             self.look()
-        self._communicator.require(call.name)
+        self.communicator.require(call.name)
 
     def refuse(self, call: Call) -> None:
         """Let other ranks raise (for a message, its peer); if NCCL began there, end the group."""
         if call.verb.is_message:
             self._cpu.start(call)
             return
-        with self._communicator.lock:
+        with self.communicator.lock:
             self._add(call)
 
     def _add(self, call: Call) -> None:
         work = self._cpu.start(call)
         if call.is_ahead and type(work) is Done:
-            self._ahead += 1
-            self._name = call.name
+            self._ahead, self._name = self._ahead + 1, call.name
             self.latest = _Ahead(self, self._ahead)
-            return
-        self.latest = work
-        with self._lock:
-            self._posted.append(work)
+        else:
+            self.latest = work
+            with self._lock:
+                self._posted.append(work)
 
     def look_back(self) -> bool:
         """Compare the calls made ahead; return whether all are compared. Any thread; no wait."""
         ahead = self._ahead
-        if self.compared_ahead[0] < ahead and self._looks_back is not None:
-            try:
-                is_over = self._looks_back(self._name, self._communicator.timeout)
-            except DistributedError as error:
-                self._judge(error)
-                return True
-            if not is_over:
-                return False
+        if self.compared_ahead[0] >= ahead or self._looks_back is None:
+            return True
+        try:
+            is_over = self._looks_back(self._name, self.communicator.timeout)
+        except DistributedError as error:
+            self._judge(error)
+            return True
+        if is_over:
             self.compared_ahead = ahead, time.monotonic()
-        return True
+        return is_over
 
     def look(self) -> None:
         """End the communicator if a comparison has failed; from any thread. Does not wait."""
@@ -138,11 +135,9 @@ class Comparisons:
 
     def finish(self, seconds: float | None = None) -> None:
         """Block until all that was posted has been compared, but for each at most ``seconds``."""
-        end = math.inf if seconds is None else time.monotonic() + seconds
-        while not self.look_back() and self._communicator.broken is None:
-            if time.monotonic() > end:
-                return
-            time.sleep(_LOOK_SECONDS)
+        is_over = lambda: self.look_back() or self.communicator.broken is not None  # noqa: E731
+        if not poll(is_over, math.inf if seconds is None else seconds):
+            return
         while (work := self.oldest()) is not None:
             if _failure(work, seconds) is not None and not work.is_completed():
                 return
@@ -151,25 +146,23 @@ class Comparisons:
         """Return the first that is still being compared, if any; does not wait."""
         self.look()
         with self._lock:
-            ended = self._communicator.broken is not None or not self._posted
-            return None if ended else self._posted[0]
+            is_over = self.communicator.broken is not None or not self._posted
+            return None if is_over else self._posted[0]
 
     def ask(self, call: Call) -> Any:
         """Block until every rank has called what goes with ``call``; see ``Call.compared``.
 
-        Raises:
-            MismatchError: the ranks called different things; if NCCL has begun any of them on
-                another rank, that ends the communicator.
-            DistributedError: as ``Work.wait``; that ends it too.
+        Raises as ``Work.wait``, which ends the communicator; a MismatchError only if NCCL has begun
+        one of the calls on another rank.
         """
         return self.meet([compared(call, blocking=True)])
 
     def rows_for_this_rank(self, call: Call) -> list[int]:
         """Return how many rows each rank has for this one, which has ``rows`` for them."""
         mine, size = np.array(call.rows, np.int64), self._cpu.size
-        step = Call(ALL_GATHER, mine, part_of="all_to_all(rows=...)")
-        table = self.meet([step]).reshape(size, size)
-        return [int(rows) for rows in table[:, self._cpu.rank]]
+        table = self.meet([Call(ALL_GATHER, mine, part_of="all_to_all(rows=...)")])
+        rows: list[int] = table.reshape(size, size)[:, self._cpu.rank].tolist()
+        return rows
 
     def meet(self, calls: Sequence[Call]) -> Any:
         """Return the result of blocking ``calls`` over the CPU's backend; raises as ``ask``."""
@@ -180,9 +173,9 @@ class Comparisons:
         except _ENDS_OF_GROUPS as error:
             self.look()
             self._judge(error)
-            if self._communicator.broken in (None, error):
+            if self.communicator.broken in (None, error):
                 raise
-            raise self._communicator.error() from error
+            raise self.communicator.error() from error
 
     def _judge(self, error: DistributedError) -> None:
         """End the communicator because of ``error``, unless NCCL has begun none of the calls."""
@@ -199,15 +192,15 @@ class Comparisons:
             self._end(trouble)
 
     def _end(self, trouble: DistributedError) -> None:
-        """Cut off what runs on the device, and whoever waits for this rank over ``cpu``."""
-        self._communicator.who_is_missing = None  # that is known
-        self._communicator.fail(trouble)
+        """End what runs on the device, and the waits of other ranks for this one over ``cpu``."""
+        self.communicator.who_is_missing = None  # that is known
+        self.communicator.fail(trouble)
         self._cpu.abort(trouble)
 
     def who_is_missing(self) -> tuple[type[DistributedError] | None, str]:
         """Find out who is still there, after NCCL has failed; the others raise as well."""
-        seconds = min(self._communicator.timeout, _DIAGNOSIS_SECONDS)
-        refusal = f"nothing more, as NCCL has failed there: {self._communicator.broken}"
+        seconds = min(self.communicator.timeout, _DIAGNOSIS_SECONDS)
+        refusal = f"nothing more, as NCCL has failed there: {self.communicator.broken}"
         try:
             self._cpu.start(Call(BARRIER, seconds=seconds, refusal=refusal)).wait()
         except MismatchError:
@@ -218,7 +211,7 @@ class Comparisons:
             return None, f"Every rank answered over {self._cpu.path}, so none is gone"
         except DistributedError as error:
             # A comparison has found it before where the group is closed by now.
-            ended = [_failure(work) for work in list(self._posted) if work.is_completed()]
+            ended = (_failure(work) for work in list(self._posted) if work.is_completed())
             found = next(filter(None, ended), error)
             lost = PeerLostError if isinstance(found, PeerLostError) else None
             return lost, f"Asked over {self._cpu.path}: {found}"
@@ -226,11 +219,9 @@ class Comparisons:
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
         """Return the lost rank, for up to ``seconds`` if only NCCL has noticed its end so far."""
-        broken, end = self._communicator.broken, time.monotonic() + seconds
-        while (lost := self._cpu.lost("NCCL")) is None and isinstance(broken, PeerLostError):
-            if time.monotonic() > end:
-                return None
-            time.sleep(_LOOK_SECONDS)
+        if isinstance(self.communicator.broken, PeerLostError):
+            poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
+        lost = self._cpu.lost("NCCL")
         return lost if isinstance(lost, PeerLostError) else None
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from flashlight_py.device import cuda
 from flashlight_py.distributed.backend import Backend
@@ -26,8 +26,7 @@ from flashlight_py.errors import (
 )
 
 
-@dataclass(frozen=True)
-class NcclCard:
+class NcclCard(NamedTuple):
     """A rank's report of itself: a ``problem`` if it cannot, else its NCCL version and its GPU.
 
     ``unique_id`` (hexadecimal) is rank 0's for the communicator, empty from the others;
@@ -83,15 +82,13 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
 def meet(cpu: Backend, mine: NcclCard) -> tuple[bytes, str]:
     """Exchange ``mine``; return the communicator's unique id, and why its calls are slow, if so.
 
-    Collective, blocking.
-
     Raises:
         UnavailableEverywhereError: some rank cannot, versions differ, or two ranks have one GPU;
             on every rank.
         DistributedError: as ``Work.wait``; names the rank that did not join.
     """
-    payload = json.dumps(asdict(mine)).encode()
-    cards = [NcclCard(**json.loads(text)) for text in exchange_bytes(cpu, payload)]
+    payload = json.dumps(mine).encode()
+    cards = [NcclCard(*json.loads(text)) for text in exchange_bytes(cpu, payload)]
     if problem := _first_problem(cards):
         raise UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
     slow = next((f"rank {n}: {c.slow_because}" for n, c in enumerate(cards) if c.slow_because), "")
@@ -111,10 +108,9 @@ def _first_problem(cards: Sequence[NcclCard]) -> str:
         owner = owners.setdefault(card.gpu, rank)
         if card.gpu and owner != rank:
             return (
-                f"ranks {owner} and {rank} are on the same GPU, and NCCL takes one "
-                "rank per GPU. Start as many ranks as there are GPUs, or, to try things out, set "
-                "another NCCL_HOSTID for each rank (or from NCCL 2.30 on, "
-                "NCCL_MULTI_RANK_GPU_ENABLE=1)"
+                f"ranks {owner} and {rank} are on the same GPU, and NCCL takes one rank per GPU. "
+                "Start as many ranks as there are GPUs, or, to try things out, set another "
+                "NCCL_HOSTID for each rank (or from NCCL 2.30 on, NCCL_MULTI_RANK_GPU_ENABLE=1)"
             )
     return ""
 
@@ -123,25 +119,21 @@ def _communicator(
     cpu: Backend, nccl: NcclLibrary, unique_id: bytes, joining: float
 ) -> Communicator:
     """Join on every rank, or raise on every rank. Collective, blocking."""
-    communicator, problem = None, None
+    steps = Steps(cpu, seconds=joining)
     try:
-        splits = not nccl.slow_because
-        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining, splits)
+        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
     except DistributedError as error:
-        problem = error
+        exchange_bytes(steps, str(error).encode())
+        raise
     try:
-        answers = exchange_bytes(Steps(cpu, seconds=joining), str(problem or "").encode())
+        answers = exchange_bytes(steps, b"")
         failed = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(answers) if text]
-        if problem is not None:
-            raise problem
         if failed:
             raise DistributedError(
                 f"rank {cpu.rank} of {cpu.size}: NCCL joined this rank, but not every one: "
                 f"{failed[0]}"
             )
     except DistributedError:
-        if communicator is not None:
-            communicator.close()
+        communicator.close()
         raise
-    assert communicator is not None  # else the problem was raised
     return communicator

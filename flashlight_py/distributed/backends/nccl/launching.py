@@ -31,49 +31,40 @@ class Launcher:
 
     def __init__(self, nccl: NcclLibrary, stream: int, ready: int) -> None:
         module: Any = _native.load("launch")
-        self._lib, self._ffi, self.stream = module.lib, module.ffi, stream
-        self._struct = self._ffi.new("fl_launcher *")
-        made = self._struct
-        made.event_record, made.stream_wait = map(
-            nccl.address, ("cuEventRecord", "cuStreamWaitEvent")
+        self._lib, self._ffi = module.lib, module.ffi
+        self._struct = made = self._ffi.new("fl_launcher *")
+        made.event_record, made.stream_wait, made.group_start, made.group_end = map(
+            nccl.address, ("cuEventRecord", "cuStreamWaitEvent", "ncclGroupStart", "ncclGroupEnd")
         )
-        made.group_start, made.group_end = map(nccl.address, ("ncclGroupStart", "ncclGroupEnd"))
         made.functions = [nccl.address(f"nccl{name}") for name in _FUNCTIONS]
         made.stream, made.ready = stream, ready
         self._status = self._ffi.new("int *")
         self._cast = nccl.ffi.cast
 
-    def steps(self, steps: Iterable[Step]) -> Any:
+    def steps(self, steps: Sequence[Step]) -> Any:
         """Return the arguments of the calls of NCCL as C has them."""
-        return self._ffi.new("fl_step[]", list(steps))
+        return self._ffi.new("fl_step[]", steps)
 
-    def order(self, event: int, recorded: int, waiting: int) -> None:
-        """Let the stream ``waiting`` wait for all work that the stream ``recorded`` has so far.
+    def wait_for(self, caller: int) -> None:
+        """Let the communication stream wait for all work that ``caller`` has so far.
 
         Raises:
             DistributedError: CUDA refused.
         """
-        _require(self._lib.fl_order(self._struct, event, recorded, waiting))
-
-    def wait_for(self, caller: int) -> None:
-        """Let the communication stream wait for the work of ``caller``; see ``order``."""
-        self.order(self._struct.ready, caller, self.stream)
+        made = self._struct
+        _require(self._lib.fl_order(made, made.ready, caller, made.stream))
 
     def call(self, communicator: Any, is_group: bool, steps: Any) -> int:
         """Call NCCL on the communication stream; returns its status."""
         handle = int(self._cast("uintptr_t", communicator))
-        status: int = self._lib.fl_call(self._struct, handle, is_group, len(steps), steps)
-        return status
+        return int(self._lib.fl_call(self._struct, handle, is_group, len(steps), steps))
 
     def launch(
         self, communicator: Any, is_group: bool, steps: Any, caller: int, done: int, waits: bool
     ) -> int:
         """Wait for ``caller``, call NCCL, record ``done``; ``waits``: ``caller`` waits for that.
 
-        Returns NCCL's status; ``done`` is not recorded if that is not ncclSuccess.
-
-        Raises:
-            DistributedError: CUDA refused.
+        Return NCCL's status; only after ncclSuccess is ``done`` recorded. Raises as ``wait_for``.
         """
         handle = int(self._cast("uintptr_t", communicator))
         both = is_group, len(steps), steps, caller, done, waits, self._status
@@ -106,9 +97,8 @@ class GraphLauncher:
             DistributedError: CUDA refused.
         """
         blocks, count = self._blocks, 0
-        for source in sources:
-            blocks[count].source = source
-            count += 1
+        for count, source in enumerate(sources, 1):
+            blocks[count - 1].source = source
         with self._lock:
             if self._graph is None:
                 raise GroupClosedError("a captured step: the group of its collectives has ended")

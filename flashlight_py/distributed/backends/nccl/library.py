@@ -36,8 +36,6 @@ _REMEDY = (
     f"path of {SONAME}"
 )
 
-Opener = Callable[[str], Any]
-
 
 @dataclass(frozen=True)
 class NcclLibrary:
@@ -53,11 +51,7 @@ class NcclLibrary:
     slow_because: str = ""
 
     def address(self, name: str) -> int:
-        """Return the address of a function of NCCL, or of CUDA's driver (``cu...``).
-
-        Raises:
-            BackendUnavailableError: the driver cannot be opened.
-        """
+        """Return the address of a function of NCCL, or of CUDA: as ``driver_address``."""
         if name.startswith("cu"):
             return driver_address(name)
         return int(self.ffi.cast("uintptr_t", getattr(self.lib, name)))
@@ -168,37 +162,32 @@ def _path_in_process() -> str | None:
     return next((library._name for library in libraries.mapped("libnccl.so")), None)
 
 
-def open_first(ffi: Any, places: Iterator[tuple[str, str]], open_path: Opener) -> NcclLibrary:
+def open_first(
+    ffi: Any, places: Iterator[tuple[str, str]], open_path: Callable[[str], Any]
+) -> NcclLibrary:
     """Return the first library of ``places`` that opens and is new enough.
 
     Raises:
         BackendUnavailableError: there is none; says of each place what was wrong.
     """
-    problems = []
+    problems, room = [], ffi.new("int *")
     for place, path in places:
-        found = _attempt(ffi, open_path, path)
-        if isinstance(found, NcclLibrary):
-            return found
-        problems.append(f"{place}: {found}")
+        try:
+            lib = open_path(path)
+            status = lib.ncclGetVersion(room)
+        except (OSError, AttributeError) as error:
+            problem = str(error)
+        else:
+            version = int(room[0])
+            if status == lib.ncclSuccess and version >= MINIMUM:
+                return NcclLibrary(ffi, lib, path, version)
+            problem = f"{path} is NCCL {version_text(version)}, too old: {_WHY_MINIMUM}"
+            if status != lib.ncclSuccess:
+                problem = f"{path}: ncclGetVersion gave status {status}"
+        problems.append(f"{place}: {problem}")
     raise BackendUnavailableError(
         f"CuPy arrays travel through NCCL, which was not found ({'; '.join(problems)}). {_REMEDY}"
     )
-
-
-def _attempt(ffi: Any, open_path: Opener, path: str) -> NcclLibrary | str:
-    """Return the library at ``path``, or the reason why it cannot be used."""
-    room = ffi.new("int *")
-    try:
-        lib = open_path(path)
-        status = lib.ncclGetVersion(room)
-    except (OSError, AttributeError) as error:
-        return str(error)
-    if status != lib.ncclSuccess:
-        return f"{path}: ncclGetVersion gave status {status}"
-    version = int(room[0])
-    if version < MINIMUM:
-        return f"{path} is NCCL {version_text(version)}, too old: {_WHY_MINIMUM}"
-    return NcclLibrary(ffi, lib, path, version)
 
 
 def version_text(code: int) -> str:

@@ -7,13 +7,11 @@ reduction needs a type that NCCL calculates with; some dtypes are seen as anothe
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.constants import ReduceOp
 
 # In the order of ncclDataType_t, as csrc/nccl/nccl.cdef.h declares it.
@@ -30,8 +28,7 @@ _SEEN_AS = {"bool": "uint8", "complex64": "float32", "complex128": "float64"}
 _WIDENED = {"int16": "int32", "uint16": "int32"}
 
 
-@dataclass(frozen=True)
-class NcclForm:
+class NcclForm(NamedTuple):
     """How the elements of an array are reduced.
 
     ``dtype`` is what NCCL calculates with, ``code`` its number of it, ``parts`` how many of these
@@ -43,75 +40,34 @@ class NcclForm:
     parts: int
     widened: bool
 
+    def seen(self, source: Array, target: Array) -> tuple[Array, Array]:
+        """Return what NCCL reads and writes for an array and its result, converted if need be."""
+        if not self.widened:
+            return source, target
+        wide = source.astype(self.dtype)
+        if target is source:
+            return wide, wide
+        return wide, array_module(target).empty(target.shape, self.dtype)
 
-@functools.cache
-def form_of(dtype: str, op: ReduceOp) -> NcclForm:
-    """Return the form in which elements of the dtype of that name are combined by ``op``.
+
+@functools.cache  # a dtype takes 2 us to put its name together
+def form_of(dtype: np.dtype[Any], op: ReduceOp) -> NcclForm:
+    """Return the form in which elements of ``dtype`` are combined by ``op``.
 
     Raises:
         TypeError: NCCL cannot do that; says what can.
     """
-    if op is ReduceOp.XOR or (op in (ReduceOp.AND, ReduceOp.OR) and dtype != "bool"):
+    name, why_not = dtype.name, ""
+    if op is ReduceOp.XOR or (op in (ReduceOp.AND, ReduceOp.OR) and name != "bool"):
+        why_not = "it combines numbers, not bits"
+    elif dtype.kind == "c" and op is not ReduceOp.SUM:
+        why_not = "real and imaginary parts are summed on their own"
+    if why_not:
         raise TypeError(
-            f"NCCL has no {op.name.lower()} of {dtype}: it combines numbers, not bits; reduce on "
-            "the CPU (x.get()), or all_gather and combine"
+            f"NCCL has no {op.name.lower()} of {name}: {why_not}; reduce on the CPU (x.get()), or "
+            "all_gather and combine"
         )
-    is_complex = dtype.startswith("complex")
-    if is_complex and op is not ReduceOp.SUM:
-        raise TypeError(
-            f"NCCL has no {op.name.lower()} of {dtype}: real and imaginary parts are summed on "
-            "their own; reduce on the CPU (x.get()), or all_gather and combine"
-        )
-    seen = _SEEN_AS.get(dtype) or _WIDENED.get(dtype, dtype)
+    seen = _SEEN_AS.get(name) or _WIDENED.get(name, name)
     if seen not in _CODES:
-        raise TypeError(f"NCCL reduces {', '.join((*_CODES, *_SEEN_AS, *_WIDENED))}; got {dtype}")
-    return NcclForm(seen, _CODES[seen], 2 if is_complex else 1, dtype in _WIDENED)
-
-
-class ReducedArray:
-    """``target = scale * (op over the ranks' source)``; ``target`` may be ``source`` itself.
-
-    Arrays that must be converted are converted on ``stream``, in order with the collective, and
-    belong to that stream.
-    """
-
-    def __init__(
-        self, stream: Any, source: Array, target: Array, op: ReduceOp, scale: float
-    ) -> None:
-        self.form = _form(source.dtype, op)
-        self.source, self.room = source, target
-        self._stream, self._target = stream, target
-        # NCCL multiplies the terms of a sum on their way, and nothing else.
-        self.factor = scale if op is ReduceOp.SUM else 1.0
-        self._scale = 1.0 if op is ReduceOp.SUM else scale
-        self.computes = self.form.widened or self._scale != 1.0  # before or after the call
-
-    def convert(self) -> None:
-        """Convert to the type that NCCL calculates with; for before the call."""
-        if self.form.widened:
-            source, target = self.source, self._target
-            with self._stream:
-                self.source = self.room = source.astype(self.form.dtype)
-                if target is not source:
-                    self.room = array_module(target).empty(target.shape, self.form.dtype)
-
-    def finish(self) -> None:
-        """Convert back, and scale what NCCL cannot scale; for after the call."""
-        if not self.computes:
-            return
-        with self._stream:
-            if self.form.widened:
-                self._target[...] = self.room
-            scale_in_place(self._target, self._scale)
-
-
-@functools.cache
-def plain_form(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> NcclForm | None:
-    """Return the form in which NCCL reduces an array as it is; None: it has to be computed too."""
-    form = _form(dtype, op)
-    return None if form.widened or (op is not ReduceOp.SUM and scale != 1.0) else form
-
-
-@functools.cache
-def _form(dtype: np.dtype[Any], op: ReduceOp) -> NcclForm:
-    return form_of(dtype.name, op)  # the name takes NumPy 2 us to put together
+        raise TypeError(f"NCCL reduces {', '.join((*_CODES, *_SEEN_AS, *_WIDENED))}; got {name}")
+    return NcclForm(seen, _CODES[seen], 2 if dtype.kind == "c" else 1, name in _WIDENED)

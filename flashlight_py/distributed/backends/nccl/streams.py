@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.work import Done, Work
@@ -53,12 +52,9 @@ class DeviceFlight:
     ended: float | None = None
 
     def begun(self, free: float = 0.0) -> float:
-        """Return since when it can run, in seconds: all ranks have called, the stream is ``free``.
-
-        Infinite before the ranks have compared it: until then the limit of the comparison holds.
-        """
+        """Return the time since when all ranks have called and the stream is ``free``."""
         if not self.compared.is_completed():
-            return math.inf
+            return math.inf  # until then the limit of the comparison holds
         return max(self.started, self.compared.end_time() or 0.0, free)
 
     def ask(self) -> bool:
@@ -123,17 +119,10 @@ class Flights:
 class NcclWatchdog:
     """A thread that ends a communicator whose oldest collective cannot end, until ``stop``."""
 
-    def __init__(
-        self,
-        cupy: Any,
-        index: int,
-        communicator: Communicator,
-        flights: Flights,
-        comparisons: Comparisons,
-    ) -> None:
-        self._runtime = cupy.cuda.runtime
-        self._device = cupy.cuda.Device(index)  # used by the thread alone
-        self._communicator, self._flights = communicator, flights
+    def __init__(self, cuda: Any, index: int, flights: Flights, comparisons: Comparisons) -> None:
+        self._runtime = cuda.runtime
+        self._device = cuda.Device(index)  # used by the thread alone
+        self._communicator, self._flights = comparisons.communicator, flights
         self._comparisons, self._next = comparisons, 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flashlight-nccl", daemon=True)
@@ -153,18 +142,16 @@ class NcclWatchdog:
                     break
                 self.look()
         except Exception as error:
-            where = f"[watchdog] rank {self._communicator.rank} of {self._communicator.size}"
-            words = "without a watchdog nothing ends a wait for a rank that is gone"
-            self._communicator.fail(
-                DistributedError(f"{where}: {type(error).__name__}: {error}; {words}")
-            )
+            words = f"{type(error).__name__}: {error}; without a watchdog nothing ends a wait for a"
+            where = self._communicator.doing("watchdog")
+            self._communicator.fail(DistributedError(f"{where}: {words} rank that is gone"))
             raise
 
     def look(self, needs_all: bool = False) -> None:
         """Break the communicator if ranks differ, one is lost, or a collective is late or fails.
 
-        ``needs_all``: this rank waits for the others, though no collective is on its way yet. Takes
-        no lock that a thread inside a launch holds.
+        ``needs_all``: this rank waits for the others before a collective is on its way. Takes no
+        lock that a thread inside a launch holds.
         """
         communicator = self._communicator
         self._comparisons.look()
@@ -180,8 +167,8 @@ class NcclWatchdog:
         if oldest is not None:
             # The event cannot end if CUDA itself has failed.
             status = self._runtime.eventQuery(oldest.event.ptr)
-            error = self._runtime.CUDARuntimeError
-            failure = "" if status in _NO_FAILURES else str(error(status))
+            is_failure = status not in _NO_FAILURES
+            failure = str(self._runtime.CUDARuntimeError(status)) if is_failure else ""
             if not oldest.landed:  # else the event serves another one by now
                 communicator.watch(oldest.verb, oldest.begun(self._flights.last_end), failure)
         elif blocks:
