@@ -48,7 +48,7 @@ def test_an_entry_looks_like_its_function(name: str) -> None:
     assert copy.copy(entry) is copy.deepcopy(entry) is weakref.ref(entry)() is entry
     wrapper = functools.wraps(entry)(lambda: None)
     assert (wrapper.__name__, wrapper.__wrapped__) == (name, entry)
-    assert type("Owner", (), {"verb": entry})().verb.__func__ is function
+    assert type("Owner", (), {"verb": entry})().verb.__func__ is entry
 
 
 @pytest.mark.parametrize("wrong", [{"other": 1}, {"scale": 2.0, "other": 1}, {"x": 1}])

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -291,15 +292,15 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
 _GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
-_verb_type: Any = None
+_make_entry: Any = None
 with contextlib.suppress(BackendUnavailableError):  # then the first call warns
-    _verb_type = _native.load("fast").verb
+    _make_entry = _native.load("fast").verb
     # Pickled by name, and like the function as a method and in words.
-    _verb_type.__reduce__ = lambda entry: entry.__qualname__
-    _verb_type.__get__ = lambda entry, one, *kind: (
-        entry if one is None else entry.__wrapped__.__get__(one, *kind)
+    _make_entry.__reduce__ = lambda entry: entry.__qualname__
+    _make_entry.__get__ = lambda entry, one, _=None: (
+        entry if one is None else MethodType(entry, one)
     )
-    _verb_type.__repr__ = lambda entry: repr(entry.__wrapped__)
+    _make_entry.__repr__ = lambda entry: repr(entry.__wrapped__)
 
 
 def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
@@ -310,10 +311,11 @@ def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
     """
 
     def decorated(function: F) -> F:
-        if _verb_type is None:
+        if _make_entry is None:
             return function
-        of_message = {"op": None, "scale": None} if verb.is_message else {}
-        given = {"verb": verb.code, **_GIVEN, **of_message, "group": None}
+        given = {"verb": verb.code, **_GIVEN, "group": None}
+        if verb.is_message:
+            given["op"] = given["scale"] = None
         parameters = []
         for name, parameter in inspect.signature(function).parameters.items():
             place, default = _ALIASES.get(name, name), parameter.default
@@ -322,12 +324,10 @@ def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
             else:
                 given[place] = ... if default is parameter.empty else default
             parameters.append((name, list(given).index(place), default))
-        values, positional = tuple((given | constants).values()), function.__code__.co_argcount
-        points = "barrier" if verb is BARRIER else "collective"
-        of_groups = points, world_fast, Membership
-        how = *of_groups, values, tuple(parameters), positional
-        entry = functools.update_wrapper(_verb_type(function, function.__name__, *how), function)
-        return cast("F", entry)
+        of_groups = "barrier" if verb is BARRIER else "collective", world_fast, Membership
+        how = tuple((given | constants).values()), tuple(parameters), function.__code__.co_argcount
+        entry = _make_entry(function, function.__name__, *of_groups, *how)
+        return cast("F", functools.update_wrapper(entry, function))
 
     return decorated
 
