@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.harness import mpirun_command
+from tests.launch.launcher import run
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -187,14 +187,8 @@ def test_programs_of_the_documents_run_on_two_ranks(program: str, tmp_path: Path
         pytest.importorskip("zarr", minversion="3")  # Python 3.11 or later
     file = tmp_path / "program.py"
     file.write_text(program)
-    done = subprocess.run(
-        [*mpirun_command(2), sys.executable, "-W", "error", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=tmp_path,  # for what it writes
-    )
+    command = [*mpirun_command(2), sys.executable, "-W", "error", file]
+    done = run(command, cwd=tmp_path)  # for what it writes
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -203,9 +197,7 @@ def test_first_program_of_the_readme_is_the_example_and_prints_what_is_shown() -
     file = ROOT / "examples" / "all_reduce.py"
     assert program == file.read_text()
     assert len(program.splitlines()) <= 15
-    command = [*mpirun_command(4), sys.executable, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == shown
+    assert run([*mpirun_command(4), sys.executable, file], check=True).stdout == shown
 
 
 def test_commands_of_the_readme_exist() -> None:

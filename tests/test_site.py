@@ -6,7 +6,6 @@ import inspect
 import os
 import pkgutil
 import re
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import unquote
@@ -14,6 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 import flashlight_py as fl
+from tests.launch.launcher import run
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -71,15 +71,9 @@ def test_what_is_described_exists() -> None:
 def test_it_can_be_built_without_a_warning(tmp_path: Path) -> None:
     if not all(importlib.util.find_spec(name) for name in ("mkdocs", "mkdocstrings")):
         pytest.skip("needs the extra docs: make docs")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = run(command, cwd=ROOT, timeout=100, env=env)
     assert done.returncode == 0, done.stderr
     front = (tmp_path / "index.html").read_text()
     assert 'href="quick-start.html"' in front

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.verbs import VERBS
-from tests.distributed import conformance
-from tests.distributed.conformance import meant, on_ranks, values
+from tests.distributed.conformance import on_ranks, ranks_in, ring_of_messages
 from tests.distributed.harness import RankPool, run_outcomes
+from tests.distributed.programs import every_verb, run_program
 
-ranks = conformance.ranks_in(("shm", 2), ("gloo", 2))
+ranks = ranks_in(("shm", 2), ("gloo", 2))
 
 
 def needs(name: str) -> pytest.MarkDecorator:
@@ -50,7 +49,9 @@ def train(rank: int, size: int, captured: bool) -> list[Any]:
     return [param.array for param in model.params()]
 
 
-def save_and_load(rank: int, size: int, folder: str) -> None:
+@on_ranks()
+def test_a_checkpoint_is_loaded_as_it_was_saved(rank: int, size: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
     model = fl.nn.Linear(3, 1)
     fl.broadcast_parameters(model)
     saved = [param.array.copy() for param in model.params()]
@@ -85,21 +86,9 @@ def killed(rank: int, size: int) -> None:
     fl.all_reduce(np.ones(3))
 
 
-@on_ranks()
-def test_every_verb(rank: int, size: int) -> None:
-    """Do each row of the table of verbs, and compare with what the row means."""
-    everyone = [values(r, (6, 5), "float32") for r in range(size)]
-    for verb in VERBS:
-        if verb.is_message or verb.name == "barrier":
-            continue
-        x = everyone[rank].copy()
-        given = fl.scatter(x if rank == 0 else None) if verb.name == "scatter" else None
-        result = getattr(fl, verb.name)(x) if given is None else given
-        expected = meant(verb, everyone, rank)
-        if expected is not None:
-            conformance.assert_equal(np.asarray(result), expected, verb.name)
-    fl.barrier()
-    conformance.ring_of_messages(rank, size, 100)
+def test_every_verb(ranks: RankPool) -> None:
+    ranks.run(run_program, every_verb(ranks.size, "float32", (5,)))
+    ranks.run(ring_of_messages, 100)
 
 
 @on_ranks()
@@ -114,10 +103,6 @@ def test_two_ranks_train_as_one(ranks: RankPool, captured: bool) -> None:
     for params in ranks.run(train, captured):
         for got, expected in zip(params, alone, strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_checkpoint_is_loaded_as_it_was_saved(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_and_load, str(tmp_path / "checkpoint"))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

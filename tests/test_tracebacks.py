@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.tracebacks import folded
+from tests.launch.launcher import run
 
 
 def raised(fn: Callable[[], object]) -> BaseException:
@@ -93,14 +93,8 @@ train()
 
 @pytest.mark.parametrize("full", ["0", "1"])
 def test_a_program_that_ends_by_it_prints_it_so(full: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={"PATH": "", "FLASHLIGHT_ALONE": "1", "FLASHLIGHT_FULL_TRACEBACK": full},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    env = {"PATH": "", "FLASHLIGHT_ALONE": "1", "FLASHLIGHT_FULL_TRACEBACK": full}
+    done = run([sys.executable, "-c", PROGRAM], env=env)
     assert done.returncode == 1
     assert ("distributed/api/verb_call.py" in done.stderr) == (full == "1")
     assert "in train" in done.stderr
@@ -118,14 +112,7 @@ def test_a_failed_rank_takes_few_lines_in_a_notebook(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     pytest.importorskip("cloudpickle")
     command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", CELL]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "IPYTHONDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(command, env={**os.environ, "IPYTHONDIR": str(tmp_path)})
     lines = done.stdout.splitlines()
     assert "    fl.spawn(train, nprocs=2)" in lines[:4]
     assert lines[-1] == "ZeroDivisionError: integer division or modulo by zero"

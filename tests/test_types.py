@@ -2,11 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch.launcher import run
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,13 +17,7 @@ def test_a_users_program_has_the_types_that_it_says(tmp_path: Path) -> None:
     """Away from the checkout, so that only what is installed is found."""
     program = shutil.copy(ROOT / "tests" / "typed_program.py", tmp_path / "program.py")
     options = ["--strict", "--config-file=", f"--cache-dir={ROOT / '.mypy_cache' / 'user'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, str(program)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if "PYTHONPATH" not in name},
-    )
+    env = {name: value for name, value in os.environ.items() if "PYTHONPATH" not in name}
+    command = [sys.executable, "-m", "mypy", *options, program]
+    done = run(command, timeout=110, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -97,14 +97,6 @@ static PyObject *make_place(const caller *one) {
   return place;
 }
 
-static PyObject *place_of_caller(Binding *binding) {
-  caller one;
-  if (!find_caller(binding, &one)) return NULL;
-  PyObject *place = make_place(&one);
-  release(&one);
-  return place;
-}
-
 static int look_up(Binding *binding, known_site *known, const caller *one) {
   PyObject *place = make_place(one);
   PyObject *address = place == NULL ? NULL : PyObject_CallFunction(binding->here, NULL);
@@ -155,7 +147,9 @@ recorded record(const Binding *binding, const fl_signature *signature, int peer,
 }
 
 void note_place(Binding *binding, ring_call *row) {
-  set_place(binding, row, place_of_caller(binding));
+  caller one;
+  set_place(binding, row, find_caller(binding, &one) ? make_place(&one) : NULL);
+  release(&one);
 }
 
 int is_left_to_python(const Binding *binding) {

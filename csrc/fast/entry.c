@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "verbs.h"
-
 #include <structmember.h>
 
 /* What the limited API has from Python 3.12 on. It is the same in the versions before, which do not change. */
@@ -14,8 +13,8 @@ enum { HAVE_VECTORCALL = 1 << 11 };
 #define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
 typedef PyObject *(*vectorcall)(PyObject *self, PyObject *const *args, size_t count, PyObject *keywords);
 
-/* Places of what a call is given: those of native_call, and behind them the group. */
-enum { ONLY_IN_PYTHON, GROUP = 8, PLACES, MOST_PARAMETERS = 8 };
+/* Places of what a call is given: those of native_call, or from 1 on PAIR for native_sendrecv, then the group. */
+enum { ONLY_IN_PYTHON, PAIR = 6, GROUP = 8, PLACES, MOST_PARAMETERS = 8 };
 
 /* A parameter. Of one that is ONLY_IN_PYTHON native code knows nothing but the default. */
 typedef struct {
@@ -27,6 +26,7 @@ typedef struct {
   PyObject_HEAD
   PyObject *attributes, *references; /* __dict__ and __weakref__ */
   vectorcall call;
+  PyObject *(*native)(PyObject *, PyObject *const *, Py_ssize_t); /* native_call or native_sendrecv */
   PyObject *kept;           /* a tuple that has the objects below */
   PyObject *function, *name;
   PyObject *points, *world, *groups; /* a name, the EntryPoints of the world, and the class of groups */
@@ -57,15 +57,16 @@ static int read_arguments(const entry *one, PyObject *const *args, Py_ssize_t co
   return 1;
 }
 
-/* The native_call of the group, a new reference; NULL where there is none, or with an exception. */
+/* The native function of the group, a new reference; NULL where there is none, or with an exception. */
 static PyObject *native_of(const entry *one, PyObject *group) {
   const int is_world = group == Py_None;
   if (!is_world && !PyType_IsSubtype(Py_TYPE(group), (PyTypeObject *)one->groups)) return NULL;
   PyObject *fast = is_world ? one->world : PyObject_GetAttr(group, name_fast);
   PyObject *native = fast == NULL ? NULL : PyObject_GetAttr(fast, one->points);
   if (!is_world) Py_XDECREF(fast);
-  const PyCFunction function = native != NULL && PyCFunction_CheckExact(native) ? PyCFunction_GetFunction(native) : NULL;
-  if (function != (PyCFunction)(void (*)(void))native_call) Py_CLEAR(native);
+  const int is_native = native != NULL && PyCFunction_CheckExact(native) &&
+                        PyCFunction_GetFunction(native) == (PyCFunction)(void (*)(void))one->native;
+  if (!is_native) Py_CLEAR(native);
   return native;
 }
 
@@ -94,7 +95,8 @@ static PyObject *call_entry(PyObject *self, PyObject *const *args, size_t flags,
   if (native != NULL) {
     PyObject *const before = called_verb;
     called_verb = one->name;
-    result = native_call(PyCFunction_GetSelf(native), given, GROUP);
+    const int is_pair = one->native == native_sendrecv;
+    result = one->native(PyCFunction_GetSelf(native), given + is_pair, is_pair ? PAIR : GROUP);
     called_verb = before;
     Py_DECREF(native);
     if (result != NULL && PyTuple_CheckExact(result)) { /* of native_several: what is to be done at the end */
@@ -139,6 +141,7 @@ static PyObject *make_entry(PyTypeObject *type, PyObject *args, PyObject *option
     PyObject *each = PyTuple_GetItem(parameters, one->count);
     is_good = one->count < MOST_PARAMETERS && PyArg_ParseTuple(each, "OiO", &to->name, &to->place, &to->fallback);
   }
+  one->native = is_good && PyLong_AsLong(g[0]) == FL_SENDRECV ? native_sendrecv : native_call;
   if (!is_good) Py_CLEAR(one);
   return (PyObject *)one;
 }

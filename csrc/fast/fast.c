@@ -123,9 +123,9 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   return is_number ? call_number(self, args, seconds) : call_arrays(self, args, seconds);
 }
 
-/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented, where a rank that is None is nobody;
+/* native_sendrecv(x, dst, out, src, tag, recv_tag or None): out, or NotImplemented. A rank that is None is nobody.
    native_sendrecv(ops): the Work of all of them. */
-static PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
   if (binding == NULL) return NULL;
@@ -139,8 +139,9 @@ static PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize
   if (count == 1) return native_batch(self, args[0]);
   const int rank = binding->rank, size = binding->size;
   const int sends = args[1] != Py_None, receives = args[3] != Py_None, is_pair = sends && receives;
+  PyObject *recv_tag = args[args[5] == Py_None ? 4 : 5];
   if ((sends && !plain_message(FL_SEND, args[0], args[1], args[4], Py_False, rank, size, &sent)) ||
-      (receives && !plain_message(FL_RECV, args[2], args[3], args[5], Py_False, rank, size, &received)) ||
+      (receives && !plain_message(FL_RECV, args[2], args[3], recv_tag, Py_False, rank, size, &received)) ||
       (is_pair && plain_overlap(&sent, &received))) {
     Py_RETURN_NOTIMPLEMENTED;
   }
@@ -209,8 +210,8 @@ static int check(Binding *binding) {
 static int parse(PyObject *args, Binding *b) {
   PyObject *group, *owner, *addresses;
   if (!PyArg_ParseTuple(args, "OOiid(LL)O!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
-                        &b->packed_bytes[0], &b->packed_bytes[1], &PyTuple_Type, &addresses, &b->ended, &b->started, &b->here, &b->together, &b->forked,
-                        &b->work, &PyDict_Type, &b->running, &PyArray_Type, &b->memory, &PyList_Type,
+                        &b->packed_bytes[0], &b->packed_bytes[1], &PyTuple_Type, &addresses, &b->ended, &b->started,
+                        &b->here, &b->together, &b->forked, &b->work, &PyDict_Type, &b->running, &PyArray_Type, &b->memory, &PyList_Type,
                         &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside, &PyList_Type,
                         &b->first, &b->dropped)) {
     return 0;

@@ -4,6 +4,7 @@
 #include "running.h"
 
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 /* The type of what stands for a public verb: see entry.c. */
 PyObject *entry_type(void);

@@ -23,15 +23,16 @@ struct Call final : public Instruction {
 struct Native final : public Instruction {
   Kernel* kernel;
   int64_t elements;
-  std::vector<int> at;  // -1: not given
-  std::vector<char*> arrays;
+  enum { MOST = 16 };
+  int count = 0, at[MOST];  // of arrays; -1: not given
+  char* arrays[MOST];       // of the current run
   std::vector<int64_t> sizes;
   std::vector<double> numbers;
 
   Outcome run(Table table) override {
-    for (size_t i = 0; i < at.size(); ++i) arrays[i] = at[i] < 0 ? nullptr : table[at[i]];
+    for (int i = 0; i < count; ++i) arrays[i] = at[i] < 0 ? nullptr : table[at[i]];
     try {
-      kernel(arrays.data(), sizes.data(), numbers.data());
+      kernel(arrays, sizes.data(), numbers.data());
     } catch (const std::bad_alloc&) {
       const PyGILState_STATE state = PyGILState_Ensure();  // it may run without the interpreter
       PyErr_NoMemory();
@@ -113,14 +114,14 @@ std::unique_ptr<Instruction> read_loops(PyObject* described) {
   return is_read ? group(std::move(group_of), dimensions) : nullptr;
 }
 
-// ("reduce", ufunc, types, from, to, rows, columns, itemsize, along rows, the initial value or None)
+// ("reduce", ufunc, types, rows, columns, itemsize, along rows, the initial value or None, from, to)
 std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   PyObject *ufunc, *types;
   auto made = std::make_unique<Reduction>();
   Reduction& r = *made;
   PyArrayObject* initial;
-  if (!read(described, 1, &ufunc, &types, &r.from, &r.to, &r.rows, &r.columns, &r.itemsize, &r.along_rows,
-            &initial) ||
+  if (!read(described, 1, &ufunc, &types, &r.rows, &r.columns, &r.itemsize, &r.along_rows, &initial, &r.from,
+            &r.to) ||
       !find_loop(ufunc, types, &r.loop, &r.data)) {
     return nullptr;
   }
@@ -157,10 +158,10 @@ std::unique_ptr<Instruction> read_native(PyObject* described) {
     made->numbers.push_back(PyFloat_AsDouble(each));
     return PyErr_Occurred() == nullptr;
   }) && read_each(are_given, [&](PyObject* each) {
-    int& at = made->at.emplace_back(-1);
+    if (made->count == Native::MOST) return PyErr_SetString(PyExc_ValueError, "too many arrays"), false;
+    int& at = made->at[made->count++] = -1;
     return each != Py_True || take(PyTuple_GetItem(described, next++), &at);
   });
-  made->arrays.resize(made->at.size());
   return is_read ? std::move(made) : nullptr;
 }
 

@@ -2,7 +2,6 @@
 // functions, out of reach, in the form of those that its ufuncs have; products by the BLAS that NumPy has
 // loaded, as NumPy calls it; and what NumPy adds up without BLAS.
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -117,11 +116,9 @@ Loops all_loops() {
 
 enum { ROW_MAJOR = 101, COLUMN_MAJOR = 102, AS_IT_IS = 111 };  // as cblas.h has them; 112 is transposed
 
-template <typename Int, size_t count>
-std::array<Int, count> first(const int64_t* sizes) {
-  std::array<Int, count> found;
-  std::transform(sizes, sizes + count, found.begin(), [](int64_t size) { return Int(size); });
-  return found;
+template <size_t count>
+const std::array<int64_t, count>& fields(const int64_t* sizes) {
+  return *reinterpret_cast<const std::array<int64_t, count>*>(sizes);
 }
 
 template <typename R>
@@ -138,34 +135,35 @@ template <typename R, typename Int>
 void gemm(char* const* arrays, const int64_t* sizes, const double*) {
   using Function = void(int order, int a, int b, Int m, Int n, Int k, R alpha, const R*, Int, const R*, Int,
                         R beta, R*, Int);
-  const auto [a, b, m, n, k, a_step, b_step] = first<Int, 7>(sizes);
-  function<R, Function>(blas.gemm)(ROW_MAJOR, AS_IT_IS + int(a), AS_IT_IS + int(b), m, n, k, 1,
-                                   at<R>(arrays[0]), a_step, at<R>(arrays[1]), b_step, 0, at<R>(arrays[2]), n);
+  const auto& [a, b, m, n, k, a_step, b_step] = fields<7>(sizes);
+  function<R, Function>(blas.gemm)(ROW_MAJOR, AS_IT_IS + int(a), AS_IT_IS + int(b), Int(m), Int(n), Int(k), 1,
+                                   at<R>(arrays[0]), Int(a_step), at<R>(arrays[1]), Int(b_step), 0,
+                                   at<R>(arrays[2]), Int(n));
 }
 
 template <typename R, typename Int>
 void gemv(char* const* arrays, const int64_t* sizes, const double*) {
   using Function = void(int order, int transposed, Int rows, Int columns, R alpha, const R*, Int, const R*, Int,
                         R beta, R*, Int);
-  const auto [row_major, transposed, rows, columns, matrix_step, x_step] = first<Int, 6>(sizes);
-  function<R, Function>(blas.gemv)(row_major ? ROW_MAJOR : COLUMN_MAJOR, AS_IT_IS + int(transposed), rows,
-                                   columns, 1, at<R>(arrays[0]), matrix_step, at<R>(arrays[1]), x_step, 0,
-                                   at<R>(arrays[2]), 1);
+  const auto& [row_major, transposed, rows, columns, matrix_step, x_step] = fields<6>(sizes);
+  function<R, Function>(blas.gemv)(row_major ? ROW_MAJOR : COLUMN_MAJOR, AS_IT_IS + int(transposed), Int(rows),
+                                   Int(columns), 1, at<R>(arrays[0]), Int(matrix_step), at<R>(arrays[1]),
+                                   Int(x_step), 0, at<R>(arrays[2]), 1);
 }
 
 template <typename R, typename Int>
 void dot(char* const* arrays, const int64_t* sizes, const double*) {
   using Function = R(Int count, const R*, Int, const R*, Int);
-  const auto [count, x_step, y_step] = first<Int, 3>(sizes);
+  const auto& [count, x_step, y_step] = fields<3>(sizes);
   *at<R>(arrays[2]) =
-      function<R, Function>(blas.dot)(count, at<R>(arrays[0]), x_step, at<R>(arrays[1]), y_step);
+      function<R, Function>(blas.dot)(Int(count), at<R>(arrays[0]), Int(x_step), at<R>(arrays[1]), Int(y_step));
 }
 
 // Where there is nothing to add up BLAS has no order of its own, and takes four times as long.
 template <typename R>
 void outer_product(char* const* arrays, const int64_t* sizes, const double*) {
   static const auto kernel = FL_CHOSEN(outer<R>);
-  const auto [scalar, m, n, a_step] = first<int64_t, 4>(sizes);
+  const auto& [scalar, m, n, a_step] = fields<4>(sizes);
   kernel(m, n, at<R>(arrays[0]), a_step, at<R>(arrays[1]), at<R>(arrays[2]), int(scalar));
 }
 

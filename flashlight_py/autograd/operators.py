@@ -29,9 +29,8 @@ def _transpose(self: Variable, *axes: Any) -> Variable:
 def _missing(self: Variable, name: str) -> Any:
     """Raise the AttributeError of an attribute, with what to write instead if that is known."""
     instead = _INSTEAD.get(name, f"x.numpy().{name}" if hasattr(np.ndarray, name) else "")
-    instead = (
-        f"fl.autograd.functions.{name}(x)" if callable(getattr(functions, name, 0)) else instead
-    )
+    if callable(getattr(functions, name, 0)):
+        instead = f"fl.autograd.functions.{name}(x)"
     words = f"; write {instead}" if instead and name[0] != "_" else ""
     raise AttributeError(f"a Variable x has no attribute {name!r}{words}", name=name, obj=self)
 
@@ -164,9 +163,7 @@ _OPERATORS: dict[str, Any] = {
     "__le__": lambda self, other: self.data <= _arrays_of(other),
     "__gt__": lambda self, other: self.data > _arrays_of(other),
     "__ge__": lambda self, other: self.data >= _arrays_of(other),
-    **{
-        f"__{kind.__name__}__": lambda x, kind=kind: kind(x.scalar()) for kind in (bool, int, float)
-    },
+    **{f"__{of.__name__}__": lambda x, of=of: of(x.scalar()) for of in (bool, int, float)},
     "__array_ufunc__": _call_ufunc,
     "__array_function__": _call_function,
     "__getattr__": _missing,

@@ -212,7 +212,7 @@ class PeriodicAveraging(Structured):
 # Of modules, which give their buffers before each forward pass. Plans of other trees are not kept:
 # to see that none of their arrays has changed would take as long as to walk through them.
 _plans: weakref.WeakKeyDictionary[Module, Plan] = weakref.WeakKeyDictionary()
-_KEPT_BYTES, _MOST_KEPT = 1 << 20, 16
+_KEPT_BYTES, _MOST_KEPT = 1 << 20, 8
 
 
 @as_one

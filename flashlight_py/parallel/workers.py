@@ -615,7 +615,7 @@ class WorkersGraph:
                 source = part if part.calc_grad else Variable(part.data, bool(below[k]))
                 first = record_in_order(part.data, (source, self._send))
                 cut = partial(self._cut, k, [*accumulate(map(len, arrays))])
-                edges = [(nodes[leaf], _return_nothing) for leaf in sorted(below[k])]
+                edges = [(nodes[leaf], lambda _: _NOTHING) for leaf in sorted(below[k])]
                 result = record(result, (first, cut), *edges)
             results.append(result)
         return results
@@ -652,7 +652,3 @@ class WorkersGraph:
     def _forget(self, completed: bool) -> None:
         self._rows = {}
         self._answers.clear()
-
-
-def _return_nothing(grad: Array) -> Array:
-    return _NOTHING

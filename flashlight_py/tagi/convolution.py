@@ -128,11 +128,7 @@ class Conv2d(_Convolution):
         """Take images, or flat samples where the layer knows width and height, that the windows
         cover exactly.
         """
-        images = self._input_images(shape)
-        self._over = self._windows(*images[1:])
-        self.input_shape = images
-        self.output_shape = (self.out_channels, self._over.out_height, self._over.out_width)
-        return self.output_shape
+        return self._cover(self._input_images(shape), self.out_channels)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         """Return ``[batch, *output_shape]``, which lie channel by channel."""

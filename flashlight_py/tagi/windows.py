@@ -265,6 +265,13 @@ class ImageLayer(BaseLayer):
         channels, size = (self.in_channels, self.out_channels), (self.out_width, self.out_height)
         return (*channels, *size, self.kernel_size)
 
+    def _cover(self, images: Shape, channels: int) -> Shape:
+        """Take ``images``, to an output of so many channels with an element for each window."""
+        self._over = self._windows(*images[1:])
+        self.input_shape = images
+        self.output_shape = (channels, self._over.out_height, self._over.out_width)
+        return self.output_shape
+
     def _windows(self, height: int, width: int) -> Windows:
         """Return the windows over images of this size, if they cover them exactly."""
         before = self.padding if self.padding_type == 1 else 0
@@ -299,10 +306,7 @@ class _Pool(ImageLayer):
     def connect(self, shape: Shape) -> Shape:
         """Take images that the windows cover exactly."""
         images = images_of(shape)
-        self._over = self._windows(*images[1:])
-        self.input_shape = images
-        self.output_shape = (images[0], self._over.out_height, self._over.out_width)
-        return self.output_shape
+        return self._cover(images, images[0])
 
 
 class AvgPool2d(_Pool):

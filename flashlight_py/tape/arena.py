@@ -64,7 +64,7 @@ class Arena:
         last: dict[Piece, int] = {}
         partial = set()  # what the loops use a part of, or in another order
         for index, operation in enumerate(group.operations):
-            for operand, steps in zip(operation.operands, operation.end, strict=True):
+            for operand, steps in zip(operation.operands, operation.steps, strict=True):
                 size, piece = operand.array.itemsize, self._placed(operand.piece)
                 first.setdefault(piece, index)
                 last[piece] = index

@@ -347,7 +347,7 @@ class Graphs:
             reason = "an array of the CPU changes; keep it on the GPU"
         if not reason and state.numbers != after.numbers:
             reason = "a number of a module, an optimizer or a meter changes; keep it in an array"
-        if not self._all_without(reason) or not self._all_have_captured(recorder) or not graph:
+        if not self._all_without(reason) or not self._all_have_captured(recorder) or graph is None:
             _restore(state, host)
             draws.state = drawn
             self._stay_eager(graph, reason)

@@ -38,33 +38,35 @@ def need(condition: object) -> None:
 
 
 class Instruction(NamedTuple):
-    """An instruction as csrc/tape/instructions.cc reads it: what is around its operands."""
+    """An instruction as csrc/tape/instructions.cc reads it: what is before its operands."""
 
     begin: tuple[Any, ...]
     operands: list[Operand]
-    end: Any = ()
 
 
-class Elementwise(Instruction):
-    """An instruction of a loop: a ufunc or a name of ``OWN``, and dtypes; operands; their steps.
+class Elementwise(NamedTuple):
+    """An operation of loops, by a ufunc and its dtypes, or by a name of ``OWN``.
 
     The result is the last operand. ``numpy.add`` with two operands sums all elements.
     """
 
-    __slots__ = ()
+    function: Any
+    types: tuple[int, ...]
+    operands: list[Operand]
+    steps: Steps
 
     def sums(self) -> bool:
         """Return whether it adds all elements."""
-        return self.begin[0] is np.add and len(self.operands) == 2
+        return self.function is np.add and len(self.operands) == 2
 
     def disturbs(self, other: Elementwise) -> bool:
         """Return whether it writes what the other one may read, or write, at another turn."""
-        written, steps = self.operands[-1], self.end[-1]
+        written, steps = self.operands[-1], self.steps[-1]
         piece, low, high, size = written.piece, written.low, written.high, written.array.itemsize
         for number, each in enumerate(other.operands):
             if each.piece is piece and each.low < high and low < each.high:
                 is_same = each is written or (each.low == low and each.array.itemsize == size)
-                if not (is_same and other.end[number] == steps):
+                if not (is_same and other.steps[number] == steps):
                     return True
         return False
 
@@ -101,7 +103,7 @@ class Loops:
         if len(dimensions) != 2 or self.dimensions != (dimensions[0] * dimensions[1],):
             return []
         return [
-            each._replace(end=tuple([(dimensions[1] * step, step) for (step,) in each.end]))
+            each._replace(steps=tuple([(dimensions[1] * step, step) for (step,) in each.steps]))
             for each in self.operations
         ]
 
@@ -187,14 +189,14 @@ class _Rules:
     def _loop(
         self, function: Any, types: Any, arrays: Sequence[Array], dimensions: Shape, steps: Steps
     ) -> None:
-        operation = Elementwise((function, types), list(map(self._memory.of, arrays)), steps)
+        operation = Elementwise(function, types, list(map(self._memory.of, arrays)), steps)
         need(not operation.disturbs(operation))
         self.groups.append(Loops(dimensions, [operation]))
 
-    def _instruction(self, begin: tuple[Any, ...], arrays: Sequence[Array], end: Any = ()) -> None:
+    def _instruction(self, begin: tuple[Any, ...], arrays: Sequence[Array]) -> None:
         *read, written = operands = list(map(self._memory.of, arrays))
         need(not any(map(written.meets, read)))
-        self.groups.append(Instruction(begin, operands, end))
+        self.groups.append(Instruction(begin, operands))
 
     def _kernel(self, name: str, work: int, sizes: Sequence[int], arrays: Sequence[Array]) -> None:
         kernel = f"{name}:{arrays[-1].dtype.str[1:]}"
@@ -299,8 +301,8 @@ class _Rules:
             self._kernel("add_rows", rows * columns, (rows, columns), arrays)
         else:
             begins_with = np.asarray(_INITIALS[ufunc], kind) if ufunc in _INITIALS else None
-            end = rows, columns, size, along_rows, begins_with
-            self._instruction(("reduce", ufunc, types), arrays, end)
+            sizes = rows, columns, size
+            self._instruction(("reduce", ufunc, types, *sizes, along_rows, begins_with), arrays)
 
 
 @functools.cache
@@ -333,7 +335,7 @@ def _is_added_in_order(x: Array) -> bool:
     for instruction in (
         ("loops", (x.size,), [copy, add]),
         ("native", f"add_rows:f{size}", x.size, (rows, columns), (), (True, True), 0, 3),
-        ("reduce", np.add, types, 0, 4, rows, columns, size, True, zero),
+        ("reduce", np.add, types, rows, columns, size, True, zero, 0, 4),
     ):
         _tape.run(instruction, (x, same, *sums))
     by_numpy = np.sum(x, None), np.sum(x, 0), np.sum(x, 1)

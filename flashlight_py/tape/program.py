@@ -186,12 +186,12 @@ class Builder:
     def _emit(self, group: Group) -> tuple[Any, ...]:
         if isinstance(group, Loops):
             operations = []
-            for begin, operands, steps in group.operations:
+            for ufunc, types, operands, steps in group.operations:
                 sizes = [0 if each.piece.is_strip else each.array.itemsize for each in operands]
-                operations.append((*begin, self._entries(operands), steps, tuple(sizes)))
+                operations.append((ufunc, types, self._entries(operands), steps, tuple(sizes)))
             return "loops", group.dimensions, operations
         if isinstance(group, Instruction):
-            return *group.begin, *self._entries(group.operands), *group.end
+            return *group.begin, *self._entries(group.operands)
         args, options = mapped(group.args, self._view), mapped(group.options, self._view)
         function: Any = group.function
         if hasattr(function, "prepared"):

@@ -131,8 +131,7 @@ class Recording(Watcher):
         self.constants: list[Any] = []  # what they hold: the same, if they are none
         self.lines: list[str] = []  # of each, where it is used
         self.stand_ins: list[weakref.ref[Any]] = []
-        self._draws = Draws(self)
-        self._swap, self._names = swap, names
+        self._draws, self._swap, self._names = Draws(self), swap, names
         self._spans = merged(map(bounds, known))
 
     def begin(self, stack: contextlib.ExitStack) -> None:

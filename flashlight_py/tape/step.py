@@ -226,8 +226,7 @@ class _Call:
     def __init__(
         self, step: Any, roots: Sequence[Any], args: Any, options: dict[str, Any], homes: Any
     ) -> None:
-        self._homes = homes
-        self.step, self.args, self.options = step, args, options
+        self.step, self.args, self.options, self._homes = step, args, options, homes
         self.values = (*args, *options.values())
         data = [x.data if isinstance(x, Variable) else x for x in self.values]
         self.arrays = [x if type(x) is np.ndarray or is_cupy(x) else None for x in data]

@@ -38,6 +38,10 @@ def positive(*shape: int) -> np.ndarray:
     return np.abs(signed(*shape))
 
 
+def ones(*shape: int, dtype: Any = "float32") -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
 A, B, ROW, COLUMN, SCALAR = signed(3, 4), signed(3, 4), signed(4), signed(3, 1), signed()
 P, Q = positive(3, 4), positive(3, 4)
 CUBE = signed(2, 3, 4)

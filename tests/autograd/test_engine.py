@@ -13,12 +13,9 @@ import pytest
 from flashlight_py.autograd import Variable, input, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.variable import record_in_order
+from tests.autograd.cases import ones
 
 LONG = 10_000
-
-
-def ones(*shape: int, dtype: Any = "float32") -> np.ndarray:
-    return np.ones(shape, dtype)
 
 
 def test_chain_longer_than_the_recursion_limit() -> None:

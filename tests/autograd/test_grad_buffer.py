@@ -7,10 +7,7 @@ import pytest
 
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd import input, param
-
-
-def ones(*shape: int, dtype: Any = "float32") -> np.ndarray:
-    return np.ones(shape, dtype)
+from tests.autograd.cases import ones
 
 
 def test_gradient_is_the_buffer_and_ends_up_in_the_larger_array() -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +9,7 @@ import pytest
 from flashlight_py.autograd import Variable, input, on_backward_end, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.optim import clip_grad_norm
-
-
-def ones(*shape: int, dtype: Any = "float32") -> np.ndarray:
-    return np.ones(shape, dtype)
+from tests.autograd.cases import ones
 
 
 def test_fires_once_with_the_whole_gradient() -> None:

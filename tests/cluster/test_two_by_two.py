@@ -36,7 +36,7 @@ def test_the_short_form_of_the_conformance_suite(rank: int, size: int) -> None:
         for dtype in ("float32", "float16", "int8"):
             conformance.every_op(rank, size, verb, dtype, "strided")
             conformance.every_size(rank, size, verb, dtype, [1, 16_384, 16_385, 300_001])
-    conformance.all_reduce_multiple_mixed(rank, size, contiguous=True, async_op=True)
+    conformance.all_reduce_multiple_equals_a_loop(rank, size, True, True, "sum", 1.0)
     conformance.many_in_flight(rank, size)
     run_program(rank, size, every_verb(size, "float32", (1, 100_000)))
     conformance.ring_of_messages(rank, size, 100_000)

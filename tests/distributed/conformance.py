@@ -24,7 +24,7 @@ from flashlight_py.distributed.calls.combining import MEANINGS, cut, factors
 from flashlight_py.distributed.calls.combining import combined as in_order
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, VERBS, Verb
-from tests.distributed.harness import RankPool
+from tests.distributed.harness import RankPool, run_survivors
 
 Array = NDArray[Any]
 
@@ -85,12 +85,17 @@ def _world_id(world: tuple[Any, ...]) -> str:
 
 
 def on_ranks(
-    *worlds: World, slow: Sequence[World] = (), fresh: bool = False, **how: Any
+    *worlds: World,
+    slow: Sequence[World] = (),
+    fresh: bool = False,
+    lost: int | None = None,
+    **how: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator: the test is what each rank does, ``test(rank, size, *fixtures)``.
 
     It runs in the fixture ``ranks``, or in each of ``worlds`` and ``slow`` with more ``params`` or
-    ``env``. ``fresh``: on ranks of its own, which it may end.
+    ``env``. ``fresh``: on ranks of its own, which it may end. ``lost``: the same, and this rank is
+    killed by what it does (-1: the last rank).
     """
     marked = [(world, ()) for world in worlds] + [(world, pytest.mark.slow) for world in slow]
 
@@ -99,7 +104,9 @@ def on_ranks(
 
         def run(ranks: Any, **given: Any) -> None:
             call = _on_rank, test.__module__, test.__name__, *(given[name] for name in names)
-            if fresh:
+            if lost is not None:
+                run_survivors(call[0], ranks.size, lost % ranks.size, *call[1:], **ranks.world)
+            elif fresh:
                 with RankPool(ranks.size, **ranks.world) as pool:
                     pool.run(*call)
             else:
@@ -345,27 +352,11 @@ def reduce_again(rank: int, size: int, verb: str, count: int) -> bytes:
     return x.tobytes()
 
 
-def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: bool) -> None:
-    names = ["float32", "float64", "float32", "int32", "float16", "float32"]
-    shapes = [(3, 4), (5,), (), (2, 2), (0,), (1000,)]
-    everyone = [
-        [values(r, shape, name) for name, shape in zip(names, shapes, strict=True)]
-        for r in range(size)
-    ]
-    xs = [lay_out(x, "fortran") for x in everyone[rank]]
-    result = fl.all_reduce_multiple(xs, scale=2.0, contiguous=contiguous, async_op=async_op)
-    got = result.wait() if async_op else result
-    assert all(a is b for a, b in zip(got, xs, strict=True))
-    for i, x in enumerate(xs):
-        expected = combined([arrays[i] for arrays in everyone], "sum", 2.0)
-        assert_equal(x, expected, f"array {i}, contiguous={contiguous}")
-
-
 def all_reduce_multiple_equals_a_loop(
     rank: int, size: int, contiguous: bool, async_op: bool, op: str, scale: float
 ) -> None:
     """Arrays below and above the limit of packing, more than one message holds, plain or not."""
-    names = ["float32", "float16", "float64"]
+    names = ["float32", "float16", "float64"] + ["int32"] * (op != "avg")
     shapes = [
         (),
         (0,),
@@ -376,7 +367,8 @@ def all_reduce_multiple_equals_a_loop(
         (9000,),
         *[(n,) for n in range(99)],
     ]
-    xs = [values(rank, shape, names[i % 3]).copy() for i, shape in enumerate(shapes)]
+    xs = [values(rank, shape, names[i % len(names)]).copy() for i, shape in enumerate(shapes)]
+    xs[2] = lay_out(xs[2], "fortran")
     if rank % 2:  # which is left to Python on this rank
         xs[7] = lay_out(xs[7], "strided")
     expected = [x.copy() for x in xs]

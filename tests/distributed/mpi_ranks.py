@@ -21,6 +21,7 @@ from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER
 from tests.distributed.conformance import assert_equal, dtype_of, values
 from tests.distributed.programs import run_program
+from tests.distributed.told import first_error
 
 TIMEOUT = 20.0
 
@@ -155,11 +156,8 @@ def world_again(rank: int, size: int, times: int) -> int:
 def meet_as_strangers(rank: int, size: int, path: str) -> str:
     """Each of these processes is a world of its own to MPI."""
     params = {"BACKEND": "mpi", "FILE_PATH": path, "TIMEOUT": TIMEOUT}
-    try:
-        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
-    except fl.errors.BackendUnavailableError as error:
-        return str(error)
-    return "no error"
+    place = fl.DistributedInit.FILE_SYSTEM, rank, size
+    return first_error(lambda: fl.distributed_init(*place, params))
 
 
 def unchecked(rank: int, size: int) -> None:
@@ -212,12 +210,9 @@ def leave_early(rank: int, size: int) -> str:
         current_world().group.close()
         return ""
     started = time.monotonic()
-    try:
-        fl.all_reduce(np.zeros(10))
-    except fl.errors.PeerLostError as error:
-        assert time.monotonic() - started < 5.0
-        return str(error)
-    return "no error"
+    message = first_error(lambda: fl.all_reduce(np.zeros(10)))
+    assert time.monotonic() - started < 5.0
+    return message
 
 
 def stop_in_the_middle(rank: int, size: int, how: str) -> str:
@@ -275,8 +270,4 @@ def stay_away_unchecked(rank: int, size: int) -> str:
         with pytest.raises(fl.errors.CollectiveTimeoutError, match="a rank did not join"):
             fl.barrier()  # the others have given up
         return "stayed away"
-    try:
-        fl.all_reduce(np.ones(10))
-    except fl.errors.CollectiveTimeoutError as error:
-        return str(error)
-    return "no error"
+    return first_error(lambda: fl.all_reduce(np.ones(10)))

@@ -8,6 +8,7 @@ and waits. It shows nothing of CUDA or NCCL themselves: tests/gpu does, where th
 import dataclasses
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,16 @@ class StandInLibrary(NcclLibrary):
         made = self.ffi.callback(_SIGNATURES[name], call, error=_INTERNAL_ERROR)
         self.lib.callbacks.append(made)
         return int(self.ffi.cast("uintptr_t", made))
+
+
+def _calling(method: str, name: str) -> Callable[..., int]:
+    """Return a function of NCCL that is ``method`` of the stand-in, for ``name``."""
+
+    def call(self: Any, *arguments: Any) -> int:
+        status: int = getattr(self, method)(name, *arguments)
+        return status
+
+    return call
 
 
 class StandInNccl:
@@ -113,17 +124,13 @@ class StandInNccl:
             place[0] = self.ffi.cast("ncclComm_t", 2)
         return 0
 
-    def ncclCommFinalize(self, comm: Any) -> int:
-        LOG.append(("finalize",))
+    def _end(self, name: str, comm: Any) -> int:
+        LOG.append((name,))
         return 0
 
-    def ncclCommDestroy(self, comm: Any) -> int:
-        LOG.append(("destroy",))
-        return 0
-
-    def ncclCommAbort(self, comm: Any) -> int:
-        LOG.append(("abort",))
-        return 0
+    ncclCommFinalize = _calling("_end", "finalize")
+    ncclCommDestroy = _calling("_end", "destroy")
+    ncclCommAbort = _calling("_end", "abort")
 
     def ncclRedOpCreatePreMulSum(
         self, op: Any, scalar: Any, code: int, residence: int, comm: Any
@@ -153,26 +160,13 @@ class StandInNccl:
                 self._collective(*call)
         return 0
 
-    def ncclAllReduce(self, *arguments: Any) -> int:
-        return self._do("all_reduce", *arguments)
-
-    def ncclReduceScatter(self, *arguments: Any) -> int:
-        return self._do("reduce_scatter", *arguments)
-
-    def ncclReduce(self, *arguments: Any) -> int:
-        return self._do("reduce", *arguments)
-
-    def ncclBroadcast(self, *arguments: Any) -> int:
-        return self._do("broadcast", *arguments)
-
-    def ncclAllGather(self, *arguments: Any) -> int:
-        return self._do("all_gather", *arguments)
-
-    def ncclSend(self, *arguments: Any) -> int:
-        return self._do("send", *arguments)
-
-    def ncclRecv(self, *arguments: Any) -> int:
-        return self._do("recv", *arguments)
+    ncclAllReduce = _calling("_do", "all_reduce")
+    ncclReduceScatter = _calling("_do", "reduce_scatter")
+    ncclReduce = _calling("_do", "reduce")
+    ncclBroadcast = _calling("_do", "broadcast")
+    ncclAllGather = _calling("_do", "all_gather")
+    ncclSend = _calling("_do", "send")
+    ncclRecv = _calling("_do", "recv")
 
     def _do(self, name: str, *arguments: Any) -> int:
         LOG.append(("nccl", name, self._group is not None))

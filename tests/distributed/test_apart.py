@@ -39,7 +39,7 @@ APART: list[tuple[Any, Any]] = [
 @pytest.fixture(params=[False, True], ids=["natively", "by NumPy"], autouse=True)
 def bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(checks, "_numpy_bounds", lambda: byte_bounds)
+        monkeypatch.setattr(checks, "_numpy_bounds", byte_bounds)
 
 
 def add_all(arrays: Any) -> None:

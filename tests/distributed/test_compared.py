@@ -101,10 +101,11 @@ def test_nothing_moves_and_shapes_are_known(rank: int, size: int, blocking: bool
     sent.wait()
 
 
-def number(rank: int, size: int) -> list[int]:
-    """The numbers of ten messages from rank 0 to the last, which are received in several ways."""
+@on_ranks()
+def test_both_ends_of_a_message_know_its_number(rank: int, size: int) -> None:
+    """Twenty messages from rank 0 to the last, which are received in several ways."""
     backend, x, numbers = current_world().group.backend(), np.zeros((3, 2)), []
-    for i in range(10):
+    for i in range(20):
         found: list[int] = []
         call = Call(SEND, x, peer=size - 1)
         if rank == size - 1:
@@ -113,15 +114,10 @@ def number(rank: int, size: int) -> list[int]:
             call = replace(call, compared=True, tag=i % 3, blocking=i % 4 > 1, received=found)
             backend.start(call).wait()
         numbers += found
-    return numbers
-
-
-def test_both_ends_of_a_message_know_its_number(ranks: Any) -> None:
-    for _ in range(2):
-        sent, *others, received = ranks.run(number)
-        assert not any(others)
-        assert sent == received
-        assert len(set(sent)) == 10
+    sent, *others, received = fl.all_gather_object(numbers)
+    assert not any(others)
+    assert sent == received
+    assert len(set(sent)) == 20
 
 
 @on_ranks()

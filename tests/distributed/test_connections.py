@@ -15,7 +15,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from tests.distributed.conformance import in_places, on_ranks
-from tests.distributed.harness import run_ranks, run_survivors
+from tests.distributed.harness import run_ranks
 
 RANKS = 12
 # One listens; 1, 2, 4 and 8 ranks before and after it are 6 others.
@@ -36,11 +36,10 @@ def open_now() -> int:
     return sum(path.is_socket() for path in paths)
 
 
-def among_many(timeout: float = 20) -> Any:
+def among_many(timeout: float = 20, lost: int | None = None) -> Any:
     """Return a decorator of a test on new ranks, each of which is a host."""
-    return on_ranks(
-        ("hierarchical", RANKS), fresh=True, params={"TIMEOUT": timeout}, env=EACH_A_HOST
-    )
+    how: Any = {"params": {"TIMEOUT": timeout}, "env": EACH_A_HOST}
+    return on_ranks(("hierarchical", RANKS), fresh=True, lost=lost, **how)
 
 
 def small_and_large(rank: int, size: int) -> list[int]:
@@ -139,18 +138,15 @@ def test_who_is_late_is_named_among_many(rank: int, size: int) -> None:
         fl.all_reduce(np.zeros(3))
 
 
-def disappear(rank: int, size: int) -> None:
+@pytest.mark.slow
+@among_many(lost=GONE)
+def test_who_is_gone_is_named_among_many(rank: int, size: int) -> None:
+    """Also by those who were not connected to it."""
     fl.barrier()
     if rank == GONE:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError, match=rf"rank {GONE}\b"):
         fl.all_reduce(np.zeros(3))
-
-
-@pytest.mark.slow
-def test_who_is_gone_is_named_among_many() -> None:
-    """Also by those who were not connected to it."""
-    run_survivors(disappear, RANKS, GONE, params={"TIMEOUT": 20}, env=EACH_A_HOST)
 
 
 def first_message(

@@ -19,7 +19,6 @@ from tests.distributed.conformance import on_ranks, ranks_in, world_of
 from tests.distributed.harness import run_outcomes, run_ranks, run_survivors
 from tests.distributed.told import told_now_or_later
 
-BACKENDS = ["gloo", "shm"]
 SHM, MPI = (pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "mpi"))
 EVERY = pytest.mark.parametrize("backend", ["gloo", SHM, MPI])
 ranks = ranks_in(*((b, n) for b in ("gloo", "mpi") for n in (2, 3)), slow=[("shm", 2), ("shm", 3)])
@@ -132,7 +131,8 @@ def test_a_killed_rank_ends_the_others_and_is_named(params: Any, count: int, vic
         assert ", which is process " in text
 
 
-def synchronize_after_a_loss(rank: int, size: int) -> str:
+@on_ranks(("gloo", 3), slow=[("shm", 3)], lost=1)
+def test_sync_distributed_raises_the_cause_of_the_end_of_a_group(rank: int, size: int) -> None:
     """A receive that no rank sends to is older than the call that names the lost rank."""
     fl.barrier()
     if rank == 1:
@@ -140,17 +140,14 @@ def synchronize_after_a_loss(rank: int, size: int) -> str:
     arrays = np.ones((2, 4, 4))
     fl.irecv(arrays[0][:, ::2], 2 - rank)
     fl.all_reduce(arrays[1][:, ::2], async_op=True)
-    with pytest.raises(fl.errors.PeerLostError) as caught:
+    with pytest.raises(fl.errors.PeerLostError, match=r"lost rank 1 \("):
         fl.sync_distributed()
-    return str(caught.value)
 
 
-def test_sync_distributed_raises_the_cause_of_the_end_of_a_group(params: Any) -> None:
-    for text in run_survivors(synchronize_after_a_loss, 3, 1, params=params):
-        assert "lost rank 1 (" in text
-
-
-def hear_of_it_from_others(rank: int, size: int) -> list[str]:
+@on_ranks(("gloo", 4), ("shm", 4), lost=1)
+def test_the_cause_is_named_once_whoever_has_told_it_and_again_in_later_errors(
+    rank: int, size: int
+) -> None:
     """Rank 1 goes. Rank 3 notices, rank 2 hears of it there, and rank 0 from both; twice each."""
     fl.all_reduce(np.zeros(10))
     if rank == 1:
@@ -162,18 +159,10 @@ def hear_of_it_from_others(rank: int, size: int) -> list[str]:
             fl.all_reduce(np.zeros(10))
         said.append(str(caught.value))
     time.sleep(0.4 * rank)
-    return said
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_cause_is_named_once_whoever_has_told_it_and_again_in_later_errors(
-    backend: str,
-) -> None:
-    texts = run_survivors(hear_of_it_from_others, 4, 1, params={"BACKEND": backend})
-    for first, second in texts:
-        assert "lost rank 1 (" in first
-        assert "cannot be used any more because of rank 1: " in second
-        assert first.count(" says") + first.count("gave up") <= 1, first
+    first, second = said
+    assert "lost rank 1 (" in first
+    assert "cannot be used any more because of rank 1: " in second
+    assert first.count(" says") + first.count("gave up") <= 1, first
 
 
 def wait_for_one_that_goes(rank: int, size: int, closes: bool) -> str:

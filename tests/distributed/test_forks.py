@@ -17,8 +17,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.failures import journal
-from tests.distributed.conformance import world_of
-from tests.distributed.harness import run_outcomes, run_ranks
+from tests.distributed.conformance import on_ranks
 
 VERBS: list[Callable[[ProcessGroup], Any]] = [
     lambda group: group.all_reduce(np.ones(3)),
@@ -65,7 +64,9 @@ def in_the_child(groups: list[ProcessGroup], works: list[Any]) -> None:
     fl.distributed_shutdown()
 
 
-def fork_in_groups(rank: int, size: int) -> None:
+# On ranks of its own: the arrays that ranks of other tests share would be left open, too.
+@on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 5), slow=[("mpi", 3)], fresh=True)
+def test_a_forked_child_has_no_group_and_leaves_its_parents_alone(rank: int, size: int) -> None:
     whole = fl.new_group(range(size))
     part = whole.new_group(range(size))
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -100,15 +101,6 @@ def fork_in_groups(rank: int, size: int) -> None:
     part.close()
 
 
-@pytest.mark.parametrize(
-    ("backend", "size"),
-    [("gloo", 3), ("shm", 3), ("hierarchical", 5), pytest.param("mpi", 3, marks=pytest.mark.slow)],
-)
-def test_a_forked_child_has_no_group_and_leaves_its_parents_alone(backend: str, size: int) -> None:
-    """Ranks of their own: the arrays that ranks of other tests share would be left open, too."""
-    run_ranks(fork_in_groups, size, **world_of(backend))
-
-
 def by_fork() -> int:
     child = os.fork()
     if child == 0:
@@ -121,27 +113,18 @@ def by_exec() -> int:
     return subprocess.Popen(["sleep", "1000"], close_fds=False).pid
 
 
-def die_and_leave_a_child(
+@pytest.mark.parametrize("start", [by_fork, by_exec])
+@on_ranks(("gloo", 2), ("shm", 2), lost=1, params={"TIMEOUT": 15})
+def test_a_killed_rank_is_noticed_while_a_child_of_it_lives(
     rank: int, size: int, start: Callable[[], int]
-) -> type[BaseException] | None:
+) -> None:
     group = fl.new_group(range(size))
     child = group.broadcast_object(start() if rank == 1 else None, root=1)
     group.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        with pytest.raises(fl.errors.DistributedError) as caught:
+        with pytest.raises(fl.errors.PeerLostError):
             group.all_reduce(np.ones(3))
     finally:
         os.kill(child, signal.SIGKILL)  # it has the pipes of the test's harness, too
-    return caught.type
-
-
-@pytest.mark.parametrize("start", [by_fork, by_exec])
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_killed_rank_is_noticed_while_a_child_of_it_lives(
-    backend: str, start: Callable[[], int]
-) -> None:
-    params = {"BACKEND": backend, "TIMEOUT": 15}
-    outcomes = run_outcomes(die_and_leave_a_child, 2, start, params=params)
-    assert outcomes[0].value is fl.errors.PeerLostError, outcomes[0].report()

@@ -34,7 +34,11 @@ class Looking:
         return Then(work, lambda _: self.ended.append(bucket.index))
 
 
-def a_function(rank: int, size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"async_op": False}, {"bucket_bytes": 1}, {"bucket_bytes": 1 << 20}]
+)
+@on_ranks(("single", 1), ("shm", 2))
+def test_a_function_is_a_hook(rank: int, size: int, options: dict[str, Any]) -> None:
     """A plain function is a hook, in any layout of the arrays; it gives the bits of no hook."""
     with_hook, without = gradients(rank, 0, "float32"), gradients(rank, 0, "float32")
     for arrays in (with_hook, without):
@@ -44,14 +48,6 @@ def a_function(rank: int, size: int, options: dict[str, Any]) -> None:
     reduce(plain, with_hook, 1 / 3, **options)
     reduce(None, without, 1 / 3, **options)
     assert flat(with_hook).tobytes() == flat(without).tobytes()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    "options", [{}, {"async_op": False}, {"bucket_bytes": 1}, {"bucket_bytes": 1 << 20}]
-)
-def test_a_function_is_a_hook(pool: Any, size: int, options: dict[str, Any]) -> None:
-    pool(size).run(a_function, options)
 
 
 @on_ranks(("shm", 2))

@@ -13,8 +13,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.memory import topology
 from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
-from tests.distributed.harness import run_ranks, run_survivors
-from tests.distributed.told import first_error
+from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(("shm", 2), ("gloo", 3), ("hierarchical", 4), slow=[("mpi", 3)])
 MB = 1 << 20
@@ -152,11 +151,11 @@ def test_memory_is_freed_with_the_last_view() -> None:
     assert len(mappings_of("flashlight-")) == before
 
 
-def die_while_loading(rank: int, size: int) -> str:
-    def load() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return first_error(lambda: fl.host_array(load))
+@pytest.mark.slow
+@on_ranks(("shm", 2), lost=0)
+def test_the_loading_rank_is_killed(rank: int, size: int) -> None:
+    with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
+        fl.host_array(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @on_ranks(("shm", 2), fresh=True)
@@ -168,12 +167,6 @@ def test_a_name_in_dev_shm_is_gone_when_all_have_mapped_it(rank: int, size: int)
     assert x.sum() == 3000
     assert fl.distributed.get_local_size() == size
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
-
-
-@pytest.mark.slow
-def test_the_loading_rank_is_killed() -> None:
-    (text,) = run_survivors(die_while_loading, 2, 0)
-    assert "lost rank 0" in text
 
 
 def outlives_the_group(rank: int, size: int, megabytes: int) -> float:

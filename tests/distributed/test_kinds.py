@@ -12,6 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from tests import cupy_stand_in
+from tests.distributed.conformance import on_ranks
 
 HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
 
@@ -78,8 +79,24 @@ class Checks:
 
 ROWS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
+in_both = on_ranks(("shm", 2), ("gloo", 2))
 
-def new_results(rank: int, size: int, library: str, dtype: str) -> None:
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Any:
+    pytest.importorskip(request.param, reason=f"needs {request.param}")
+    return request.param
+
+
+@pytest.fixture(params=["float32", "bfloat16", "int32", "complex64", "bool"])
+def dtype(request: pytest.FixtureRequest) -> Any:
+    if request.param == "bfloat16" and not HAS_ML_DTYPES:
+        pytest.skip("needs ml_dtypes: pip install 'flashlight-py[bfloat16]'")
+    return request.param
+
+
+@in_both
+def test_new_results_are_of_the_kind(rank: int, size: int, library: str, dtype: str) -> None:
     check = Checks(library, dtype)
     make, same = check.make, check.same
     mine, both = make(ROWS[2 * rank : 2 * rank + 2]), make(ROWS)
@@ -114,7 +131,8 @@ def new_results(rank: int, size: int, library: str, dtype: str) -> None:
         assert isinstance(ranks, check.library.array)
 
 
-def scattered(rank: int, size: int, library: str) -> None:
+@in_both
+def test_scatter_returns_the_kind(rank: int, size: int, library: str) -> None:
     check = Checks(library, "float32")
     make, same = check.make, check.same
     whole, mine = make(ROWS), ROWS[2 * rank :][:2]
@@ -132,7 +150,8 @@ def scattered(rank: int, size: int, library: str) -> None:
     assert fl.scatter(whole, out=out) is out
 
 
-def filled_in_place(rank: int, size: int, library: str, dtype: str) -> None:
+@in_both
+def test_verbs_in_place_return_the_kind(rank: int, size: int, library: str, dtype: str) -> None:
     check = Checks(library, dtype)
     before = [rank + 1, 2 * rank]
     op, total = ("max", [2, 2]) if dtype == "bool" else ("sum", [3, 2])
@@ -161,7 +180,8 @@ def filled_in_place(rank: int, size: int, library: str, dtype: str) -> None:
     check.filled(gathered, out, [[1, 0], [2, 2]], [[0, 0], [0, 0]])
 
 
-def messages(rank: int, size: int, library: str) -> None:
+@in_both
+def test_messages_return_the_kind(rank: int, size: int, library: str) -> None:
     check, other = Checks(library, "float32"), 1 - rank
     sent, zeros = check.make([rank, rank + 1]), [0, 0]
     arriving = [other, other + 1]
@@ -194,38 +214,6 @@ def messages(rank: int, size: int, library: str) -> None:
     check.same(fl.recv(x, other, partial=True), arriving)
     sending.wait()
     check.same(x, [*arriving, 0] if check.library.in_place else [0, 0, 0])
-
-
-BACKENDS = [{}, {"BACKEND": "gloo"}]
-
-
-@pytest.fixture(params=LIBRARIES)
-def library(request: pytest.FixtureRequest) -> Any:
-    pytest.importorskip(request.param, reason=f"needs {request.param}")
-    return request.param
-
-
-@pytest.fixture(params=["float32", "bfloat16", "int32", "complex64", "bool"])
-def dtype(request: pytest.FixtureRequest) -> Any:
-    if request.param == "bfloat16" and not HAS_ML_DTYPES:
-        pytest.skip("needs ml_dtypes: pip install 'flashlight-py[bfloat16]'")
-    return request.param
-
-
-@pytest.mark.parametrize("options", BACKENDS)
-@pytest.mark.parametrize("program", [new_results, filled_in_place])
-def test_verbs_return_the_kind(
-    pool: Any, library: str, dtype: str, program: Any, options: Any
-) -> None:
-    pool(2, params=options).run(program, library, dtype)
-
-
-@pytest.mark.parametrize("options", BACKENDS)
-@pytest.mark.parametrize("program", [scattered, messages])
-def test_scatter_and_messages_return_the_kind(
-    pool: Any, library: str, program: Any, options: Any
-) -> None:
-    pool(2, params=options).run(program, library)
 
 
 def test_a_world_of_one_returns_the_kind_too(library: str) -> None:

@@ -2,9 +2,8 @@
 
 import contextlib
 import itertools
-import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks
-from tests.distributed.harness import run_ranks
 from tests.distributed.test_interrupted_verbs import (
     LIMIT,
     MANY,
@@ -21,7 +19,6 @@ from tests.distributed.test_interrupted_verbs import (
     Verb,
     ones,
     with_last,
-    world_of,
 )
 
 IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this message"
@@ -82,18 +79,12 @@ GIVEN: dict[str, tuple[Verb, Callable[[int], int]]] = {
     ),
 }
 
-everywhere = on_ranks(
-    ("shm", 4),
-    slow=[("hierarchical", 4), ("gloo", 3), ("mpi", 3)],
-    fresh=True,
-    params={"TIMEOUT": LIMIT},
-)
+WORLDS: list[Any] = [("shm", 4), ("hierarchical", 4), ("gloo", 3), ("mpi", 3)]
 
 
-def run_in(backend: str, call: Any, *args: Any) -> list[Any]:
-    """Run ``call`` on ranks of its own."""
-    size, how = world_of(backend)
-    return run_ranks(call, size, *args, **how)
+def everywhere(fast: int = 1, fresh: bool = True) -> Any:
+    """Return a decorator of a test in all worlds, of which those but the first are slow."""
+    return on_ranks(*WORLDS[:fast], slow=WORLDS[fast:], fresh=fresh, params={"TIMEOUT": LIMIT})
 
 
 def call_once_more(group: Group, rounds: int, async_op: bool) -> str:
@@ -135,16 +126,30 @@ def wait_behind_others(group: Group, name: str) -> None:
     assert time.monotonic() - began < PROMPT
 
 
-def close_a_group(rank: int, size: int, name: str) -> None:
+@everywhere(fresh=False)
+def test_who_waits_for_a_message_of_one_that_has_closed_the_group(rank: int, size: int) -> None:
     """Rank 0 closes a group, in which others have messages for it."""
-    group = fl.new_group(range(size))
-    if rank:
-        wait_for_one_that_left(group, name)
-    group.close()
-    fl.barrier()
+    for name in MESSAGES:
+        group = fl.new_group(range(size))
+        if rank:
+            wait_for_one_that_left(group, name)
+        group.close()
+        fl.barrier()
 
 
-def shut_down(rank: int, size: int, name: str) -> None:
+FAST = {"send of 4 MB", "recv", "sync_distributed"}  # others repeat what those show
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in MESSAGES
+        if name not in FROM_ANY
+    ],
+)
+@everywhere(fast=2)
+def test_who_waits_for_a_message_of_one_that_shuts_down(rank: int, size: int, name: str) -> None:
     """Rank 0 shuts down; others have messages for it, in the world or in another group."""
     group = fl.new_group(range(size))
     if rank:
@@ -153,24 +158,7 @@ def shut_down(rank: int, size: int, name: str) -> None:
         fl.distributed_shutdown()
 
 
-def marked(cases: Iterable[Any], fast: set[str]) -> list[Any]:
-    """Mark the cases as slow whose last word is none of ``fast``: they repeat what those show."""
-    of = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*case, marks=() if case[-1] in fast else pytest.mark.slow) for case in of]
-
-
-def backends(*fast: str) -> Any:
-    names = ["shm", "hierarchical", "gloo", "mpi"]
-    return pytest.mark.parametrize("backend", marked(names, {*fast}))
-
-
-@backends("shm")
-def test_who_waits_for_a_message_of_one_that_has_closed_the_group(backend: str, pool: Any) -> None:
-    size, how = world_of(backend)
-    pool(size, **how).run_each(close_a_group, [(name,) for name in MESSAGES])
-
-
-@on_ranks(("shm", 4), ("hierarchical", 4), ("gloo", 3), ("mpi", 3), params={"TIMEOUT": LIMIT})
+@everywhere(fast=4, fresh=False)
 def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
     rank: int, size: int
 ) -> None:
@@ -184,40 +172,34 @@ def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
         fl.barrier()
 
 
-def shut_down_early(rank: int, size: int, rounds: int) -> str:
+@pytest.mark.parametrize("rounds", [0, 3])
+@everywhere(fast=4)
+def test_other_ranks_read_that_a_rank_shut_down_and_how_many_calls_fewer_it_made(
+    rank: int, size: int, rounds: int
+) -> None:
     for _ in range(rounds):
         fl.all_reduce(ones())
-    with pytest.raises(fl.errors.MismatchError) as caught:
+    end = f"{rounds} calls" + ", 1 fewer than this rank" * (rank != 1)
+    site = r"distributed_shutdown\(\) at \S*test_leaving.py:\d+"
+    with pytest.raises(fl.errors.MismatchError, match=f"; rank 1 called {site} after {end}[.;]"):
         fl.distributed_shutdown() if rank == 1 else fl.all_reduce(ones())
     with contextlib.suppress(fl.errors.PeerLostError):
         fl.distributed_shutdown()
-    return str(caught.value)
 
 
-@backends("shm", "hierarchical", "gloo", "mpi")
-@pytest.mark.parametrize("rounds", [0, 3])
-def test_other_ranks_read_that_a_rank_shut_down_and_how_many_calls_fewer_it_made(
-    backend: str, rounds: int
-) -> None:
-    for rank, text in enumerate(run_in(backend, shut_down_early, rounds)):
-        end = f"{rounds} calls" + ", 1 fewer than this rank" * (rank != 1)
-        site = r"distributed_shutdown\(\) at \S*test_leaving.py:\d+"
-        assert re.search(f"; rank 1 called {site} after {end}[.;]", text), text
+QUICK = {"recv of any rank", "isend"}
 
 
-@backends("shm", "hierarchical")
 @pytest.mark.parametrize(
-    "name",
-    marked(
-        [name for name in MESSAGES if name not in FROM_ANY],
-        {"send of 4 MB", "recv", "sync_distributed"},
-    ),
+    ("wait", "name"),
+    [
+        pytest.param(wait, name, marks=() if name in QUICK else pytest.mark.slow)
+        for wait, names in ((wait_for_any_that_left, FROM_ANY), (wait_behind_others, BEHIND))
+        for name in names
+    ],
 )
-def test_who_waits_for_a_message_of_one_that_shuts_down(backend: str, name: str) -> None:
-    run_in(backend, shut_down, name)
-
-
-def all_but_the_last_shut_down(rank: int, size: int, wait: Any, name: str) -> None:
+@everywhere()
+def test_who_waits_when_all_others_shut_down(rank: int, size: int, wait: Any, name: str) -> None:
     group = fl.new_group(range(size))
     if rank == size - 1:
         wait(group, name)
@@ -225,22 +207,7 @@ def all_but_the_last_shut_down(rank: int, size: int, wait: Any, name: str) -> No
         fl.distributed_shutdown()
 
 
-@backends("shm")
-@pytest.mark.parametrize(
-    ("wait", "name"),
-    marked(
-        [
-            *((wait_for_any_that_left, name) for name in FROM_ANY),
-            *((wait_behind_others, name) for name in BEHIND),
-        ],
-        {"recv of any rank", "isend"},
-    ),
-)
-def test_who_waits_when_all_others_shut_down(backend: str, wait: Any, name: str) -> None:
-    run_in(backend, all_but_the_last_shut_down, wait, name)
-
-
-@everywhere
+@everywhere()
 def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(rank: int, size: int) -> None:
     """Those that have sent shut down; the next one sends later than a wait in vain would last."""
     if rank == 0:
@@ -272,7 +239,7 @@ def test_what_was_given_arrives_if_its_giver_closes_the_group_after_a_wait(
             assert rank < size - 1 or np.all(result == expected(size))
 
 
-@everywhere
+@everywhere()
 def test_what_was_sent_before_a_shutdown_arrives(rank: int, size: int) -> None:
     """Rank 0 shuts down with messages on their way; what nobody waits for disturbs nobody."""
     last, got = size - 1, np.zeros(1 << 19)

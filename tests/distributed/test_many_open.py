@@ -14,13 +14,18 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.errors import DistributedError, GroupClosedError, PeerLostError
-from tests.distributed.conformance import BACKENDS, ranks_in
-from tests.distributed.harness import run_ranks, run_survivors
+from tests.distributed.conformance import on_ranks, ranks_in
 
 # What a message may hold beside its array and Python's objects, in bytes.
 MOST_BYTES = 200
 # The table of started operations, a dict of Python, may grow during a round: to 589,848 bytes.
 ONCE = 600_000
+
+# On several hosts Python begins each message, and ends it, here for four ranks on two cores.
+OPEN = {2: 10_000, 4: 1_000}
+WORLDS = [("shm", 2), ("gloo", 2), ("hierarchical", 4)]
+
+ranks = ranks_in(*WORLDS)
 
 # From what ends them to the end of all, in seconds.
 SOON = 5.0  # on two ranks
@@ -129,11 +134,13 @@ def assert_lost(errors: list[DistributedError], rank: int) -> None:
     assert all(f"rank {rank}" in text for text in lost), lost[0]
 
 
-def close_with_many_open(rank: int, size: int, count: int, batch: bool) -> None:
+@pytest.mark.parametrize("batch", [False, True], ids=["each", "one batch"])
+@on_ranks()
+def test_all_end_when_the_group_is_closed(rank: int, size: int, batch: bool) -> None:
     """Rank 0 closes the group; the others hear of it, and close it too."""
     before = threads() + 1  # that of the world, which may begin meanwhile
     group = fl.new_group(range(size))
-    works = begin(group, 0, count, batch)
+    works = begin(group, 0, OPEN[size], batch)
     fl.barrier()
     began = time.monotonic()
     if rank == 0:
@@ -150,10 +157,10 @@ def close_with_many_open(rank: int, size: int, count: int, batch: bool) -> None:
     assert threads() <= before
 
 
-def die_with_many_open(rank: int, size: int, count: int) -> None:
-    """Rank 1 is killed."""
+@on_ranks(*WORLDS, lost=1)
+def test_all_end_when_a_peer_is_killed(rank: int, size: int) -> None:
     group = fl.distributed.start.world.current_world().group
-    works = begin(group, 1, count, batch=False)
+    works = begin(group, 1, OPEN[size], batch=False)
     fl.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -163,9 +170,9 @@ def die_with_many_open(rank: int, size: int, count: int) -> None:
     assert seconds < SOON * size / 2, seconds
 
 
-def fork_with_many_open(rank: int, size: int, count: int) -> None:
-    """In the child they have ended; the parent's go on."""
-    peer = rank ^ 1
+@on_ranks(*WORLDS, fresh=True)  # a fork leaves open what ranks of other tests share
+def test_all_have_ended_in_a_forked_child_and_go_on_in_its_parent(rank: int, size: int) -> None:
+    peer, count = rank ^ 1, OPEN[size]
     mine, theirs = (np.full((count, 2), value, np.int32) for value in (rank, -1))
     numbers, half = range(count), count // 2
     works = [fl.irecv(theirs[i], peer, i) for i in numbers[:half]]
@@ -190,13 +197,6 @@ def fork_with_many_open(rank: int, size: int, count: int) -> None:
     assert np.all(theirs == peer)
 
 
-# On several hosts Python begins each message, and ends it, here for four ranks on two cores.
-OPEN = {2: 10_000, 4: 1_000}
-WORLDS = [("shm", 2), ("gloo", 2), ("hierarchical", 4)]
-
-ranks = ranks_in(*WORLDS)
-
-
 @pytest.mark.parametrize("one_tag", [False, True], ids=["tags", "one tag"])
 @pytest.mark.parametrize("kind", ["irecv", "isend", "irecv of any"])
 def test_open_messages_cost_no_thread_and_little_memory(
@@ -209,20 +209,3 @@ def test_open_messages_cost_no_thread_and_little_memory(
     most = MOST_BYTES * (2 if kind == "isend" else 1)
     for held in ranks.run(hold_open, count, kind, one_tag, deadline=20.0):
         assert max(held) <= most + ONCE / count, held
-
-
-@pytest.mark.parametrize("batch", [False, True], ids=["each", "one batch"])
-def test_all_end_when_the_group_is_closed(ranks: Any, batch: bool) -> None:
-    ranks.run(close_with_many_open, OPEN[ranks.size], batch, deadline=20.0)
-
-
-@pytest.mark.parametrize(("backend", "size"), WORLDS)
-def test_all_end_when_a_peer_is_killed(backend: str, size: int) -> None:
-    world = BACKENDS[backend][1]
-    run_survivors(die_with_many_open, size, 1, OPEN[size], deadline=20.0, **world)
-
-
-@pytest.mark.parametrize(("backend", "size"), WORLDS)
-def test_all_have_ended_in_a_forked_child_and_go_on_in_its_parent(backend: str, size: int) -> None:
-    """Ranks of their own: a fork leaves open what ranks of other tests share."""
-    run_ranks(fork_with_many_open, size, OPEN[size], deadline=20.0, **BACKENDS[backend][1])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import BACKENDS, Array
+from tests.distributed.conformance import Array, world_of
 
 DTYPES = ("int8", "uint16", "float32", "float64", "complex128")
 MOST_BYTES = 256 << 10
@@ -303,19 +303,18 @@ def run_on_both(rank: int, size: int, count: int, most: int, seed: int) -> None:
 pytest.importorskip("mpi4py")
 
 TRIED = [("shm", 2), ("shm", 4), ("gloo", 3), ("hierarchical", 4), ("mpi", 3)]
-
-
-def ranks_of(pool: Any, backend: str, size: int) -> Any:
-    return pool(size, **{**BACKENDS[backend][1], "init": "mpi"})
+BY_MPI = {"init": "mpi"}
 
 
 @pytest.mark.parametrize(("backend", "size"), TRIED)
 def test_random_messages_are_received_as_in_mpi(pool: Any, backend: str, size: int) -> None:
-    ranks_of(pool, backend, size).run_each(run_on_both, [(100, 8, 1), (100, 100, 2)])
+    ranks = pool(size, **world_of(backend, BY_MPI))
+    ranks.run_each(run_on_both, [(100, 8, 1), (100, 100, 2)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), TRIED)
 def test_10_000_random_messages_are_received_as_in_mpi(pool: Any, backend: str, size: int) -> None:
     programs = [(10_000, 30, 3), (10_000, 1000, 4)]
-    ranks_of(pool, backend, size).run_each(run_on_both, programs, deadline=110.0)
+    ranks = pool(size, **world_of(backend, BY_MPI))
+    ranks.run_each(run_on_both, programs, deadline=110.0)

@@ -200,7 +200,10 @@ CALLS: list[Any] = [
 ]
 
 
-def other_dtypes(rank: int, size: int) -> None:
+@on_ranks()
+def test_other_dtypes_are_a_mismatch_that_names_them(rank: int, size: int) -> None:
+    if size == 1:
+        return
     for one, other, *names in PAIRS:
         x = np.zeros((12, 2), one if rank == 0 else other)
         for call in CALLS:
@@ -219,11 +222,6 @@ def other_dtypes(rank: int, size: int) -> None:
             assert re.search(r"datetime64\[ns\] .*datetime64\[us\] ", message), message
 
 
-def test_other_dtypes_are_a_mismatch_that_names_them(ranks: Any) -> None:
-    if ranks.size > 1:
-        ranks.run(other_dtypes)
-
-
 @on_ranks()
 def test_dtypes_that_numpy_takes_for_equal_are(rank: int, size: int) -> None:
     for one, other in (("M8[s]", "M8[1000ms]"), ("m8[3ms]", "m8[3000us]")):
@@ -235,7 +233,9 @@ def test_dtypes_that_numpy_takes_for_equal_are(rank: int, size: int) -> None:
             assert (got == given).all()
 
 
-def extremes(rank: int, size: int, count: int) -> None:
+@pytest.mark.parametrize("count", [2, 5_000])
+@on_ranks()
+def test_least_and_latest_dates_are_those_of_numpy(rank: int, size: int, count: int) -> None:
     for name in ("M8[ns]", "m8[25s]", ">M8[D]"):
         everyone = [dates(r, (size * count, 2), name) for r in range(size)]
         for op, ufunc in (("min", np.minimum), ("max", np.maximum)):
@@ -283,8 +283,3 @@ def dates(rank: int, shape: tuple[int, ...], name: str) -> Any:
 
 def assert_dates(got: Any, expected: Any) -> None:
     np.testing.assert_array_equal(got.astype("i8"), expected.astype("i8"))
-
-
-def test_least_and_latest_dates_are_those_of_numpy(ranks: Any) -> None:
-    for count in (2, 5_000):
-        ranks.run(extremes, count)

@@ -99,13 +99,16 @@ def test_where_one_thread_may_call_mpi_operations_advance_in_waits() -> None:
         assert threads == 1
 
 
-def test_settings_that_differ_are_refused() -> None:
-    cards = [joining.MpiCard(rank, 2, gpu_aware=rank == 0) for rank in range(2)]
-    with pytest.raises(UnavailableEverywhereError, match="MPI_CUDA_AWARE is not the same"):
-        joining._check(cards)
-    cards = [joining.MpiCard(0, 2), joining.MpiCard(problem="no libmpi")]
-    with pytest.raises(UnavailableEverywhereError, match="rank 1: no libmpi"):
-        joining._check(cards)
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE is not the same"),
+        (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
+    ],
+)
+def test_cards_that_do_not_fit_are_rejected(other: joining.MpiCard, told: str) -> None:
+    with pytest.raises(UnavailableEverywhereError, match=told):
+        joining._check([joining.MpiCard(0, 2), other])
 
 
 def test_awareness_is_a_flag() -> None:

@@ -40,11 +40,18 @@ def run(size: int, script: str) -> tuple[int, str]:
     return ended(start_job(size, script))
 
 
-def test_an_uncaught_exception_is_printed_and_ends_the_job() -> None:
-    script = """
+@pytest.mark.parametrize(
+    "others",
+    [
+        "fl.all_reduce(np.zeros(3))",
+        pytest.param("threading.Event().wait()", marks=pytest.mark.slow),  # they compute
+    ],
+)
+def test_an_uncaught_exception_is_printed_and_ends_the_job(others: str) -> None:
+    script = f"""
 if rank == 1:
     raise ValueError("no such file")
-fl.all_reduce(np.zeros(3))
+{others}
 """
     code, output = run(3, script)
     assert code != 0
@@ -74,18 +81,6 @@ print("all are here", flush=True)
 
 
 @pytest.mark.slow
-def test_an_uncaught_exception_ends_ranks_that_compute_too() -> None:
-    script = """
-if rank == 1:
-    raise ValueError("no such file")
-threading.Event().wait()
-"""
-    code, output = run(2, script)
-    assert code != 0
-    assert "ValueError: no such file" in output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "abandon", ["group.barrier(timeout=0.2)", "group.all_reduce(np.full(9, 7.0), async_op=True)"]
 )
@@ -111,25 +106,22 @@ for _ in range(2):
     assert (code, output.strip()) == (0, "joined")
 
 
-def test_a_rank_that_exits_ends_the_job_of_those_who_need_it() -> None:
-    script = """
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("sys.exit(3)", "lost rank 1 (it ended normally or closed this group after "),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+    ],
+)
+def test_a_rank_that_exits_or_is_killed_ends_the_job(end: str, told: str) -> None:
+    script = f"""
 if rank == 1:
-    sys.exit(3)
+    {end}
 fl.all_reduce(np.zeros(3))
 """
     code, output = run(3, script)
     assert code != 0
-    assert "lost rank 1 (it ended normally or closed this group after " in output
-
-
-def test_a_killed_rank_ends_the_job() -> None:
-    script = """
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-fl.all_reduce(np.zeros(3))
-"""
-    code, _ = run(2, script)
-    assert code != 0
+    assert told in output
 
 
 def test_a_job_that_ends_well_exits_with_0() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launcher import LAUNCH, write
+from tests.launch.launcher import LAUNCH, run, write
 
 NO_NETWORK = ("unshare", "-n")
 BEGIN = """
@@ -43,14 +43,8 @@ def test_a_host_without_a_loopback_is_refused(
     if start[0] == "mpirun":
         pytest.importorskip("mpi4py")
     command = [*NO_NETWORK, *start, write(tmp_path, BEGIN), *(["both"] if env else [])]
-    done = subprocess.run(
-        [*map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=25,  # half of the time for which ranks would wait for each other
-        check=False,
-        env={**os.environ, **env},
-    )
+    # Half of the time for which ranks would wait for each other.
+    done = run(command, timeout=25, env={**os.environ, **env})
     assert done.returncode == 1
     assert "this host cannot reach itself at " in done.stderr
     assert "start it (ip link set lo up)" in done.stderr
@@ -104,8 +98,7 @@ def without_proc(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 def output_of(*command: object) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    words = [*map(str, command)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=env)
+    return run(command, check=True, env=env)
 
 
 def test_ranks_and_workers_run_without_proc(without_proc: tuple[str, ...], tmp_path: Path) -> None:

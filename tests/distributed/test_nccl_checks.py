@@ -25,9 +25,6 @@ class Stuck(nccl_stand_in.StandInNccl):
     def _do(self, name: str, *arguments: Any) -> int:
         return 0
 
-    def ncclCommAbort(self, comm: Any) -> int:
-        return 0
-
 
 def gpus(group: Any) -> Any:
     """Join the stand-ins of GPUs, and return what makes arrays on them."""

@@ -82,9 +82,6 @@ class Nccl(StandInNccl):
         state[0] = self.state
         return 0
 
-    def ncclCommAbort(self, comm: Any) -> int:
-        return 0
-
     def _do(self, name: str, *arguments: Any) -> int:
         LOG.append(("nccl", name))
         return 0
@@ -262,17 +259,10 @@ class Splits(Nccl):
     def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
         return StandInNccl.ncclCommGetAsyncError(self, comm, state)
 
-    def ncclCommAbort(self, comm: Any) -> int:
-        self.on.append(("abort", self._number(comm)))
-        self.aborted.set()
-        return 0
-
-    def ncclCommDestroy(self, comm: Any) -> int:
-        self.on.append(("destroy", self._number(comm)))
-        return 0
-
-    def ncclCommFinalize(self, comm: Any) -> int:
-        self.on.append(("finalize", self._number(comm)))
+    def _end(self, name: str, comm: Any) -> int:
+        self.on.append((name, self._number(comm)))
+        if name == "abort":
+            self.aborted.set()
         return 0
 
     def _do(self, name: str, *arguments: Any) -> int:
@@ -302,7 +292,7 @@ def test_collectives_are_launched_on_the_communicator_that_was_split(
     split: Any, cupy: StandInCupy
 ) -> None:
     backend, nccl = split()
-    assert int(ffi.cast("uintptr_t", backend.communicator.launched_on)) == 2
+    assert int(ffi.cast("uintptr_t", backend.communicator.child)) == 2
     backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(3))))
     backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(3, np.int16)), scale=2.0))
     backend.start(Call(BROADCAST, cupy.asarray(np.ones(3))))

@@ -16,8 +16,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 from flashlight_py.trace.records import call_text
-from tests.distributed.conformance import BACKENDS, WORLDS, on_ranks, ranks_in
-from tests.distributed.harness import run_survivors
+from tests.distributed.conformance import WORLDS, on_ranks, ranks_in
 
 
 @pytest.mark.parametrize("width", [1, 30_000])
@@ -168,16 +167,12 @@ def test_nobody_sends_in_time(rank: int, size: int) -> None:
             fl.send(np.zeros(20_000), 0, tag=5)
 
 
-def lose_a_sender(rank: int, size: int) -> None:
+@on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 4), lost=1)
+def test_a_rank_that_is_gone_ends_a_receive_from_any(rank: int, size: int) -> None:
+    """It may have been the one."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(PeerLostError):
         fl.recv(np.zeros(3), None)
     assert time.monotonic() - began < 20
-
-
-@pytest.mark.parametrize("name", ["gloo", "shm", "hierarchical"])
-def test_a_rank_that_is_gone_ends_a_receive_from_any(name: str) -> None:
-    """It may have been the one."""
-    run_survivors(lose_a_sender, 4 if name == "hierarchical" else 3, 1, **BACKENDS[name][1])

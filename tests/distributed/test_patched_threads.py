@@ -1,6 +1,5 @@
 """Processes whose threads and sockets gevent or eventlet has replaced by cooperative ones."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -9,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.launch.launcher import LAUNCH, write
+from tests.launch.launcher import LAUNCH, run, write
 
-PROGRAM = """
+PATCH = """
 import sys, warnings
 warnings.simplefilter("ignore")  # of eventlet: it is deprecated
 
@@ -22,7 +21,10 @@ def patch():
     else:
         import eventlet
         eventlet.monkey_patch()
-
+"""
+PROGRAM = (
+    PATCH
+    + """
 if "before" in sys.argv:
     patch()
 import numpy as np
@@ -37,14 +39,14 @@ if "started" in sys.argv:
     patch()
 sys.stdout.write(f"{fl.all_reduce(np.ones(1))[0]:g}\\n")
 """
+)
 
 
 def end_of(tmp_path: Path, program: str, *words: str, launcher: Sequence[object] = ()) -> Any:
     """Run ``program`` with ``words``, of which the first is the library, and return its end."""
     if find_spec(words[0]) is None:  # an import here would patch os.fork of this process
         pytest.skip(f"needs {words[0]}")
-    command = map(str, [*(launcher or [sys.executable]), write(tmp_path, program), *words])
-    return subprocess.run([*command], capture_output=True, text=True, timeout=50, check=False)
+    return run([*(launcher or [sys.executable]), write(tmp_path, program), *words], timeout=50)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -66,9 +68,9 @@ def test_ranks_end_without_an_error_if_patched_after_the_start(
     assert sorted((several.stdout + several.stderr).splitlines()) == ["[0] 2", "[1] 2"]
 
 
-SPAWN = """
-import sys, warnings
-warnings.simplefilter("ignore")  # of eventlet: it is deprecated
+SPAWN = (
+    PATCH
+    + """
 import numpy as np
 
 def total(rank, x):
@@ -76,18 +78,13 @@ def total(rank, x):
     return float(fl.all_reduce(np.full(1, x))[0])
 
 if __name__ == "__main__":
-    if "gevent" in sys.argv:
-        import gevent.monkey
-        gevent.monkey.patch_all()
-    else:
-        import eventlet
-        eventlet.monkey_patch()
+    patch()
     import flashlight_py as fl
 
     def start():
-        sys.stdout.write(f"{fl.spawn(total, args=(1.5,), nprocs=2)}\\n")
+        print(fl.spawn(total, args=(1.5,), nprocs=2))
         model = fl.DataParallel(fl.nn.Linear(2, 1), nprocs=2)
-        sys.stdout.write(f"{model(fl.Variable(np.ones((4, 2)))).shape}\\n")
+        print(model(fl.Variable(np.ones((4, 2)))).shape)
         model.close()
 
     if "greenlet" in sys.argv:
@@ -96,6 +93,7 @@ if __name__ == "__main__":
     else:
         start()
 """
+)
 
 
 @pytest.mark.parametrize("place", ["main", "greenlet"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.conformance import ranks_in, two_hosts
+from tests.distributed.conformance import ranks_in, world_of
 from tests.distributed.oracles import VERBS, run_with_mpi
 from tests.distributed.programs import every_verb, programs, run_program
 
@@ -52,6 +52,5 @@ def test_each_verb_in_every_size(ranks: Any) -> None:
 def test_programs_return_what_mpi_returns(
     pool: Any, backend: str, size: int, data: st.DataObject
 ) -> None:
-    world = {"env": two_hosts} if backend == "hierarchical" else {"params": {"BACKEND": backend}}
-    ranks = pool(size, init="mpi", **world)
+    ranks = pool(size, **world_of(backend, {"init": "mpi"}))
     ranks.run(run_with_mpi, data.draw(programs(size, VERBS)))

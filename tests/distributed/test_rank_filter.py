@@ -8,6 +8,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.start import world
+from tests.distributed.conformance import on_ranks
 
 
 def logged(*filters: fl.RankFilter) -> list[str]:
@@ -24,28 +25,15 @@ def logged(*filters: fl.RankFilter) -> list[str]:
     return written.getvalue().splitlines()
 
 
-def log_in_every_way(rank: int, size: int) -> dict[str, Any]:
-    return {
-        "main": fl.is_main_process(),
-        "all": logged(fl.RankFilter()),
-        "rank 0": logged(fl.RankFilter(rank=0)),
-        "rank 1": logged(fl.RankFilter(rank=1)),
-        "local rank 0": logged(fl.RankFilter(local_rank=0)),
-        "errors": logged(fl.RankFilter(rank=0, pass_level=logging.ERROR)),
-        "both": logged(fl.RankFilter(rank=1, local_rank=0)),
-    }
-
-
-def test_ranks_that_log(pool: Any) -> None:
-    zero, one = pool(2).run(log_in_every_way)
-    from_zero, from_one = ([f"{rank}/{rank}/2 info", f"{rank}/{rank}/2 error"] for rank in range(2))
-    assert (zero["main"], one["main"]) == (True, False)
-    assert (zero["all"], one["all"]) == (from_zero, from_one)
-    assert (zero["rank 0"], one["rank 0"]) == (from_zero, [])
-    assert (zero["rank 1"], one["rank 1"]) == ([], from_one)
-    assert (zero["local rank 0"], one["local rank 0"]) == (from_zero, [])
-    assert (zero["errors"], one["errors"]) == (from_zero, from_one[1:])
-    assert (zero["both"], one["both"]) == ([], [])
+@on_ranks(("shm", 2))
+def test_ranks_that_log(rank: int, size: int) -> None:
+    mine, is_first = [f"{rank}/{rank}/2 info", f"{rank}/{rank}/2 error"], rank == 0
+    assert fl.is_main_process() == is_first
+    assert logged(fl.RankFilter()) == mine
+    assert logged(fl.RankFilter(rank=0)) == logged(fl.RankFilter(local_rank=0)) == mine * is_first
+    assert logged(fl.RankFilter(rank=1)) == mine * (not is_first)
+    assert logged(fl.RankFilter(rank=0, pass_level=logging.ERROR)) == mine[rank:]
+    assert logged(fl.RankFilter(rank=1, local_rank=0)) == []
 
 
 @pytest.fixture

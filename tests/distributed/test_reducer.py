@@ -13,12 +13,22 @@ from flashlight_py.distributed.reducers.reducer import plan_buckets
 from tests.distributed.conformance import on_ranks
 
 
-def reduce_many(rank: int, size: int, kind: str, options: dict[str, Any]) -> None:
-    reducer = (
-        fl.InlineReducer(1 / size)
-        if kind == "inline"
-        else fl.CoalescingReducer(1 / size, **options)
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,  # of an InlineReducer
+        *({}, {"async_op": False}, {"contiguous": False}),
+        *({"bucket_bytes": 1}, {"bucket_bytes": 20_000}),
+        {"bucket_bytes": 20_000, "async_op": False, "contiguous": False},
+    ],
+)
+@on_ranks(("single", 1), ("shm", 2), ("shm", 3))
+def test_a_reducer_returns_the_scaled_sums(
+    rank: int, size: int, options: dict[str, Any] | None
+) -> None:
+    reducer: Any = fl.InlineReducer(1 / size)
+    if options is not None:
+        reducer = fl.CoalescingReducer(1 / size, **options)
     for _ in range(3):  # a reducer is used again after finalize
         shapes = [(10,), (200, 30), (), (0,), (5000,), (3, 4)] * 3
         dtypes = [np.float32, np.float64] * 9
@@ -32,25 +42,6 @@ def reduce_many(rank: int, size: int, kind: str, options: dict[str, Any]) -> Non
         reducer.finalize()
         for i, array in enumerate(arrays):
             np.testing.assert_allclose(array, i + (size - 1) / 2)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("inline", {}),
-        ("coalescing", {}),
-        ("coalescing", {"async_op": False}),
-        ("coalescing", {"contiguous": False}),
-        ("coalescing", {"bucket_bytes": 1}),
-        ("coalescing", {"bucket_bytes": 20_000}),
-        ("coalescing", {"bucket_bytes": 20_000, "async_op": False, "contiguous": False}),
-    ],
-)
-def test_a_reducer_returns_the_scaled_sums(
-    pool: Any, size: int, kind: str, options: dict[str, Any]
-) -> None:
-    pool(size).run(reduce_many, kind, options)
 
 
 @on_ranks(("shm", 2))

@@ -18,7 +18,6 @@ from flashlight_py.distributed.groups.membership import of
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.errors import DistributedError, MismatchError
 from tests.distributed.conformance import on_ranks
-from tests.distributed.harness import run_survivors
 from tests.distributed.told import told, told_later
 
 
@@ -81,7 +80,8 @@ def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back(
     assert ("op=max" in error) == ("op=sum" in error) == differ
 
 
-def look_back_after_the_end(rank: int, size: int) -> None:
+@on_ranks(("shm", 2), lost=1)
+def test_a_look_back_in_a_group_that_has_ended_raises(rank: int, size: int) -> None:
     """Look back at a call that rank 1 does not make, in a group that has ended meanwhile."""
     cpu = of(None).backend()
     assert isinstance(cpu, ComparesAhead)
@@ -92,10 +92,6 @@ def look_back_after_the_end(rank: int, size: int) -> None:
         fl.all_reduce(np.ones(100_000))
     with pytest.raises(DistributedError, match="rank 1"):
         cpu.look_back("all_reduce", 30.0)
-
-
-def test_a_look_back_in_a_group_that_has_ended_raises() -> None:
-    run_survivors(look_back_after_the_end, 2, 1)
 
 
 @in_both(3)

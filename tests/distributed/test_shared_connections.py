@@ -13,7 +13,6 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.errors import CollectiveTimeoutError, GroupClosedError, PeerLostError
 from tests.distributed.conformance import in_places, on_ranks
-from tests.distributed.harness import run_survivors
 
 # More than what fits into the kernel's memory of a connection; and what a lost rank may take.
 LARGE, PROMPT = 4_000_000, 10.0
@@ -152,7 +151,10 @@ def test_a_group_that_breaks_breaks_no_other(rank: int, size: int) -> None:
     goes_on(size)
 
 
-def lose_one(rank: int, size: int) -> None:
+@on_ranks(
+    *(("gloo", 4), ("shm", 4), ("gloo", MANY), ("shm", MANY)), lost=-1, params={"TIMEOUT": 30}
+)
+def test_a_lost_rank_ends_the_groups_that_have_it(rank: int, size: int) -> None:
     with_it, without = fl.new_group([0, size - 1, 1]), fl.new_group(range(size - 1))
     pair = without.split(rank % 2) if without.is_member else without
     fl.barrier()
@@ -165,12 +167,6 @@ def lose_one(rank: int, size: int) -> None:
     for group in (without, pair):
         assert total(group) == group.size
         assert fl.all_reduce(np.ones(LARGE), group=group)[-1] == group.size
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@pytest.mark.parametrize("count", [4, MANY])
-def test_a_lost_rank_ends_the_groups_that_have_it(backend: str, count: int) -> None:
-    run_survivors(lose_one, count, count - 1, params={"BACKEND": backend, "TIMEOUT": 30})
 
 
 @by_both(3)

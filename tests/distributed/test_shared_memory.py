@@ -1,11 +1,15 @@
 """What only shared memory has: arrays in it, its size, its names, several hosts beside it."""
 
+import ctypes
 import gc
 import itertools
 import logging
+import mmap
 import os
+import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from flashlight_py.distributed.backends.hierarchical_calls import cut_evenly
 from tests.distributed import conformance
 from tests.distributed.conformance import assert_equal, combined, in_places, on_ranks, values
 from tests.distributed.harness import run_ranks
+from tests.launch.launcher import run
 
 SHM = {"BACKEND": "shm"}
 
@@ -260,10 +265,132 @@ def in_namespaces(script: str, folder: Path, **words: str) -> subprocess.Complet
     tried = subprocess.run(unshare, capture_output=True, check=False)
     if tried.returncode != 0:
         pytest.skip(f"needs to unshare namespaces: {tried.stderr.decode().strip()}")
-    return subprocess.run(
-        ["unshare", "-m", "bash", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run(["unshare", "-m", "bash", "-c", script])
+
+
+# Memory that other processes cannot read goes through shared memory -------------------------------
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MEMFD_SECRET = 447  # on all architectures
+_PR_SET_DUMPABLE = 4
+_CAP_SYS_PTRACE = 19
+_CAPABILITY_VERSION = 0x20080522
+
+# Long enough to be read from the other's memory, and for several pieces of the other way.
+COUNT = 600_000
+# Calls of one kind take turns, to begin with, in how they move the data.
+TURNS = 3
+
+
+def secret(count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return an array that no other process can read, and the kernel neither."""
+    file = _LIBC.syscall(_MEMFD_SECRET, 0)
+    if file < 0:
+        raise OSError(ctypes.get_errno(), "memfd_secret")
+    os.ftruncate(file, 4 * count)
+    room = mmap.mmap(file, 4 * count)
+    os.close(file)
+    return np.frombuffer(room, np.int32)
+
+
+def can_keep_secrets() -> bool:
+    try:
+        secret(1024)
+    except OSError:  # the kernel lacks it, or this user may lock no memory
+        return False
+    return True
+
+
+def filled(array: Any, rank: int) -> Any:
+    array[...] = np.arange(array.size) % 1000 + rank
+    return array
+
+
+def broadcast(group: Any, x: Any, rank: int) -> Any:
+    y = x if rank == 1 else np.empty(COUNT, np.int32)
+    return group.broadcast(y, root=1), filled(np.empty_like(x), 1)
+
+
+def reduce(group: Any, x: Any, rank: int) -> Any:
+    y = group.reduce(x.copy() if rank == 0 else x, root=0)
+    return (y, y) if rank else (y, expected_sum(group.size))
+
+
+def expected_sum(size: int) -> Any:
+    return sum(filled(np.empty(COUNT, np.int32), rank) for rank in range(size))
+
+
+def reduce_scatter(group: Any, x: Any, rank: int) -> Any:
+    return group.reduce_scatter(x), np.split(expected_sum(group.size), group.size)[rank]
+
+
+def all_gather(group: Any, x: Any, rank: int) -> Any:
+    each = [filled(np.empty_like(x), r) for r in range(group.size)]
+    return group.all_gather(x), np.concatenate(each)
+
+
+def scatter(group: Any, x: Any, rank: int) -> Any:
+    whole = x.reshape(group.size, -1)
+    parts = filled(np.empty_like(x), 1).reshape(group.size, -1)
+    return group.scatter(whole if rank == 1 else None, 1), parts[rank]
+
+
+def all_to_all(group: Any, x: Any, rank: int) -> Any:
+    each = [np.split(filled(np.empty_like(x), r), group.size)[rank] for r in range(group.size)]
+    return group.all_to_all(x), np.concatenate(each)
+
+
+def message(group: Any, x: Any, rank: int) -> Any:
+    got = np.empty(COUNT, np.int32)
+    if rank == 1:
+        group.send(x, 0)
+    elif rank == 0:
+        return group.recv(got, 1), filled(np.empty_like(x), 1)
+    return got, got
+
+
+def exchange(group: Any, x: Any, rank: int) -> Any:
+    got = np.empty(COUNT, np.int32)
+    left, right = (rank - 1) % group.size, (rank + 1) % group.size
+    return group.sendrecv(x, right, out=got, src=left), filled(np.empty_like(x), left)
+
+
+VERBS: list[Callable[[Any, Any, int], Any]] = [
+    *(broadcast, reduce, reduce_scatter, all_gather, scatter, all_to_all, message, exchange)
+]
+
+
+@pytest.mark.skipif(not can_keep_secrets(), reason="needs memfd_secret (Linux 5.14, x86 or ARM)")
+@on_ranks(("shm", 2), ("shm", 3))
+def test_secret_memory_is_moved_by_every_verb(rank: int, size: int) -> None:
+    """Call each verb in a new group, as one that has failed to read once does not try again."""
+    x = filled(secret(COUNT) if rank == 1 or size == 3 else np.empty(COUNT, np.int32), rank)
+    for verb in VERBS:
+        with fl.new_group(range(size)) as group:
+            for turn in range(TURNS):
+                got, expected = verb(group, x, rank)
+                assert np.array_equal(np.ravel(got), np.ravel(expected)), (verb, turn)
+            group.barrier()
+
+
+def give_up_reading_by_right() -> None:
+    """Root may read every process; from here on this one is as any other user's."""
+    words = (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    assert _LIBC.capget(header, words) == 0
+    for index in range(3):
+        words[index] &= ~(1 << _CAP_SYS_PTRACE)
+    assert _LIBC.capset(header, words) == 0
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="needs prctl and capset")
+@on_ranks(("shm", 2), fresh=True)
+def test_a_process_that_becomes_undumpable_is_not_lost(rank: int, size: int) -> None:
+    give_up_reading_by_right()
+    fl.barrier()
+    for turn in range(5 * TURNS):
+        if turn == TURNS and rank == 1:
+            assert _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+        got = fl.all_gather(np.full(COUNT, rank, np.int32))
+        assert (got.reshape(size, -1) == np.arange(size)[:, None]).all(), turn

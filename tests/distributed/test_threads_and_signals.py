@@ -204,8 +204,9 @@ def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
         preempt(rank, size, verb, "carries on", str(tmp_path))
 
 
-def showered_with_signals(rank: int, size: int) -> int:
-    """Verbs give what they should wherever a handler tries another; returns how often it did."""
+@on_ranks()
+def test_signals_at_any_moment_change_nothing(rank: int, size: int) -> None:
+    """Verbs give what they should wherever a handler tries another."""
     group = fl.distributed.start.world.current_world().group
     refused = 0
 
@@ -235,11 +236,7 @@ def showered_with_signals(rank: int, size: int) -> int:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    return refused
-
-
-def test_signals_at_any_moment_change_nothing(ranks: Any) -> None:
-    assert sum(ranks.run(showered_with_signals)) > 0
+    assert fl.all_reduce(refused) > 0
 
 
 @everywhere

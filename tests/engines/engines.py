@@ -20,6 +20,13 @@ from tests.distributed import leftovers
 ROOT = str(Path(__file__).parents[2])
 SIZE = 3
 Run = Callable[..., list[Any]]
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    # Of the engines' own: sockets and files that they leave to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @contextmanager

@@ -14,15 +14,9 @@ import flashlight_py as fl
 from flashlight_py.engines import rank as engine_rank
 from flashlight_py.errors import RankFailedError
 from tests.engines import tasks
-from tests.engines.engines import SIZE, Run, dask, dask_client, ended, ray, spark
+from tests.engines.engines import MARKS, SIZE, Run, dask, dask_client, ended, ray, spark
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    # Of the engines' own: sockets and files that they leave to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module", params=[dask, ray, spark], ids=lambda engine: engine.__name__)

@@ -13,17 +13,10 @@ import pytest
 
 import flashlight_py as fl
 from tests.engines import tasks
-from tests.engines.engines import SIZE, ended, ray_cluster
+from tests.engines.engines import MARKS, SIZE, ended, ray_cluster
 
 ray = pytest.importorskip("ray", reason="needs 'flashlight-py[ray]'")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    # Of Ray's own: sockets and files that it leaves to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 @pytest.fixture(scope="module", autouse=True)

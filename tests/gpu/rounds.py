@@ -201,11 +201,7 @@ def send_signal(kind: str, seed: int, folder: Path) -> None:
 
 
 def read_signal(folder: Path) -> tuple[int, float]:
-    """Return the process id of rank 1, and when it sent the signal.
-
-    Raises:
-        OSError: it has sent none.
-    """
+    """Return the process id of rank 1, and when it sent the signal; OSError: it has sent none."""
     pid, at = (folder / "signal").read_text().split()
     return int(pid), float(at)
 
@@ -309,10 +305,8 @@ def summary(results: Iterable[Result], kind: str, planned: int) -> str:
     if times:
         middle = statistics.median(times)
         line += f" in {times[0]:.2f} to {times[-1]:.2f} s ({middle:.2f} s median)"
-    if len(played) < planned:
-        line += (
-            f"; {planned - len(played)} rounds of {planned} did not begin or did not end in time"
-        )
+    if left := planned - len(played):
+        line += f"; {left} rounds of {planned} did not begin or did not end in time"
     return line
 
 

@@ -11,6 +11,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl.library import load, version_text
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
+from tests.distributed.told import first_error
 from tests.gpu import verbs
 from tests.gpu.conftest import world
 
@@ -127,11 +128,7 @@ def test_a_closed_group_gives_its_memory_back(ranks: Any) -> None:
 
 
 def both_on_one(rank: int, size: int) -> str:
-    try:
-        fl.all_reduce(verbs.on_gpu(np.ones(3)))
-    except fl.errors.DistributedError as error:
-        return str(error)
-    return ""
+    return first_error(lambda: fl.all_reduce(verbs.on_gpu(np.ones(3))))
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_the_remedy() -> None:

@@ -50,14 +50,16 @@ def close(got: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None
         np.testing.assert_allclose(one, other, rtol=TOLERANCES[dtype], atol=most)
 
 
+def compare(function: Callable[..., Any], arrays: Callable[[], Any], dtype: str) -> None:
+    """Run a function of parameters on the CPU and on the GPU."""
+    expected, got = (run(function, [*map(fl.param, arrays())], device) for device in ("cpu", gpu()))
+    close(got, expected, dtype)
+
+
 @EVERY_DTYPE
 @pytest.mark.parametrize("case", FUNCTIONS, ids=[case.name for case in FUNCTIONS])
 def test_functions(case: Case, dtype: str) -> None:
-    expected, got = (
-        run(case.ours, [fl.param(array.astype(dtype)) for array in case.arrays], device)
-        for device in ("cpu", gpu())
-    )
-    close(got, expected, dtype)
+    compare(case.ours, lambda: [array.astype(dtype) for array in case.arrays], dtype)
 
 
 @EVERY_DTYPE
@@ -75,21 +77,13 @@ def test_layers(row: Row, dtype: str) -> None:
 @EVERY_DTYPE
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=[case.name for case in CONVOLUTIONS])
 def test_convolutions(case: Conv, dtype: str) -> None:
-    expected, got = (
-        run(lambda *v: convolved([*v], case), [*map(fl.param, arrays_of(case, dtype))], device)
-        for device in ("cpu", gpu())
-    )
-    close(got, expected, dtype)
+    compare(lambda *v: convolved([*v], case), lambda: arrays_of(case, dtype), dtype)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("options", [options for options, _ in POOLS], ids=str)
 def test_pools(options: dict[str, Any], dtype: str) -> None:
-    expected, got = (
-        run(lambda x: F.pool2d(x, **options), [fl.param(images(dtype))], device)
-        for device in ("cpu", gpu())
-    )
-    close(got, expected, dtype)
+    compare(lambda x: F.pool2d(x, **options), lambda: [images(dtype)], dtype)
 
 
 def gpt() -> tuple[fl.nn.Module, np.ndarray]:

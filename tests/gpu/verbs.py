@@ -15,6 +15,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
 from tests.distributed.conformance import values
+from tests.distributed.told import told
 
 # NCCL has no longdouble; CuPy's stable releases know no bfloat16.
 DTYPES = [
@@ -151,11 +152,7 @@ def all_gather_unequal(rank: int, size: int, name: str, rows: int) -> None:
 
 def all_gather_of_different_shapes(rank: int, size: int) -> str:
     """Return what the mismatch is told as."""
-    try:
-        fl.all_gather(on_gpu(np.zeros((2, 3 + rank))))
-    except fl.errors.MismatchError as error:
-        return str(error)
-    return ""
+    return told(lambda: fl.all_gather(on_gpu(np.zeros((2, 3 + rank)))))
 
 
 def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
@@ -185,14 +182,8 @@ def ring_of_messages(rank: int, size: int, count: int) -> None:
 def message_of_another_shape(rank: int, size: int) -> str:
     """Return what the mismatch is told as, on the sender and on the receiver."""
     x = on_gpu(np.zeros(3 + rank))
-    try:
-        if rank == 0:
-            fl.send(x, 1)
-        elif rank == 1:
-            fl.recv(x, 0)
-    except fl.errors.MismatchError as error:
-        return str(error)
-    return ""
+    calls: list[Callable[[], Any]] = [lambda: fl.send(x, 1), lambda: fl.recv(x, 0)]
+    return told(calls[rank]) if rank < 2 else ""
 
 
 def composed_verbs(rank: int, size: int, name: str) -> None:

@@ -38,12 +38,10 @@ def launch(
     return done
 
 
-def run(command: Sequence[object], timeout: float = 60.0, **options: Any) -> Any:
+def run(command: Sequence[object], check: bool = False, **options: Any) -> Any:
     """Run a command to the end, with what it prints as text."""
-    words = [*map(str, command)]
-    return subprocess.run(
-        words, capture_output=True, text=True, timeout=timeout, check=False, **options
-    )
+    options = {"capture_output": True, "text": True, "timeout": 60.0, **options}
+    return subprocess.run([*map(str, command)], check=check, **options)
 
 
 def begin(*arguments: object, **options: Any) -> subprocess.Popen[Any]:

@@ -89,11 +89,8 @@ def convolved(variables: list[Variable], case: Conv) -> Variable:
 
 def images(dtype: str = "float64") -> np.ndarray:
     """No two are equal, and 10 channels are neither vectors nor none."""
-    return (
-        (np.random.default_rng(0).permutation(2 * 10 * 6 * 8) / 500)
-        .reshape(2, 10, 6, 8)
-        .astype(dtype)
-    )
+    values = np.random.default_rng(0).permutation(2 * 10 * 6 * 8) / 500
+    return values.reshape(2, 10, 6, 8).astype(dtype)
 
 
 @NATIVE_AND_NOT

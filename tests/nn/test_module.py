@@ -34,13 +34,8 @@ class Scale(Module):
 
 def test_parameters_are_found_in_order_and_named() -> None:
     model = Sequential(Scale(), Linear(3, 2, bias=False))
-    assert list(model.named_params()) == [
-        "0.factor",
-        "0.frozen",
-        "0.inner.weight",
-        "0.inner.bias",
-        "1.weight",
-    ]
+    names = ["0.factor", "0.frozen", "0.inner.weight", "0.inner.bias", "1.weight"]
+    assert list(model.named_params()) == names
     assert model.params() == list(model.named_params().values())
     assert list(model.buffers) == ["0.count", "0.total"]
 

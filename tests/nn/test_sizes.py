@@ -44,12 +44,8 @@ def test_sizes_are_integers_of_any_kind(name: str, kind: Any) -> None:
         fl.set_seed(0)
         module = make(each)
         y = module(x)
-        found.append(
-            (
-                re.sub("0x[0-9a-f]+", "", repr(module)),
-                (y[0] if isinstance(y, tuple) else y).array.tolist(),
-            )
-        )
+        result = y[0] if isinstance(y, tuple) else y
+        found.append((re.sub("0x[0-9a-f]+", "", repr(module)), result.array.tolist()))
     assert found[0] == found[1]
     for wrong in (bool, float, np.bool_, np.float64):
         with pytest.raises(TypeError, match=r"must be an integer|not iterable"):

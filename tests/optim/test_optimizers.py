@@ -49,17 +49,21 @@ def parameters(dtype: str = "float64") -> list[Variable]:
     return [param(np.arange(1.0, 7.0).reshape(2, 3).astype(dtype)), param(np.array([-1.0], dtype))]
 
 
-def gradients(step: int) -> list[np.ndarray]:
-    return [np.cos(np.arange(6.0) + step).reshape(2, 3), np.array([0.5 - step])]
+def gradients(number: int) -> list[np.ndarray]:
+    return [np.cos(np.arange(6.0) + number).reshape(2, 3), np.array([0.5 - number])]
+
+
+def step(optimizer: Any, number: int) -> None:
+    for variable, grad in zip(optimizer.params, gradients(number), strict=True):
+        variable.grad = grad.astype(variable.dtype)
+    optimizer.step()
 
 
 def run(make: Make, steps: int, dtype: str = "float64") -> list[Variable]:
     variables = parameters(dtype)
     optimizer = make(variables)
-    for step in range(steps):
-        for variable, grad in zip(variables, gradients(step), strict=True):
-            variable.grad = grad.astype(dtype)
-        optimizer.step()
+    for number in range(steps):
+        step(optimizer, number)
     return variables
 
 
@@ -87,8 +91,8 @@ def test_amsgrad_rule() -> None:
     (variable, _) = run(lambda p: optim.AMSgradOptimizer(p, 0.1, 0.8, 0.9, weight_decay=0.1), 4)
     mean, square, largest = np.zeros((3, 2, 3))
     expected = parameters()[0].array
-    for step in range(4):
-        grad = gradients(step)[0]
+    for number in range(4):
+        grad = gradients(number)[0]
         mean = 0.8 * mean + 0.2 * grad
         square = 0.9 * square + 0.1 * grad**2
         largest = np.maximum(largest, square)
@@ -99,8 +103,8 @@ def test_amsgrad_rule() -> None:
 def test_novograd_rule() -> None:
     (variable, _), (mean, norm) = run(OTHERS["novograd"], 4), (np.zeros((2, 3)), 0.0)
     expected = parameters()[0].array
-    for step in range(4):
-        grad = gradients(step)[0]
+    for number in range(4):
+        grad = gradients(number)[0]
         norm = 0.9 * norm + 0.1 * np.sum(grad**2)
         mean = 0.8 * mean + 0.2 * (grad / (np.sqrt(norm) + 1e-8) + 0.1 * expected)
         expected = expected - 0.1 * mean
@@ -128,10 +132,7 @@ def test_novograd_without_eps_takes_a_gradient_of_zeros_as_0() -> None:
 def test_steps_are_in_place_and_keep_dtype_and_gradient(make: Make) -> None:
     variables = parameters("float32")
     arrays = [v.array for v in variables]
-    optimizer = make(variables)
-    for variable, grad in zip(variables, gradients(0), strict=True):
-        variable.grad = grad.astype("float32")
-    optimizer.step()
+    step(make(variables), 0)
     for variable, array, grad in zip(variables, arrays, gradients(0), strict=True):
         assert variable.array is array
         assert array.dtype == "float32"
@@ -165,10 +166,8 @@ def test_state_moves_to_another_optimizer(make: Make) -> None:
     straight = run(make, 4)
     variables = run(make, 0)
     first = make(variables)
-    for step in range(4):
-        for variable, grad in zip(variables, gradients(step), strict=True):
-            variable.grad = grad
-        first.step()
+    for number in range(4):
+        step(first, number)
         second = make(variables)
         second.lr = 3
         second.load_state_dict(first.state_dict())
@@ -226,7 +225,7 @@ def test_an_optimizer_of_a_users_keeps_its_attributes() -> None:
 @MAKES
 def test_copies_and_pickles_go_on_as_the_original(make: Make) -> None:
     optimizer = make(parameters())
-    for step in range(3):
+    for number in range(3):
         copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
         # Of versions that had numbers in no arrays.
         before = {"_lr": optimizer.lr}
@@ -236,9 +235,7 @@ def test_copies_and_pickles_go_on_as_the_original(make: Make) -> None:
         copies[-1].__setstate__({**copies[-1].__getstate__(), **before})
         for each in (optimizer, *copies):
             each.lr = each.lr / 2
-            for variable, grad in zip(each.params, gradients(step), strict=True):
-                variable.grad = grad
-            each.step()
+            step(each, number)
         for each in copies:
             assert each.state_dict().keys() == optimizer.state_dict().keys()
             for ours, theirs in zip(each.params, optimizer.params, strict=True):
@@ -263,9 +260,7 @@ def test_steps_and_rates_change_nothing_of_the_structure(
         set_attribute(self, name, value)
 
     monkeypatch.setattr(Structured, "__setattr__", note)
-    for variable, grad in zip(optimizer.params, gradients(0), strict=True):
-        variable.grad = grad
-    optimizer.step()
+    step(optimizer, 0)
     optimizer.lr = 0.2
     optimizer.zero_grad()
     assert not names

@@ -1,7 +1,6 @@
 """What DDPSequential makes of a network, and when the network must be wrapped anew."""
 
 import copy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import flashlight_py as fl
 from flashlight_py.tagi import Conv2d, DDPSequential, Linear, OutputUpdater, Sequential
 from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import RankPool, mpirun_command
+from tests.launch.launcher import run, write
 from tests.parallel.test_tagi import check_same_bits, dense, normalised, train
 
 ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 4), slow=[("mpi", 3)])
@@ -159,8 +159,6 @@ if rank == 0:
 def test_a_script_of_pytagi_runs_with_other_imports(tmp_path: Path) -> None:
     """It knows MPI, and nothing of distributed_init: the config says that there are several."""
     pytest.importorskip("mpi4py")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT_OF_PYTAGI)
-    command = [*mpirun_command(2), sys.executable, "-W", "error", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    script = write(tmp_path, SCRIPT_OF_PYTAGI)
+    done = run([*mpirun_command(2), sys.executable, "-W", "error", script])
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

@@ -3,12 +3,12 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import cffi
 import numpy as np
@@ -18,6 +18,7 @@ import flashlight_py as fl
 from flashlight_py.errors import RankFailedError
 from flashlight_py.parallel.workers import end_dropped
 from tests.distributed import processes
+from tests.launch.launcher import run, write
 from tests.parallel.worker_modules import BE_KILLED, HANG, Net, rows, worker_pids
 
 
@@ -171,16 +172,10 @@ fl.DataParallel(fl.nn.Linear(2, 2), nprocs=2)(fl.input(np.zeros((2, 2), np.float
 """
 
 
-def _run(path: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path.write_text(program)
-    return subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", str(path), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+def _run(folder: Path, program: str, *arguments: str) -> Any:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", write(folder, program)]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return run([*command, *arguments], timeout=100, env=environ)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +188,7 @@ def _run(path: Path, program: str, *arguments: str) -> subprocess.CompletedProce
     ],
 )
 def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how: str) -> None:
-    done = _run(tmp_path / "program.py", PROGRAM, how)
+    done = _run(tmp_path, PROGRAM, how)
     pid, *more = done.stdout.splitlines()
     processes.await_end({int(pid)}, 5)
     command = Path(f"/proc/{pid}/cmdline")  # empty where nobody has reaped it
@@ -206,7 +201,7 @@ def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how:
 
 @pytest.mark.slow
 def test_a_call_that_is_not_guarded_says_so(tmp_path: Path) -> None:
-    done = _run(tmp_path / "program.py", UNGUARDED)
+    done = _run(tmp_path, UNGUARDED)
     assert "worker 1 of 2 raised RuntimeError" in done.stderr
     assert "put what starts the ranks under if __name__" in done.stderr
 
@@ -215,13 +210,7 @@ def test_a_call_that_is_not_guarded_says_so(tmp_path: Path) -> None:
 def test_it_works_in_a_notebook() -> None:
     pytest.importorskip("ipykernel")
     pytest.importorskip("cloudpickle")
-    done = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run([sys.executable, "-c", NOTEBOOK], timeout=100)
     printed = "['[1] rows 1', '[2] rows 1', 'interrupt', 'rows 1']"
     assert done.stdout == f"[[3.0, 3.0]] KeyboardInterrupt [[3.0, 3.0]] {printed}\n", done.stderr
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.device import is_cupy
+from flashlight_py.tape.arrays import leaves
 
 
 def compare(
@@ -60,7 +61,7 @@ def compare(
             assert_same_bits([expected, *_arrays_in(args)], [got, *_arrays_in(copies)])
             assert_same_bits(_state_of(held), _state_of(others))
             raised += isinstance(expected, Exception)
-            now = leaves(expected) if stays else []
+            now = [*leaves(expected)] if stays else []
             results += zip([array_of(x).copy("K") for x in now], now, leaves(got), strict=False)
     assert all(is_same(before, last) or is_same(now, last) for before, now, last in results)
     assert raised or not raises
@@ -82,15 +83,6 @@ def _is_function(value: Any) -> bool:
 def _made(make: Callable[[], Any]) -> tuple[Any, ...]:
     made = make()
     return made if type(made) is tuple else (made,)
-
-
-def leaves(value: Any) -> list[Any]:
-    """Return what a result is nested of."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [each for part in value for each in leaves(part)]
-    return [value]
 
 
 def array_of(value: Any) -> Any:

@@ -28,7 +28,7 @@ class SameCommunicator(FlashlightCuda):
         backend: Any = of(None).gpus
         communicator = backend.communicator
         lib, ffi = communicator.lib, communicator.nccl.ffi
-        handle, state = communicator.launched_on, ffi.new("ncclResult_t *")
+        handle, state = communicator.child or communicator.handle, ffi.new("ncclResult_t *")
         pointer = ffi.cast("void *", array.data.ptr)
         stream = ffi.cast("cudaStream_t", cupy.cuda.get_current_stream().ptr)
         arguments = pointer, pointer, array.size, TYPES[array.dtype.name], SUM

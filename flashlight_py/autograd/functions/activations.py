@@ -199,9 +199,6 @@ def glu(x: Input, axis: int = -1) -> Variable:
     return record(narrowed(first * gate, x.data), (x, vjp))
 
 
-_END = 6.0  # from here on erf is 1
-
-
 def erf_of(array: Array) -> Any:
     """Return the error function of a float32 or float64 array, new: within 4 last places.
 
@@ -209,7 +206,7 @@ def erf_of(array: Array) -> Any:
     the other 8.
     """
     xp = array_module(array)
-    size = xp.minimum(xp.abs(array), _END)
+    size = xp.minimum(xp.abs(array), 6.0)  # from here on erf is 1
     square = size * size
     near, far = array * quotient(NEAR, square), 1 - xp.exp(-square) * quotient(MIDDLE, size)
     return xp.where(size < SPLIT, near, xp.copysign(far, array))

@@ -194,10 +194,8 @@ def pool2d(
         share = grad / _counts(w, grad, count_padding)
         return w.given((share for _ in w.places()), grad)
 
-    if mode == "max":
-        out = _compute("pool_largest", _largest, w, w.outputs, images)
-    else:
-        out = _compute(f"pool_mean{of_all}", mean, w, w.outputs, images)
+    name, otherwise = ("largest", _largest) if mode == "max" else (f"mean{of_all}", mean)
+    out = _compute(f"pool_{name}", otherwise, w, w.outputs, images)
 
     def vjp(grad: Array) -> Array:
         rows = _rows(grad)

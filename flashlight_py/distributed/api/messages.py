@@ -19,6 +19,7 @@ from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import Apart, check_rank
 from flashlight_py.distributed.calls.kinds import returned
+from flashlight_py.distributed.failures.journal import SENDRECV
 from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -28,7 +29,7 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "send
 X = TypeVar("X")
 
 
-@native(SEND)
+@native(SEND, op=None)
 def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
@@ -78,7 +79,7 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
     return _message(recv, x, src, tag, group, partial)
 
 
-@native(SEND, async_op=True)
+@native(SEND, op=None, async_op=True)
 def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
@@ -110,6 +111,7 @@ def irecv(
     return _message(irecv, x, src, tag, group, partial)
 
 
+@native(SENDRECV)
 def sendrecv(
     x: Any,
     dst: int | None,
@@ -148,11 +150,6 @@ def sendrecv(
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
-    y = (world_fast.sendrecv if group is None else of(group).fast.sendrecv)(
-        x, dst, out, src, tag, other
-    )
-    if y is not NotImplemented:
-        return y
     members, both_ops = of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))
     ops = [op for op in both_ops if op.peer is not None]
     with refusing(members, "sendrecv", ops, [x, out]):

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -41,6 +42,7 @@ from flashlight_py.distributed.calls.checks import (
 )
 from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, returned
 from flashlight_py.distributed.constants import Op, ReduceOp
+from flashlight_py.distributed.failures.journal import SENDRECV
 from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Then, Work
@@ -289,17 +291,18 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
 
 # What native code is given for arguments that are left out, and other names of its arguments.
 _GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
+_OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": None, "": None}
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
-_verb_type: Any = None
+_make_entry: Any = None
 with contextlib.suppress(BackendUnavailableError):  # then the first call warns
-    _verb_type = _native.load("fast").verb
+    _make_entry = _native.load("fast").verb
     # Pickled by name, and like the function as a method and in words.
-    _verb_type.__reduce__ = lambda entry: entry.__qualname__
-    _verb_type.__get__ = lambda entry, one, *kind: (
-        entry if one is None else entry.__wrapped__.__get__(one, *kind)
+    _make_entry.__reduce__ = lambda entry: entry.__qualname__
+    _make_entry.__get__ = lambda entry, one, _=None: (
+        entry if one is None else MethodType(entry, one)
     )
-    _verb_type.__repr__ = lambda entry: repr(entry.__wrapped__)
+    _make_entry.__repr__ = lambda entry: repr(entry.__wrapped__)
 
 
 def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
@@ -310,24 +313,24 @@ def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
     """
 
     def decorated(function: F) -> F:
-        if _verb_type is None:
+        if _make_entry is None:
             return function
-        of_message = {"op": None, "scale": None} if verb.is_message else {}
-        given = {"verb": verb.code, **_GIVEN, **of_message, "group": None}
+        of_verb = _OF_PAIR if verb is SENDRECV else _GIVEN
+        given = {"verb": verb.code, **of_verb, "group": None}
         parameters = []
         for name, parameter in inspect.signature(function).parameters.items():
-            place, default = _ALIASES.get(name, name), parameter.default
+            place = name if name in given else _ALIASES.get(name, name)
+            default = parameter.default
             if place in constants or place not in given:
                 place = "verb"  # only in Python
             else:
                 given[place] = ... if default is parameter.empty else default
             parameters.append((name, list(given).index(place), default))
-        values, positional = tuple((given | constants).values()), function.__code__.co_argcount
-        points = "barrier" if verb is BARRIER else "collective"
-        of_groups = points, world_fast, Membership
-        how = *of_groups, values, tuple(parameters), positional
-        entry = functools.update_wrapper(_verb_type(function, function.__name__, *how), function)
-        return cast("F", entry)
+        points = verb.name if verb in (BARRIER, SENDRECV) else "collective"
+        values = tuple((given | constants).values())
+        how = points, world_fast, Membership, values, tuple(parameters)
+        entry = _make_entry(function, function.__name__, *how, function.__code__.co_argcount)
+        return cast("F", functools.update_wrapper(entry, function))
 
     return decorated
 

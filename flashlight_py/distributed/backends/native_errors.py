@@ -106,10 +106,11 @@ def _ended_normally(
     if calls == backend.ffi.NULL or not missing:
         return words  # a message, or the group broke before this call
     ours, theirs = (calls[rank].sequence for rank in (backend.rank, missing[0]))
+    if theirs >= ours:
+        return words
     number = number or backend.count[0] or ours
     made = min(number - 1, theirs + number - ours)  # of a call of several steps it may lack one
-    fewer = f" after {made} calls of it, {number - made} fewer than this rank"
-    return words + (fewer if theirs < ours else "")
+    return f"{words} after {made} calls of it, {number - made} fewer than this rank"
 
 
 def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
@@ -207,9 +208,9 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
 
 def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
     """Say what ranks that are ``missing`` here have called in other groups of this process."""
-    found = [(rank, _call_elsewhere(backend, rank)) for rank in missing]
-    called = [f"rank {backend.numbers[rank]} called {call}" for rank, call in found if call]
-    silent = [backend.numbers[rank] for rank, call in found if not call]
+    found = [(backend.numbers[rank], _call_elsewhere(backend, rank)) for rank in missing]
+    called = [f"rank {number} called {call}" for number, call in found if call]
+    silent = [number for number, call in found if not call]
     if called and silent:
         called.append(f"{names(silent)} called neither")
     return "; ".join(called)
@@ -259,4 +260,4 @@ def _array(signature: Any, name: str) -> str:
         folded = signature.shape[codes.DIMENSIONS - 1] & 0xFFFFFFFF
         extents[-1] = f"... #{folded:x}, {ndim} dimensions"
     where = "cupy " if signature.dtype & codes.ON_GPU else ""
-    return array_in_words(f"{where}{name or DTYPES[code]}", extents)
+    return array_in_words(f"{where}{name or DTYPES[code]}", tuple(extents))

@@ -133,6 +133,5 @@ class ShmBackend(NativeBackend):
             freed_by(self.ffi, region, self.lib.fl_free_region),
         )
         begin = keeping(self.ffi, pointer - self.rank * stride, parts_of)
-        whole = np.frombuffer(self.ffi.buffer(begin, stride * self.size), np.uint8)
-        parts = [whole[rank * stride :][: count * dtype.itemsize] for rank in range(self.size)]
-        return [part.view(dtype).reshape(shape) for part in parts]
+        whole = self.ffi.buffer(begin, stride * self.size)
+        return [np.ndarray(shape, dtype, whole, rank * stride) for rank in range(self.size)]

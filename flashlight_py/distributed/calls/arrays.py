@@ -40,8 +40,6 @@ LEAST_NUMBER = 1 << 62
 # A thousand of each unit are one of that before.
 _UNITS = ("s", "ms", "us", "ns", "ps", "fs", "as")
 
-_codes_seen: dict[np.dtype[Any], int] = {BFLOAT16_BYTES: _CODES["bfloat16"]}
-
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
 
 _OP_NAMES = [op.name.lower() for op in ReduceOp]
@@ -171,12 +169,10 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
     return code
 
 
+@functools.lru_cache(maxsize=_SEEN)  # dtype.name takes NumPy 2 us to put together
 def code_of(dtype: np.dtype[Any]) -> int:
     """Return the native code of ``dtype``; ``MOVED`` where nothing is computed with it."""
-    code = _codes_seen.get(dtype)  # dtype.name takes NumPy 2 us to put together
-    if code is None:
-        code = _codes_seen[dtype] = _CODES.get(dtype.name, MOVED)
-    return code
+    return _CODES["bfloat16"] if dtype == BFLOAT16_BYTES else _CODES.get(dtype.name, MOVED)
 
 
 @functools.lru_cache(maxsize=_SEEN)

@@ -167,26 +167,16 @@ class Call:
 
     def _in_words(self, like: Array | None, is_ragged: bool) -> str:
         rows = "" if self.rows is None else str(list(self.rows)) if self.verb.reduces else "..."
-        what = None
+        about = ""
         if like is not None:
             dtype, shape = self.holds or (like.dtype, like.shape)
-            what = f"{'cupy ' * is_cupy(like)}{name_of(dtype)}", shape
+            kind = f"{'cupy ' * is_cupy(like)}{name_of(dtype)}"
+            about = f"{kind} rows of {shape[1:]}" if is_ragged else array_in_words(kind, shape)
         how = self.op, self.scale + 0.0, self.root, self.tag, rows  # -0.0 and 0.0 are one scale
-        return _in_words(self.verb, what, is_ragged, *how)
+        return in_words(self.verb, about, *how)
 
 
 @functools.lru_cache(maxsize=1024)  # a program calls the same again and again, and waits for this
-def _in_words(
-    verb: Verb, what: tuple[str, tuple[int, ...]] | None, is_ragged: bool, *how: Any
-) -> str:
-    """Return a call of an array of ``what`` kind and shape as it is written."""
-    about = ""
-    if what is not None:
-        kind, shape = what
-        about = f"{kind} rows of {shape[1:]}" if is_ragged else array_in_words(kind, shape)
-    return in_words(verb, about, *how)
-
-
 def in_words(
     verb: Verb, about: str, op: ReduceOp, scale: float, root: int, tag: int, rows: str = ""
 ) -> str:
@@ -203,7 +193,8 @@ def in_words(
     return f"{verb.name}({', '.join([*filter(None, [about]), *named])})"
 
 
-def array_in_words(kind: str, shape: Sequence[object]) -> str:
+@functools.lru_cache(maxsize=1024)
+def array_in_words(kind: str, shape: tuple[object, ...]) -> str:
     """Return a dtype and a shape, such as ``int8 (3,)``."""
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 

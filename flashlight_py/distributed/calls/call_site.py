@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -21,15 +22,10 @@ Instruction = tuple[CodeType, int, str]
 its code, the instruction in it (a frame's ``f_lasti``), and the function of ours that it called."""
 
 
-class _Ours(dict[str, bool]):
-    """Whether files are of this package, or what calls it for users; remembered."""
-
-    def __missing__(self, path: str) -> bool:
-        ours = self[path] = path.startswith(folders())
-        return ours
-
-
-_IS_OURS = _Ours()
+@functools.cache
+def _is_ours(path: str) -> bool:
+    """Return whether a file is of this package, or of what calls it for users."""
+    return path.startswith(folders())
 
 
 def folders() -> tuple[str, ...]:
@@ -41,7 +37,7 @@ def hide(folder: str) -> None:
     """Take code below ``folder``, or a file, which calls verbs for users, for none of theirs."""
     if folder not in _folders:
         _folders.append(folder)
-        _IS_OURS.clear()
+        _is_ours.cache_clear()
 
 
 def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
@@ -51,7 +47,7 @@ def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
     """
     frame = sys._getframe(depth)
     code = ours = frame.f_code
-    while _IS_OURS[code.co_filename] and (back := frame.f_back) is not None:
+    while _is_ours(code.co_filename) and (back := frame.f_back) is not None:
         if code.co_filename != _folders[1]:
             ours = code
         frame = back

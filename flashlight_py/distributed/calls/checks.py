@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from bisect import bisect_left, insort
@@ -132,6 +131,11 @@ def require_bits(
         )
 
 
+try:  # the addresses of a NumPy array: 0.1 us natively, 2 us by NumPy
+    _numpy_bounds: Callable[[Any], tuple[int, int]] = _native.load("fast").bounds
+except BackendUnavailableError:
+    _numpy_bounds = byte_bounds
+
 # Limit on NumPy's search for an overlap, which takes exponential time for some strides: some ms.
 _MOST_WORK = 100_000
 
@@ -180,7 +184,7 @@ class Apart:
 def _bounds(array: Array) -> tuple[int, int]:
     """Return the addresses between which all elements lie, the second one beyond."""
     if type(array) is np.ndarray:
-        return _numpy_bounds()(array)
+        return _numpy_bounds(array)
     start = int(array.data.ptr if is_cupy(array) else array.ctypes.data)  # type: ignore[attr-defined]
     if array.flags.c_contiguous or not array.size:
         return start, start + array.nbytes
@@ -204,13 +208,3 @@ def _overlap(one: Array, other: Array) -> bool:
         return bool(xp.shares_memory(one, other, _MOST_WORK))
     except TooHardError:
         return True
-
-
-@functools.cache
-def _numpy_bounds() -> Callable[[Any], tuple[int, int]]:
-    """Return what finds where a NumPy array lies: 0.1 us natively, 2 us by NumPy."""
-    try:
-        native: Callable[[Any], tuple[int, int]] = _native.load("fast").bounds
-    except BackendUnavailableError:
-        return byte_bounds
-    return native

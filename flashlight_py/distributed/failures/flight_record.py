@@ -230,9 +230,6 @@ ANSWER = "another rank has written its own"
 
 _NAME = re.compile(r"rank\d+\.json")
 
-# Which file it is, and when it was written (``st_mtime_ns``): a later record is another file.
-_Version = tuple[int, int]
-
 
 class OtherRecords:
     """Finds what the other ranks of ``flight``'s job write, from now on.
@@ -243,7 +240,7 @@ class OtherRecords:
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
         self._changed = 0, 0  # when, as of the last two looks
-        self._seen: dict[str, _Version] = {}
+        self._seen = set[tuple[str, int, int]]()  # a later record has another inode or time
         self._new()
 
     def have_written(self, after: float) -> bool:
@@ -251,7 +248,7 @@ class OtherRecords:
 
         Only files later than ``after`` count, a time of the file system: NFS may list them late.
         """
-        for path, (_, when) in self._new():
+        for path, _, when in self._new():
             with suppress(OSError, ValueError):  # replaced meanwhile, or somebody else's
                 if when > after * 1e9:
                     fields = read_fields(path)
@@ -259,24 +256,24 @@ class OtherRecords:
                         return True
         return False
 
-    def _new(self) -> list[tuple[str, _Version]]:
-        """Return the others' files that are new or have changed since the last look."""
+    def _new(self) -> set[tuple[str, int, int]]:
+        """Return path, inode and time of the others' records since the last look."""
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
             # Looked at once more: it may change again in the same tick of its clock.
             if self._changed == changed == changed[::-1]:
-                return []
-            found = {}
+                return set()
+            found = set()
             with os.scandir(self._flight.folder) as entries:
                 for entry in entries:
                     is_record = _NAME.fullmatch(entry.name) and entry.name != self._flight.file.name
                     if is_record and entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
-                        found[entry.path] = status.st_ino, status.st_mtime_ns
+                        found.add((entry.path, status.st_ino, status.st_mtime_ns))
         except OSError:  # not there yet, or out of reach for a while
-            return []
+            return set()
         before, self._seen, self._changed = self._seen, found, changed
-        return [(path, version) for path, version in found.items() if before.get(path) != version]
+        return found - before
 
 
 # Only the first of several failures is written; ranks that have just written do not answer it.

@@ -129,5 +129,4 @@ class MpiStore(TreeStore):
         return [Offer(found.addresses, Secret(found.secret.encode(), source=self.name))]
 
     def remedy(self) -> str:
-        """See ``MeetingPoint``."""
         return "see whether a rank has raised or still computes"

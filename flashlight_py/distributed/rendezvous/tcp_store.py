@@ -68,7 +68,6 @@ class TcpStore(TreeStore):
         super().__init__(rank, size, timeout, own)
 
     def remedy(self) -> str:
-        """See ``MeetingPoint``."""
         advice = (
             "see whether every rank was started, with the same MASTER_ADDR and MASTER_PORT, and "
             "can reach that address"

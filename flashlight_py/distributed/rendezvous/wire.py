@@ -360,11 +360,10 @@ class SecretError(WrongServerError):
 _TELLING = (WrongServerError, NobodyError, SilentError, SecretError)
 
 
-Introduction = Callable[[Connection], Greeting]  # what a rank says of itself on a connection
-
-
-def greet(offer: Offer, introduce: Introduction, deadline: float) -> Connection:
+def greet(offer: Offer, introduce: Callable[[Connection], Greeting], deadline: float) -> Connection:
     """Connect to the rank of ``offer``; both sides prove that they know its secret.
+
+    ``introduce`` returns what this rank says of itself on a connection.
 
     Raises:
         NobodyError: nobody who does answers at any of its addresses before the deadline.
@@ -384,7 +383,7 @@ def greet(offer: Offer, introduce: Introduction, deadline: float) -> Connection:
 
 
 def _greet_at(
-    wire: system.Socket, offer: Offer, introduce: Introduction, deadline: float
+    wire: system.Socket, offer: Offer, introduce: Callable[[Connection], Greeting], deadline: float
 ) -> Connection:
     try:
         connection = Connection(wire)

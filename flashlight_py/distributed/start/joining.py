@@ -135,10 +135,7 @@ def _gloo(
     is_watched: bool = False,
     at_once: bool = False,
 ) -> Backend:
-    """Connect by Gloo, on the loopback if it joins all ranks; one exchange.
-
-    Ranks of a group that is connected already make no exchange.
-    """
+    """Connect by Gloo, on one host by the loopback; one exchange, or none if ``kin`` is joined."""
     if store.kin is not None:
         part: Backend = store.kin.whole.part(store, settings.timeout)
         return part

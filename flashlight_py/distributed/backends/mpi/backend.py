@@ -320,9 +320,8 @@ class MpiBackend(Backend):
 
     def _end_all(self, reason: str, error: DistributedError | None = None) -> None:
         """End what runs, with what ``error`` says of other ranks, which concerns all the same."""
-        self._unusable = reason
+        self._unusable = words = reason
         kind: type[DistributedError] = GroupClosedError
-        words = reason
         if error is not None:
             kind, words = type(error), str(error).partition(f"{self.place}: ")[2] or str(error)
         for operation in (*self._queue, *self._beside):

@@ -82,6 +82,6 @@ def _described(progress: Progress) -> str:
 
     line = progress.mpi.Get_library_version().splitlines()[0].split(",")[0]
     library = " ".join(line.replace("Version:", "").split())
-    is_any = progress.threaded
-    threads = "any thread" if is_any else "one thread: async verbs advance in waits only"
+    one = "one thread: async verbs advance in waits only"
+    threads = "any thread" if progress.threaded else one
     return f"MPI ({library}; mpi4py {mpi4py.__version__}; {threads})"

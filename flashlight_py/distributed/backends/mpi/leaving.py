@@ -53,12 +53,11 @@ class Leaving:
 
     def free(self) -> bool:
         """Free what all have left, if each has completed the same calls; return whether."""
-        least, most = int(min(self._counts)), int(max(self._counts))
-        is_over = UNFINISHED < least == most
+        is_over = UNFINISHED < min(self._counts) == max(self._counts)
         for comm in self._comms if is_over else ():
             with contextlib.suppress(self._mpi.Exception):
                 comm.Free()
-        return is_over
+        return bool(is_over)
 
 
 def end_the_job(mpi: Any, linger: Callable[[float], None]) -> None:

@@ -126,8 +126,8 @@ class NcclBackend(Backend):
         self.communicator.require(call.name)
 
     def _all_reduce(self, call: Call) -> Work:
-        pair = call.array, call.array
-        return self._reduce_pairs(call, launching.ALL_REDUCE, [pair], call.array)
+        array = call.array
+        return self._reduce_pairs(call, launching.ALL_REDUCE, [(array, array)], array)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce to this rank's part; unequal ones are reduced one by one."""

@@ -104,11 +104,6 @@ class Communicator:
         config.cgaClusterSize = config.minCTAs = config.maxCTAs = _UNDEFINED
         return config
 
-    @property
-    def launched_on(self) -> Any:
-        """The communicator that collectives are launched on."""
-        return self.child or self.handle
-
     def call(self, verb: str, begin: Callable[[Any], int], connects: bool = False) -> None:
         """Call ``begin`` with a communicator; returns when NCCL has begun what it asks for.
 

@@ -111,7 +111,7 @@ class Comparisons:
     def look_back(self) -> bool:
         """Compare the calls made ahead; return whether all are compared. Any thread; no wait."""
         ahead = self._ahead
-        if self.compared_ahead[0] == ahead or self._looks_back is None:
+        if self.compared_ahead[0] >= ahead or self._looks_back is None:
             return True
         try:
             is_over = self._looks_back(self._name, self.communicator.timeout)
@@ -160,9 +160,9 @@ class Comparisons:
     def rows_for_this_rank(self, call: Call) -> list[int]:
         """Return how many rows each rank has for this one, which has ``rows`` for them."""
         mine, size = np.array(call.rows, np.int64), self._cpu.size
-        step = Call(ALL_GATHER, mine, part_of="all_to_all(rows=...)")
-        table = self.meet([step]).reshape(size, size)
-        return [int(rows) for rows in table[:, self._cpu.rank]]
+        table = self.meet([Call(ALL_GATHER, mine, part_of="all_to_all(rows=...)")])
+        rows: list[int] = table.reshape(size, size)[:, self._cpu.rank].tolist()
+        return rows
 
     def meet(self, calls: Sequence[Call]) -> Any:
         """Return the result of blocking ``calls`` over the CPU's backend; raises as ``ask``."""

@@ -41,9 +41,9 @@ class Launcher:
         self._status = self._ffi.new("int *")
         self._cast = nccl.ffi.cast
 
-    def steps(self, steps: Iterable[Step]) -> Any:
+    def steps(self, steps: Sequence[Step]) -> Any:
         """Return the arguments of the calls of NCCL as C has them."""
-        return self._ffi.new("fl_step[]", list(steps))
+        return self._ffi.new("fl_step[]", steps)
 
     def wait_for(self, caller: int) -> None:
         """Let the communication stream wait for all work that ``caller`` has so far.
@@ -57,8 +57,7 @@ class Launcher:
     def call(self, communicator: Any, is_group: bool, steps: Any) -> int:
         """Call NCCL on the communication stream; returns its status."""
         handle = int(self._cast("uintptr_t", communicator))
-        status: int = self._lib.fl_call(self._struct, handle, is_group, len(steps), steps)
-        return status
+        return int(self._lib.fl_call(self._struct, handle, is_group, len(steps), steps))
 
     def launch(
         self, communicator: Any, is_group: bool, steps: Any, caller: int, done: int, waits: bool

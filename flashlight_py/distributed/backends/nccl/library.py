@@ -51,11 +51,7 @@ class NcclLibrary:
     slow_because: str = ""
 
     def address(self, name: str) -> int:
-        """Return the address of a function of NCCL, or of CUDA's driver (``cu...``).
-
-        Raises:
-            BackendUnavailableError: the driver cannot be opened.
-        """
+        """Return the address of a function of NCCL, or of CUDA: as ``driver_address``."""
         if name.startswith("cu"):
             return driver_address(name)
         return int(self.ffi.cast("uintptr_t", getattr(self.lib, name)))
