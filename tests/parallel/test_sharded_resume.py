@@ -10,7 +10,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded
-from flashlight_py.parallel.gathered_shards import shard_by_gathering
+from flashlight_py.parallel.gathered_shards import Flat, shard_by_gathering
 from tests.distributed.conformance import on_ranks, ranks_in
 from tests.parallel.test_sharded import Net, build, loss_of, optimizer_of, same
 
@@ -116,3 +116,14 @@ def test_a_copy_is_ordinary(rank: int, size: int) -> None:
         if rank == 0:
             same(ends, arrays)
         fl.barrier()
+
+
+@on_ranks(("shm", 2))
+def test_a_step_gathers_nothing(rank: int, size: int) -> None:
+    model = Net("float64")
+    shard_by_gathering(model)
+    optimizer = optimizer_of(model, "sgd")
+    loss_of(model, rank, 0).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(Flat, "start")
+        optimizer.step()
