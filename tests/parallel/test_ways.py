@@ -45,12 +45,12 @@ class Net(fl.nn.Module):
         return x + F.astype(self.narrow, "float64")
 
 
-def replicated(model: Net, **how: Any) -> None:
+def replicated(model: fl.nn.Module, **how: Any) -> None:
     fl.broadcast_parameters(model)
     fl.distribute_module_grads(model, **how)
 
 
-def sharded(model: Net, **how: Any) -> None:
+def sharded(model: fl.nn.Module, **how: Any) -> None:
     fully_sharded.SMALL_BYTES = 0
     fl.fully_shard(model, **how)
 
@@ -60,7 +60,7 @@ def computed_again(model: Net) -> None:
     fl.recompute(model)
 
 
-def reduced_by(kind: Any, **how: Any) -> Callable[[Net], None]:
+def reduced_by(kind: Any, **how: Any) -> Callable[..., None]:
     return lambda model: replicated(model, reducer=kind(1 / fl.get_world_size(), **how))
 
 
