@@ -157,6 +157,8 @@ def equal(rank: int, size: int, rule: str, kind: str) -> None:
             continue  # it reduces gradients after they are clipped
         all_use = way == "gathered"  # which needs all ranks in each module
         params, states, grads = train(way, rule, kind, rank, size, all_use)
+        bits = b"".join(array.tobytes() for array in params)
+        assert set(fl.all_gather_object(bits)) == {bits}, way
         same(params, expected[all_use][0], way)
         same(states, expected[all_use][1], way)
         same(grads, expected[all_use][2] if grads else [], way)
