@@ -68,11 +68,9 @@ def test_who_loses_the_one_above_gets_another_place(ranks: Ranks, victim: int) -
 
 @pytest.mark.parametrize("victim", [1, 3, 7])
 def test_everybody_names_who_died_in_between(ranks: Ranks, victim: int) -> None:
-    plans = {victim: {"hold": "exchanged 0"}}
-    started = in_order(ranks, plans=plans, timeout=60.0)
+    started = in_order(ranks, plans={victim: {"hold": "exchanged 0"}}, timeout=60.0)
     started[victim].await_event("exchanged 0")
-    started[victim].kill()
-    del started[victim]
+    started.pop(victim).kill()
     (reason,) = reasons(started)
     assert f"rank {victim} of 8 (host " in reason
     assert "has died or exited" in reason
@@ -148,8 +146,7 @@ def test_another_secret_is_known_nowhere_in_the_tree(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("who", [1, 7])
 def test_the_reason_of_an_abort_goes_all_ways(ranks: Ranks, who: int) -> None:
-    plans = {who: {"abort": "no network", "lengths": [3]}}
-    started = in_order(ranks, plans=plans)
+    started = in_order(ranks, plans={who: {"abort": "no network", "lengths": [3]}})
     assert started.pop(who).outcome() == "closed"
     (reason,) = reasons(started)
     assert f"rank {who} aborted: no network" in reason
