@@ -1,18 +1,10 @@
 #include "group.h"
 
-#include <numeric>
-
 #include "../common/signature.h"
 #include "../common/verbs.h"
 
 namespace fl {
 namespace {
-
-std::vector<int> all_ranks(int size) {
-  std::vector<int> ranks(size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
 
 // So long a group that is closed waits for a collective of another thread, which ends sooner.
 constexpr long kLeavingMilliseconds = 500;
