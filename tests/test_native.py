@@ -84,7 +84,7 @@ CANNOT_THROW = {
     *("fl_tagi_observe", "fl_tagi_standardize", "fl_tagi_standardize_back"),
     *("fl_tagi_row_sums", "fl_tagi_row_squares"),
 }
-CATCHES = re.compile(r"fl::(guarded|done|handles?|tagi::with_room)\b|catch \(\.\.\.\)")
+CATCHES = re.compile(r"fl::(guarded|done|handles?)\b|\bwith_room\b|catch \(\.\.\.\)")
 # A definition at the beginning of a line, on that line or to a brace at the beginning of one.
 DEFINED = re.compile(r"^[a-z][^;{}()]*\b(fl_\w+)\([^;{]*?\) \{( [^\n]* \}$|.*?^\}$)", re.M | re.S)
 DECLARED = re.compile(r"\b(fl_\w+)\(")

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
+#include <numeric>
 #include <optional>
 
 #include "failure.h"
@@ -14,6 +15,12 @@
 namespace fl {
 
 using Clock = std::chrono::steady_clock;
+
+inline std::vector<int> all_ranks(int size) {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
 
 // Nanoseconds of a clock that all processes of a host share, some milliseconds behind and quick to read.
 inline int64_t coarse_now() {

@@ -141,7 +141,7 @@ static PyObject *make_entry(PyTypeObject *type, PyObject *args, PyObject *option
     PyObject *each = PyTuple_GetItem(parameters, one->count);
     is_good = one->count < MOST_PARAMETERS && PyArg_ParseTuple(each, "OiO", &to->name, &to->place, &to->fallback);
   }
-  if (is_good) one->native = PyLong_AsLong(g[0]) == FL_SENDRECV ? native_sendrecv : native_call;
+  one->native = is_good && PyLong_AsLong(g[0]) == FL_SENDRECV ? native_sendrecv : native_call;
   if (!is_good) Py_CLEAR(one);
   return (PyObject *)one;
 }

@@ -7,7 +7,6 @@
 
 #include "../common/ticks.h"
 
-
 /* Times are those of fl_ticks(). */
 typedef struct {
   uint64_t number;  /* of the group's collectives; 0: a message */

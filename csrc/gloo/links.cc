@@ -22,15 +22,6 @@ constexpr size_t kSpareAttempts = 64;
 // scheduled, and then the one that waits.
 constexpr std::chrono::microseconds kBrief{600};
 
-// What each end sends: first the one that connects, then, where that is in order, the other.
-struct Greeting {
-  int32_t rank;
-  int32_t asks;    // not to be connected, but how many collectives the other has begun
-  uint64_t group;  // in this one
-  int64_t calls;   // the answer
-  char proof[FL_PROOF_BYTES];
-};
-
 // The other end has closed the connection, or does not belong to this group: one that belongs to it may
 // come.
 struct Refused : std::runtime_error {
@@ -106,6 +97,15 @@ class Links::Attempt : public Handler {
   bool is_taken = false;   // the socket is Gloo's
 
  private:
+  // What each end sends: first the one that connects, then, where that is in order, the other.
+  struct Greeting {
+    int32_t rank;
+    int32_t asks;    // not to be connected, but how many collectives the other has begun
+    uint64_t group;  // in this one
+    int64_t calls;   // the answer
+    char proof[FL_PROOF_BYTES];
+  };
+
   // After ended() it is not there any more.
   void serve() {
     if (!is_connected_) {

@@ -1,7 +1,6 @@
 #include "mesh.h"
 
 #include <iterator>
-#include <numeric>
 #include <sstream>
 
 namespace fl {
@@ -70,12 +69,6 @@ struct Mesh::Farewell {
 
 namespace {
 
-std::vector<int> all_of(int size) {
-  std::vector<int> ranks(size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
 int place_in(const std::vector<int>& ranks, int rank) {
   const auto found = std::find(ranks.begin(), ranks.end(), rank);
   return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
@@ -86,7 +79,7 @@ int place_in(const std::vector<int>& ranks, int rank) {
 // The watch belongs to the family, which is a member: a base needs it before.
 Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
            double connect_seconds)
-    : Mesh(std::make_shared<Family>(rank, size, host, interface, size > kDirect), all_of(size), 0,
+    : Mesh(std::make_shared<Family>(rank, size, host, interface, size > kDirect), all_ranks(size), 0,
            connect_seconds) {}
 
 Mesh::Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number)
@@ -225,7 +218,7 @@ void Mesh::hear(int peer, const std::string& text) {
 void Mesh::pass_on(const std::string& text) noexcept {
   if (has_reported_) return;
   family_->tell(*this, text);
-  connect_neighbours(all_of(size));  // they are told where they are connected
+  connect_neighbours(all_ranks(size));  // they are told where they are connected
 }
 
 Mesh::Known Mesh::known(int peer) const {

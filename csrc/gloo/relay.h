@@ -14,12 +14,43 @@ class Relay {
   // What all payloads may have together.
   static constexpr size_t kBytes = 64 << 10;
 
-  explicit Relay(Mesh& mesh);
+  explicit Relay(Mesh& mesh) : mesh_(mesh) {}
 
   // Ask for the first messages; once, when the neighbours are connected.
-  void open();
+  void open() {
+    const int rank = mesh_.rank, size = mesh_.size;
+    const auto room = [](size_t blocks) { return blocks * (sizeof(Head) + kAlignment) + kBytes; };
+    held_.reset(new char[room(size)]);
+    for (int far = 1; far < size; far *= 2) {
+      Step step{(rank + far) % size, (rank - far + size) % size,
+                static_cast<size_t>(std::min(far, size - far)), {}, {}, nullptr};
+      for (size_t turn = 0; turn < kTurns; ++turn) {
+        step.rooms[turn].reset(new char[room(step.blocks)]);
+        step.receives[turn] = mesh_.buffer(step.rooms[turn].get(), room(step.blocks));
+      }
+      step.sends = mesh_.buffer(held_.get(), room(size));
+      steps_.push_back(std::move(step));
+    }
+    for (size_t turn = 0; turn < kTurns; ++turn) {
+      for (Step& step : steps_) ask(step, turn);
+    }
+  }
+
   // Give every rank `site`, `call` and `bytes` bytes at `data`, and get theirs. Throws Failure.
-  void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter);
+  void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter) {
+    begins_.clear();
+    end_ = 0;
+    hold({bytes, call, site, 1}, data);
+    for (Step& step : steps_) {
+      const size_t sent = step.blocks == begins_.size() ? end_ : begins_[step.blocks];
+      step.sends->send(step.to, kRelaySlot, 0, sent);
+      waiter.received(*step.receives[turn_], step.from);
+      take(step.rooms[turn_].get(), step.blocks);
+    }
+    for (Step& step : steps_) ask(step, turn_);
+    turn_ = (turn_ + 1) % kTurns;
+    for (Step& step : steps_) waiter.sent(*step.sends, step.to);
+  }
 
   // Of the last exchange.
   const fl_signature& call(int rank) const { return head(rank).call; }
@@ -28,14 +59,31 @@ class Relay {
   const char* payload(int rank) const { return &held_[begins_[place(rank)]] + sizeof(Head); }
 
   // The ranks of which nothing has come in an exchange that has failed.
-  std::vector<int> missing() const;
+  std::vector<int> missing() const {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < mesh_.size; ++rank) {
+      if (place(rank) >= begins_.size()) ranks.push_back(rank);
+    }
+    return ranks;
+  }
+
   // Whether `rank`, a neighbour, has begun the next exchange, and with what call.
-  bool is_ahead(int rank, fl_signature& call) const;
+  bool is_ahead(int rank, fl_signature& call) const {
+    for (const Step& step : steps_) {
+      if (step.from != rank) continue;
+      const Head& head = *reinterpret_cast<const Head*>(step.rooms[turn_].get());
+      if (__atomic_load_n(&head.arrived, __ATOMIC_ACQUIRE) == 0) return false;
+      call = head.call;
+      return true;
+    }
+    return false;
+  }
 
  private:
   // A rank that waits to be asked for a message waits half a round trip longer: the next one is asked for
   // before this rank sends the last.
   static constexpr size_t kTurns = 2;
+  static constexpr size_t kAlignment = 8;  // of payloads that are computed with
   struct Head {
     uint64_t bytes;  // of the payload, which follows
     fl_signature call;
@@ -50,14 +98,34 @@ class Relay {
     Buffer sends;
   };
 
+  static size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
   // Blocks are held in the order in which they come: from this rank on downwards.
   size_t place(int rank) const { return (mesh_.rank - rank + mesh_.size) % mesh_.size; }
   const Head& head(int rank) const {
     return *reinterpret_cast<const Head*>(&held_[begins_[place(rank)]]);
   }
-  void ask(Step& step, size_t turn);
-  void take(const char* from, size_t blocks);
-  void hold(const Head& head, const void* payload);
+
+  void ask(Step& step, size_t turn) {
+    std::memset(step.rooms[turn].get(), 0, sizeof(Head));  // nothing has arrived
+    const Buffer& receive = step.receives[turn];
+    mesh_.ask(*receive, step.from, kRelaySlot, 0, receive->size);
+  }
+
+  void take(const char* from, size_t blocks) {
+    for (size_t i = 0; i < blocks; ++i) {
+      const Head& head = *reinterpret_cast<const Head*>(from);
+      hold(head, from + sizeof(Head));
+      from += sizeof(Head) + aligned(head.bytes);
+    }
+  }
+
+  void hold(const Head& head, const void* payload) {
+    if (head.bytes * mesh_.size > kBytes) throw std::runtime_error("a payload that is too long");
+    begins_.push_back(end_);
+    std::memcpy(&held_[end_], &head, sizeof(Head));
+    if (head.bytes > 0) std::memcpy(&held_[end_ + sizeof(Head)], payload, head.bytes);
+    end_ += sizeof(Head) + aligned(head.bytes);
+  }
 
   Mesh& mesh_;
   std::unique_ptr<char[]> held_;

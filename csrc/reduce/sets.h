@@ -7,7 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// The model checker needs the baseline alone.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(FL_MODEL)
 #define FL_SEVERAL_KERNELS 1
 #include <immintrin.h>
 #endif

@@ -1,18 +1,10 @@
 #include "group.h"
 
-#include <numeric>
-
 #include "../common/signature.h"
 #include "../common/verbs.h"
 
 namespace fl {
 namespace {
-
-std::vector<int> all_ranks(int size) {
-  std::vector<int> ranks(size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
 
 // So long a group that is closed waits for a collective of another thread, which ends sooner.
 constexpr long kLeavingMilliseconds = 500;
@@ -77,12 +69,23 @@ ShmGroup::Result ShmGroup::run_collective(const Request& call) {
   if (turn_.is_mine()) return in_the_middle();
   bool was_late = false;  // another thread has begun one meanwhile, or it has been queued
   Result result = guarded([&](Seen& seen) {
-    const Running running(*this, interrupt_);
+    const Turn::Held running = await_turn(interrupt_);
     was_late = is_begun_;
     if (was_late) return Bytes();
     return dispatch(call, interrupt_, call.site, seen);
   });
   return was_late ? start_collective(call, asked(call.site)) : result;
+}
+
+// Throws Failure where the group ends meanwhile, or a signal handler raises.
+Turn::Held ShmGroup::await_turn(InterruptCheck interrupt) {
+  while (!turn_.try_take_for(kSliceMilliseconds)) {
+    if (peers_.has_ended()) throw peers_.why_ended();
+    if (interrupt != nullptr && interrupt() != 0) throw interrupted();
+  }
+  if (!peers_.has_ended()) return Turn::Held(turn_);
+  turn_.give();
+  throw peers_.why_ended();
 }
 
 fl_site ShmGroup::asked(const fl_site* site) const {
@@ -94,7 +97,7 @@ fl_site ShmGroup::asked(const fl_site* site) const {
 
 bool ShmGroup::is_ahead(int rank, fl_signature& call) {
   if (!turn_.try_take()) return false;
-  const Running running(*this);
+  const Turn::Held running(turn_);
   return queued_.load(std::memory_order_relaxed) == 0 && collectives_.is_ahead(rank, call);
 }
 
@@ -144,7 +147,7 @@ Progress ShmGroup::ready(int spins) {
 }
 
 ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data, void* output) {
-  const Running running(*this);
+  const Turn::Held running(turn_);
   return guarded([&](Seen& seen) {
     return reporting(nullptr, [&] { return complete(signature, data, output, seen); });
   });
@@ -169,13 +172,13 @@ Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& 
 }
 
 void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {
-  const Running running(*this, nullptr);
+  const Turn::Held running = await_turn(nullptr);
   return collectives_.add_region(std::move(mapping), stride);
 }
 
 bool ShmGroup::drop_region(const void* array) {
   if (!turn_.try_take()) return false;
-  const Running running(*this);
+  const Turn::Held running(turn_);
   collectives_.drop_region(array);
   return true;
 }

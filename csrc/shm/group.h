@@ -81,7 +81,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   int size() const { return size_; }
 
  private:
-  class Running;
+  Turn::Held await_turn(InterruptCheck interrupt);
   ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number);
   template <typename Body>
   Result guarded(Body body);
@@ -130,28 +130,6 @@ class ShmGroup : private Helper, private Family::Ticking {
   Result begun_;              // a collective that others know of, and that is not complete here
   bool is_begun_ = false;     // whether there is one, for whoever has turn_
   const void* seen_by_tick_ = nullptr;
-};
-
-// The turn, from here to the end of the block. Waiting for it throws Failure where the group ends
-// meanwhile, or a signal handler raises.
-class ShmGroup::Running {
- public:
-  Running(ShmGroup& group, InterruptCheck interrupt) : turn_(group.turn_) {
-    while (!turn_.try_take_for(kSliceMilliseconds)) {
-      if (group.peers_.has_ended()) throw group.peers_.why_ended();
-      if (interrupt != nullptr && interrupt() != 0) throw interrupted();
-    }
-    if (!group.peers_.has_ended()) return;
-    turn_.give();
-    throw group.peers_.why_ended();
-  }
-  // One that begin() has taken.
-  explicit Running(ShmGroup& group) : turn_(group.turn_) {}
-  ~Running() { turn_.give(); }
-  Running(const Running&) = delete;
-
- private:
-  Turn& turn_;
 };
 
 // Run `body`, a collective that was called at `site`; what it throws has what ranks have called.

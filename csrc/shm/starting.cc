@@ -33,7 +33,7 @@ ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& s
   // It counts until it has ended for those who look as well: finish() lets go of what it runs.
   const auto queued = std::make_shared<Queued>(queued_);
   return queue_.make(call.seconds, [=, queued = queued](Operation& operation) {
-    const Running running(*this, nullptr);
+    const Turn::Held running = await_turn(nullptr);
     if (is_begun) {
       is_begun_ = false;
       collectives_.go_on(operation.seconds, nullptr);
@@ -64,7 +64,7 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
   if (queued_.load(std::memory_order_relaxed) != 0) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   {
-    const Running running(*this);
+    const Turn::Held running(turn_);
     if (!collectives_.can_begin(call.signature)) return false;
     collectives_.begin(call.seconds, nullptr);
     collectives_.call(call.signature, call.data, &site, call.is_ahead);
@@ -116,7 +116,7 @@ ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
   // What is queued compares what was called before it.
   if (begun_ != nullptr || queued_.load(std::memory_order_relaxed) != 0) return nullptr;
   if (!turn_.try_take()) return nullptr;
-  const Running running(*this);
+  const Turn::Held running(turn_);
   const auto operation = queue_.make(seconds, [&](Operation&) {
     try {
       is_behind = collectives_.look_back(seconds);

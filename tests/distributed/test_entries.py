@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import os
 import pickle
 import pydoc
 import subprocess
@@ -103,11 +104,10 @@ def test_plain_calls_do_not_pass_through_python(rank: int, size: int) -> None:
         for of in (None, group):
             fl.barrier()
             assert functions_called(functools.partial(verb, of)) == []
-    record = current_world().group.journal.records(1)[-1].as_dict()
-    assert "via" not in record
+    assert "via" not in current_world().group.journal.records(1)[-1].as_dict()
     work = fl.all_reduce_multiple([x, whole], async_op=True)
     assert work.wait()[1] is whole
-    with fl.profile():  # which wants every call
+    with fl.profile(os.devnull):  # which wants every call
         assert "all_reduce" in functions_called(lambda: fl.all_reduce(x))
 
 

@@ -83,7 +83,9 @@ def collective(
     begun = len(x) if several and async_op else 1
     with refusing(members, verb, [COLLECTIVE] * begun, (x, out)):
         is_plain = verb is ALL_REDUCE and isinstance(op, str) and type(scale) is float
-        if is_plain and op in PLAIN_OPS and is_cupy(x) and is_reduced_as_it_is(x):
+        # Backends take such an array without packing, in its own dtype.
+        is_plain = is_plain and is_cupy(x) and x.flags.c_contiguous and x.dtype.kind in "fiu"
+        if is_plain and op in PLAIN_OPS:
             known, scale = _remembered(verb.name, x.dtype, op, scale, members.size)
             work = members.run(Call(verb, x, known, scale, root, blocking=not async_op))
             return work if async_op else work.wait()
@@ -107,11 +109,6 @@ def collective(
 
 
 PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
-
-
-def is_reduced_as_it_is(x: Any) -> bool:
-    """Return whether backends take ``x``, a CuPy array, without packing or another dtype."""
-    return bool(x.flags.c_contiguous) and x.dtype.kind in "fiu"
 
 
 def reduction(

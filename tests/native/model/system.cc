@@ -408,20 +408,3 @@ int model_close(int fd) {
 int model_unlink(const char*) { return 0; }
 
 }  // extern "C"
-
-// Other instruction sets than the baseline's are not needed here.
-namespace fl {
-namespace baseline {
-bool reduce_all(int, int, double, void*, const void* const*, int, size_t);
-}
-namespace avx2 {
-bool reduce_all(int dtype, int op, double scale, void* into, const void* const* from, int ranks, size_t count) {
-  return baseline::reduce_all(dtype, op, scale, into, from, ranks, count);
-}
-}  // namespace avx2
-namespace avx512 {
-bool reduce_all(int dtype, int op, double scale, void* into, const void* const* from, int ranks, size_t count) {
-  return baseline::reduce_all(dtype, op, scale, into, from, ranks, count);
-}
-}  // namespace avx512
-}  // namespace fl
