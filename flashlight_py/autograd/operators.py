@@ -12,10 +12,6 @@ from flashlight_py.autograd.variable import Operand, Variable, record, summed
 from flashlight_py.device import array_module
 
 
-def _reversed(function: Callable[[Operand, Operand], Variable]) -> Callable[..., Variable]:
-    return lambda self, other: function(other, self)
-
-
 def _reshape(self: Variable, *shape: Any) -> Variable:
     """Return it with another shape, one number of which may be -1; a view where possible."""
     return dimensions.reshape(self, shape[0] if len(shape) == 1 else shape)
@@ -175,7 +171,7 @@ _OPERATORS: dict[str, Any] = {
     "T": property(dimensions.transpose),
 }
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
-    _OPERATORS[f"__r{_name}__"] = _reversed(_OPERATORS[f"__{_name}__"])
+    _OPERATORS[f"__r{_name}__"] = lambda self, x, of=_OPERATORS[f"__{_name}__"]: of(x, self)
 
 for _name, _function in _OPERATORS.items():
     setattr(Variable, _name, _function)

@@ -86,10 +86,7 @@ class _Convolution(ImageLayer):
         """Set the sums of the weights, and those of the biases from deltas channel by channel."""
         for home, found in zip((self.weight.mean_sum, self.weight.variance_sum), sums, strict=True):
             home[...] = found.reshape(home.shape)
-        if self.biases is not None:
-            d.sum(axis=1, out=self.biases.mean_sum)
-            e.sum(axis=1, out=self.biases.variance_sum)
-        self._sums_are_complete()
+        self._sum_biases(d, e, 1)
 
     def _matrices(self) -> tuple[Array, Array]:
         """Return means and variances of the weights as matrices; views."""

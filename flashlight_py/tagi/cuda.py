@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flashlight_py import _native, device
 from flashlight_py.errors import BackendUnavailableError
 
@@ -22,30 +24,21 @@ def is_nccl_available() -> bool:
 
 def get_device_count() -> int:
     """Return how many CUDA devices CuPy finds; 0 without CuPy, too."""
-    try:
-        _, count = device.cuda()
-    except BackendUnavailableError:
-        return 0
-    return count
+    return _cupy()[1]
 
 
 def get_current_device() -> int:
     """Return the index of the device that CuPy uses in this thread; -1: there is none."""
-    if not is_available():
-        return -1
-    from cupy.cuda import runtime
-
-    return int(runtime.getDevice())
+    cupy, count = _cupy()
+    return int(cupy.cuda.runtime.getDevice()) if count else -1
 
 
 def set_device(device_index: int) -> bool:
     """Let CuPy use this device in this thread; return whether there is one of this index."""
-    if not is_device_available(device_index):
-        return False
-    from cupy.cuda import runtime
-
-    runtime.setDevice(device_index)
-    return True
+    cupy, count = _cupy()
+    if 0 <= device_index < count:
+        cupy.cuda.runtime.setDevice(device_index)
+    return 0 <= device_index < count
 
 
 def is_device_available(device_index: int) -> bool:
@@ -55,20 +48,25 @@ def is_device_available(device_index: int) -> bool:
 
 def get_device_properties(device_index: int) -> str:
     """Return the device's name and compute capability; empty: there is no such device."""
-    if not is_device_available(device_index):
+    cupy, count = _cupy()
+    if not 0 <= device_index < count:
         return ""
-    from cupy.cuda import runtime
-
-    found = runtime.getDeviceProperties(device_index)
+    found = cupy.cuda.runtime.getDeviceProperties(device_index)
     return f"{found['name'].decode()}, compute capability {found['major']}.{found['minor']}"
 
 
 def get_device_memory(device_index: int) -> tuple[int, int]:
     """Return the device's memory in bytes: total, free. Zeros: there is no such device."""
-    if not is_device_available(device_index):
+    cupy, count = _cupy()
+    if not 0 <= device_index < count:
         return 0, 0
-    import cupy
-
     with cupy.cuda.Device(device_index):
         free, total = cupy.cuda.runtime.memGetInfo()
     return int(total), int(free)
+
+
+def _cupy() -> tuple[Any, int]:
+    try:
+        return device.cuda()
+    except BackendUnavailableError:
+        return None, 0

@@ -7,7 +7,7 @@ bucket by bucket in shared memory, and all take the step of one process with all
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashlight_py.device import Array
@@ -24,6 +24,7 @@ from flashlight_py.parallel.agreement import check_entries_agree, check_settings
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, shared_zeros, weigh_in_place
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
+from flashlight_py.tagi.network import StateDict
 from flashlight_py.tagi.normalization import BatchNorm2d
 from flashlight_py.tagi.parameters import ParameterBucket, on_device
 from flashlight_py.tagi.sequential import Sequential
@@ -57,6 +58,12 @@ class DDPConfig:
         self.world_size = world_size
 
 
+def _of_model(name: str) -> Any:
+    """Return an attribute of a DDPSequential that is its network's."""
+    doc = f"The network's own ``{name}``: of this rank's samples, and without messages."
+    return property(lambda ddp: getattr(ddp.model, name), doc=doc)
+
+
 class DDPSequential:
     """A network that is trained by all ranks together, each on its own samples.
 
@@ -70,6 +77,11 @@ class DDPSequential:
     carries states from call to call, by batches of one sample, goes by each rank's own batch.) With
     ``average=True``, as in pytagi by default, the sums are divided by the number of ranks: evidence
     is lost, and the more ranks the slower the network learns.
+
+    The buffers of outputs and deltas, ``step``, ``train``, ``eval``, ``get_outputs``,
+    ``output_to_host``, ``state_dict`` and ``load_state_dict`` are the network's own, and send
+    nothing: the state is the same on every rank but for running statistics, and a state that is
+    loaded must be.
 
     Args:
         model: a ``fl.tagi.Sequential``; used as it is, in place.
@@ -137,20 +149,16 @@ class DDPSequential:
         self.sync = DeltaSync(model, limit, average, sync, group)
         self.synchronize(0)
 
-    @property
-    def output_z_buffer(self) -> BaseHiddenStates:
-        """The moments that this rank's last forward pass ended with."""
-        return self.model.output_z_buffer
-
-    @property
-    def input_delta_z_buffer(self) -> BaseDeltaStates:
-        """The deltas of the outputs, which an updater writes and ``backward()`` reads."""
-        return self.model.input_delta_z_buffer
-
-    @property
-    def output_delta_z_buffer(self) -> BaseDeltaStates:
-        """The deltas of this rank's input, as in ``Sequential``."""
-        return self.model.output_delta_z_buffer
+    output_z_buffer: BaseHiddenStates = _of_model("output_z_buffer")
+    input_delta_z_buffer: BaseDeltaStates = _of_model("input_delta_z_buffer")
+    output_delta_z_buffer: BaseDeltaStates = _of_model("output_delta_z_buffer")
+    step: Callable[[], None] = _of_model("step")
+    train: Callable[[], None] = _of_model("train")
+    eval: Callable[[], None] = _of_model("eval")
+    get_outputs: Callable[[], tuple[Array, Array]] = _of_model("get_outputs")
+    output_to_host: Callable[[], Array] = _of_model("output_to_host")
+    state_dict: Callable[[], StateDict] = _of_model("state_dict")
+    load_state_dict: Callable[[Any], None] = _of_model("load_state_dict")
 
     def __call__(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
         """Return means and variances of the outputs for this rank's samples; see ``Sequential``.
@@ -175,32 +183,9 @@ class DDPSequential:
         """
         self.sync.backward()
 
-    def step(self) -> None:
-        """Change every parameter by what the last backward pass has found; the same on every rank.
-
-        Sends nothing.
-        """
-        self.model.step()
-
-    def train(self) -> None:
-        """As ``Sequential.train``."""
-        self.model.train()
-
-    def eval(self) -> None:
-        """As ``Sequential.eval``."""
-        self.model.eval()
-
     def barrier(self) -> None:
         """Wait for all ranks of the group. Collective, blocking."""
         barrier(group=self.sync.reducer.group)
-
-    def get_outputs(self) -> tuple[Array, Array]:
-        """Return what this rank's last forward pass did, flat, on the CPU; copies."""
-        return self.model.get_outputs()
-
-    def output_to_host(self) -> Array:
-        """Return the means of this rank's last forward pass, flat, on the CPU; a copy."""
-        return self.model.output_to_host()
 
     def get_device_with_index(self) -> str:
         """Return where the network is: ``"cpu"`` or ``"cuda:<index>"``."""
@@ -223,14 +208,6 @@ class DDPSequential:
         """
         for array in _statistics(self.model):
             all_reduce(array, op="avg", group=self.sync.reducer.group)
-
-    def state_dict(self) -> dict[str, tuple[Array, ...]]:
-        """Return the network's state; the same on every rank but for running statistics."""
-        return self.model.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Take a state, which must be the same on every rank, as ``Sequential.load_state_dict``."""
-        self.model.load_state_dict(state_dict)
 
 
 class DeltaUnit(Unit):

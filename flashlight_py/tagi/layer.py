@@ -191,46 +191,19 @@ class BaseLayer(abc.ABC):
         """How many biases it has."""
         return 0 if self.biases is None else int(self.biases.mean.size)
 
+    def _sum_biases(self, d: Array, e: Array, axis: int) -> None:
+        """Set the sums of the biases, over an axis of their units' deltas; the others are set."""
+        if self.biases is not None:
+            d.sum(axis=axis, out=self.biases.mean_sum)
+            e.sum(axis=axis, out=self.biases.variance_sum)
+        self._sums_are_complete()
+
     def _sums_are_complete(self) -> None:
         if self.on_sums is not None:
             self.on_sums(self)
 
     def __repr__(self) -> str:
         return self.get_layer_info()
-
-
-def forward_through(layers: Sequence[BaseLayer], x: BaseHiddenStates) -> BaseHiddenStates:
-    """Return the moments that ``layers`` in a row make of ``x``."""
-    for layer in layers:
-        x = layer.forward(x)
-    return x
-
-
-def backward_through(
-    layers: Sequence[BaseLayer], d: Array, e: Array, wanted: bool
-) -> Deltas | None:
-    """Go back through ``layers`` in a row, the last one first; as :meth:`BaseLayer.backward`."""
-    for number in range(len(layers) - 1, -1, -1):
-        deltas = layers[number].backward(d, e, wanted or number > 0)
-        if deltas is not None:
-            d, e = deltas
-    return (d, e) if wanted else None
-
-
-def connect_in_row(layers: Sequence[BaseLayer], shape: Shape, within: str = "") -> Shape:
-    """Connect ``layers`` one after the other; return the shape of the last one's output.
-
-    A ValueError names one that cannot take the output of the one before, and that.
-    """
-    before = f"the input{within}"
-    for number, layer in enumerate(layers):
-        try:
-            shape = layer.connect(shape)
-        except ValueError as error:
-            name = f"layer {number}{within}, {layer}"
-            raise ValueError(f"{name}, after {before}: {error}") from error
-        before = f"layer {number}, {layer}"
-    return shape
 
 
 def times_slope(d: Array, e: Array, slope: Array | None) -> Deltas:
@@ -281,17 +254,33 @@ class LayerBlock(_Block):
         TypeError: something is no layer of ``fl.tagi``, or there is none.
     """
 
-    def connect(self, shape: Shape) -> Shape:
-        """Connect the layers one after the other."""
-        self.input_shape = shape
-        self.output_shape = connect_in_row(self.layers, shape, " of the block")
-        return self.output_shape
+    def connect(self, shape: Shape, within: str = " of the block") -> Shape:
+        """Connect the layers one after the other.
+
+        A ValueError names one that cannot take the output of the one before, and that.
+        """
+        self.input_shape, before = shape, f"the input{within}"
+        for number, layer in enumerate(self.layers):
+            try:
+                shape = layer.connect(shape)
+            except ValueError as error:
+                name = f"layer {number}{within}, {layer}"
+                raise ValueError(f"{name}, after {before}: {error}") from error
+            before = f"layer {number}, {layer}"
+        self.output_shape = shape
+        return shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        return forward_through(self.layers, x)
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        return backward_through(self.layers, d, e, wanted)
+        for number in range(len(self.layers) - 1, -1, -1):
+            deltas = self.layers[number].backward(d, e, wanted or number > 0)
+            if deltas is not None:
+                d, e = deltas
+        return (d, e) if wanted else None
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
         """Yield the layers that it consists of, such as ``"Linear.main.3.0"``."""

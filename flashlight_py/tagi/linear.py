@@ -76,15 +76,12 @@ class Linear(BaseLayer):
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
         """Set ``d.T @ m`` and ``e.T @ m**2``; return ``d @ W`` and ``e @ W**2`` times slopes."""
-        x, weight, biases = self._x, self.weight, self.biases
+        x, weight = self._x, self.weight
         xp = array_module(x.mean)
         d, e = d.reshape(len(x.mean), -1), e.reshape(len(x.mean), -1)
         xp.matmul(d.T, x.mean, out=weight.mean_sum)
         xp.matmul(e.T, self._squares, out=weight.variance_sum)
-        if biases is not None:
-            d.sum(axis=0, out=biases.mean_sum)
-            e.sum(axis=0, out=biases.variance_sum)
-        self._sums_are_complete()
+        self._sum_biases(d, e, 0)
         if not wanted:
             return None
         square = xp.square(weight.mean) if self._square is None else self._square

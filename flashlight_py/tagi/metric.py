@@ -1,6 +1,8 @@
 """How good predictions are, of arrays of one shape, or flat, of any dtype.
 
-Values that are NaN or masked (``np.ma``) among observations and labels count as not observed.
+Values that are NaN or masked (``np.ma``) among observations and labels count as not observed, and
+are left out. A ValueError is raised if the arrays have different shapes, and none is flat with as
+many elements; one element goes with all but labels.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class HRCSoftmaxMetric:
         hrc_softmax: the tree; ``hrc_softmax.len`` is how many outputs the network needs.
 
     Raises:
-        ValueError: there are fewer than two classes.
+        ValueError: there are fewer than two classes; when called: sizes differ from what the tree
+            needs.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -38,54 +41,34 @@ class HRCSoftmaxMetric:
         Args:
             m_pred, v_pred: means and variances of the outputs, ``[batch, outputs]`` or flat.
             label: ``[batch]``, from 0; samples whose label is NaN or masked are left out.
-
-        Raises:
-            ValueError: sizes differ from what the tree needs.
         """
         return classification_error(self.get_predicted_labels(m_pred, v_pred), label)
 
     def get_predicted_labels(self, m_pred: Any, v_pred: Any) -> Array:
-        """Return the most probable class of each sample, ``[batch]``, int32.
-
-        Raises:
-            ValueError: sizes differ from what the tree needs.
-        """
+        """Return the most probable class of each sample, ``[batch]``, int32."""
         probable: Array = probabilities(m_pred, v_pred, self.hrc_softmax).argmax(axis=1)
         return probable.astype(np.int32)
 
 
 def mse(prediction: Any, observation: Any) -> float:
-    """Return the mean of the squared errors; pairs with a NaN or masked value are left out.
-
-    Raises:
-        ValueError: the arrays have different shapes, and none is flat with as many elements; one
-            element goes with all.
-    """
+    """Return the mean of the squared errors."""
     predicted, observed = _alike("mse", prediction=prediction, observation=observation)
     return float(np.nanmean((predicted - observed) ** 2))
 
 
 def rmse(prediction: Any, observation: Any) -> float:
-    """Return the root of the mean of the squared errors; without what is NaN or masked.
-
-    Raises:
-        ValueError: as :func:`mse`.
-    """
+    """Return the root of the mean of the squared errors."""
     predicted, observed = _alike("rmse", prediction=prediction, observation=observation)
     return float(np.sqrt(np.nanmean((predicted - observed) ** 2)))
 
 
 def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
-    """Return the mean logarithm of the density of the observations; those with a NaN or masked
-    value are left out.
+    """Return the mean logarithm of the density of the observations.
 
     Args:
         prediction: means of the predicted distributions.
         observation: what was observed.
         std: standard deviations of the predictions, the observations' errors included.
-
-    Raises:
-        ValueError: as :func:`mse`.
     """
     predicted, observed, deviation = _alike(
         "log_likelihood", prediction=prediction, observation=observation, std=std
@@ -95,12 +78,10 @@ def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
 
 
 def classification_error(prediction: Any, label: Any) -> float:
-    """Return the share of predicted classes that are not the labels, 0 to 1; a label that is NaN or
-    masked is left out.
+    """Return the share of predicted classes that are not the labels, 0 to 1.
 
     Raises:
-        ValueError: the arrays have different shapes, and none is flat with as many elements; or a
-            prediction is masked.
+        ValueError: as the module says, or a prediction is masked.
     """
     predicted = np.asarray(to_device(unmasked("prediction", prediction), "cpu"))
     labels = np.asarray(to_device(unmasked("label", label, np.nan), "cpu"))

@@ -127,10 +127,7 @@ class LSTM(BaseLayer):
         joined, shape = joined.reshape(-1, joined.shape[2]), (dz.shape[1], -1)
         xp.matmul(dz.T, joined, out=self.weight.mean_sum.reshape(shape))
         xp.matmul(ez.T, joined * joined, out=self.weight.variance_sum.reshape(shape))
-        if self.biases is not None:
-            dz.sum(axis=0, out=self.biases.mean_sum.reshape(-1))
-            ez.sum(axis=0, out=self.biases.variance_sum.reshape(-1))
-        self._sums_are_complete()
+        self._sum_biases(dz.reshape(-1, 4, self._outputs), ez.reshape(-1, 4, self._outputs), 0)
         if deltas is None:
             return None
         d, e = (each.reshape(self._x.mean.shape) for each in deltas)

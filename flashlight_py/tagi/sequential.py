@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
-from flashlight_py.tagi.layer import (
-    BaseLayer,
-    Shape,
-    backward_through,
-    connect_in_row,
-    forward_through,
-)
+from flashlight_py.tagi.layer import BaseLayer, LayerBlock, Shape
 from flashlight_py.tagi.network import Network
 from flashlight_py.tagi.normalization import NORM_STATISTICS, BatchNorm2d
 from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, on_device
@@ -68,7 +62,8 @@ class Sequential(Network):
                 )
         if not layers:
             raise TypeError("Sequential: a network needs at least one layer")
-        self.layers = list(layers)
+        self._row = LayerBlock(*layers)
+        self.layers = self._row.layers
         self.device = "cpu"
         self.output_z_buffer = BaseHiddenStates(np.empty((0, 0), REAL))
         self.input_delta_z_buffer = BaseDeltaStates()
@@ -120,7 +115,7 @@ class Sequential(Network):
         if self._from_states:
             x = x.shaped(self._shape_of_samples(x.mean.shape))
         if self.samples:
-            x = forward_through(self.layers, x)
+            x = self._row.forward(x)
         else:
             for _, layer in self.named_layers():
                 layer.forward_nothing()
@@ -140,7 +135,7 @@ class Sequential(Network):
         deltas = self.check_deltas()
         wanted = self.input_state_update or self._from_states
         if self.samples:
-            found = backward_through(self.layers, *deltas, wanted) or deltas
+            found = self._row.backward(*deltas, wanted) or deltas
         else:
             found = deltas
             for _, layer in reversed([*self.named_layers()]):
@@ -193,8 +188,7 @@ class Sequential(Network):
 
     def _set_training(self, training: bool) -> None:
         self.training = training
-        for layer in self.layers:
-            layer.set_training(training)
+        self._row.set_training(training)
 
     def to_device(self, device: str) -> None:
         """Move parameters and statistics to ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``, blocking.
@@ -204,8 +198,7 @@ class Sequential(Network):
         """
         self.device = device_of(to_device(np.empty(0, REAL), device))
         self.gather_parameters()
-        for layer in self.layers:
-            layer.to_device(self.device)
+        self._row.to_device(self.device)
 
     def gather_parameters(
         self, make: Callable[[list[BaseLayer]], list[ParameterBucket]] | None = None
@@ -239,11 +232,7 @@ class Sequential(Network):
 
         Flat copies on the CPU, in the order of the layers; blocks are entered.
         """
-        return [
-            (layer.mu_w, layer.var_w, layer.mu_b, layer.var_b)
-            for _, layer in self.named_layers()
-            if layer.has_state
-        ]
+        return [(mw, sw, mb, sb) for mw, sw, mb, sb, *_ in self.state_dict().values()]
 
     def params_from(self, other: Sequential) -> None:
         """Take the parameters and running statistics of another network of the same layers.
@@ -368,7 +357,7 @@ class Sequential(Network):
     def _connect(self, own: Shape) -> None:
         """Connect the layers for samples of this shape, or leave them as they were."""
         try:
-            connect_in_row(self.layers, own)
+            self._row.connect(own, "")
         except ValueError:
             if self._shape is not None:
                 self._connect(self._shape)

@@ -7,6 +7,7 @@ and the layers behind it read that as it lies.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -308,6 +309,18 @@ class _Pool(ImageLayer):
         images = images_of(shape)
         return self._cover(images, images[0])
 
+    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+        """Return to each element the shares of its windows' deltas, added up, times slopes."""
+        if not wanted:
+            return None
+        shape = self.shape_of_outputs(len(self._like))
+        back, back_e = (self._spread(each.reshape(shape), n) for n, each in enumerate((d, e), 1))
+        return times_slope(back, back_e, self._slope)
+
+    @abc.abstractmethod
+    def _spread(self, deltas: Array, power: int) -> Array:
+        """Return new images with the deltas of the means (``power`` 1), or of the variances (2)."""
+
 
 class AvgPool2d(_Pool):
     """The mean of each window, channel by channel: ``[batch, channels, height, width]`` to
@@ -339,14 +352,8 @@ class AvgPool2d(_Pool):
         variance = None if x.variance is None else sum_windows(self._over, x.variance, 1 / count**2)
         return BaseHiddenStates(sum_windows(self._over, x.mean, 1 / count), variance)
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        """Return to each element ``d / k^2`` and ``e / k^4`` of its windows, times slopes."""
-        if not wanted:
-            return None
-        shape, count = self.shape_of_outputs(len(self._like)), self.kernel_size**2
-        back = spread_windows(self._over, d.reshape(shape), 1 / count, self._like)
-        back_e = spread_windows(self._over, e.reshape(shape), 1 / count**2, self._like)
-        return times_slope(back, back_e, self._slope)
+    def _spread(self, deltas: Array, power: int) -> Array:
+        return spread_windows(self._over, deltas, 1 / self.kernel_size ** (2 * power), self._like)
 
 
 class MaxPool2d(_Pool):
@@ -383,15 +390,8 @@ class MaxPool2d(_Pool):
             self._slope, self._like, self._taken = x.slope, x.mean, taken
         return BaseHiddenStates(mean, variance)
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        """Return ``d`` and ``e`` to the elements that were taken, added up, times slopes."""
-        if not wanted:
-            return None
-        over, taken, like = self._over, self._taken, self._like
-        back, back_e = (
-            spread_taken(over, each.reshape(taken.shape), taken, like) for each in (d, e)
-        )
-        return times_slope(back, back_e, self._slope)
+    def _spread(self, deltas: Array, power: int) -> Array:
+        return spread_taken(self._over, deltas, self._taken, self._like)
 
 
 def sum_windows(windows: Windows, images: Array, factor: float) -> Array:

@@ -341,13 +341,12 @@ def _extremum(name: str, x: Variable, axis: Axis, keepdims: bool) -> Variable:
     array, axes = x.data, _axes(axis, x.data.ndim)
     best = getattr(array, name)(axis=axes, keepdims=True)
 
-    def vjp(grad: Array) -> Any:
+    def slope() -> Any:
         winners = array == best
         shares = winners / winners.sum(axis=axes, keepdims=True)
-        wide = widened(grad)
-        return _spread(wide, axes, array.shape) * shares.astype(wide.dtype)
+        return shares.astype(widened(best).dtype)
 
-    return record(best if keepdims else best.squeeze(axes).copy(), (x, vjp))
+    return _reduction(x, best.copy(), axes, keepdims, slope)
 
 
 def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
@@ -401,7 +400,11 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
         x, weight, bias = as_half(x), as_half(weight), None if bias is None else as_half(bias)
     rows, w = x.data, weight.data
     if rows.ndim != 2 or w.ndim != 2:
-        return _linear_of_more_dimensions(x, weight, bias, with_relu)
+        *outer, features = rows.shape or (-1,)
+        if w.ndim != 2 or features != w.shape[1]:
+            raise _misfit(rows, w)
+        flat = reshape(x, (math.prod(outer), features))
+        return reshape(_linear(flat, weight, bias, with_relu), (*outer, len(w)))
     # NumPy's own product of float16 is a loop; a GPU multiplies it, and sums in float32.
     is_narrow = w.dtype.char in NARROW and not is_cupy(w)
     try:
@@ -427,9 +430,15 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
     kept = w if weight.placement is None else None  # a sharded one is read again in the end
 
     def weight_vjp(grad: Array) -> Any:
-        if weight.buffer is None or is_narrow:
+        buffer = weight.buffer
+        if buffer is None or is_narrow:
             return grad.T.dot(widened(rows) if is_narrow else rows)
-        return _into_buffer(weight, grad, rows)
+        if isinstance(buffer, GradSink):
+            return buffer.product(weight, grad.T, rows)
+        # The first contribution is written to where it belongs, if it can be.
+        fits = weight.grad is None and buffer.flags.c_contiguous
+        fits = fits and grad.dtype == rows.dtype == weight.dtype
+        return grad.T.dot(rows, out=buffer if fits else None)
 
     def bias_vjp(grad: Array) -> Any:
         if len(grad) == 1:
@@ -459,16 +468,6 @@ def _add_bias_and_relu(out: Array, bias: Variable | None) -> Vjp:
     return slope_of_relu(out, zero)
 
 
-def _linear_of_more_dimensions(
-    x: Variable, weight: Variable, bias: Variable | None, with_relu: bool
-) -> Variable:
-    *outer, features = x.data.shape or (-1,)
-    if weight.data.ndim != 2 or features != weight.data.shape[1]:
-        raise _misfit(x.data, weight.data)
-    rows = reshape(x, (math.prod(outer), features))
-    return reshape(_linear(rows, weight, bias, with_relu), (*outer, len(weight.data)))
-
-
 def _misfit(rows: Array, w: Array) -> ValueError:
     if w.ndim != 2:
         return ValueError(f"linear: expected a weight of shape [out, in], got {w.shape}")
@@ -476,16 +475,6 @@ def _misfit(rows: Array, w: Array) -> ValueError:
         f"linear: expected input of shape [..., {w.shape[1]}] for a weight of shape {w.shape}, "
         f"got {rows.shape}"
     )
-
-
-def _into_buffer(weight: Variable, grad: Array, rows: Array) -> Any:
-    """Return the product; the first contribution is written to where it belongs, if it can be."""
-    buffer = weight.buffer
-    if isinstance(buffer, GradSink):
-        return buffer.product(weight, grad.T, rows)
-    fits = weight.grad is None and buffer.flags.c_contiguous
-    fits = fits and grad.dtype == rows.dtype == weight.dtype
-    return grad.T.dot(rows, out=buffer if fits else None)
 
 
 def matmul(a: Operand, b: Operand) -> Variable:
