@@ -141,13 +141,6 @@ class TestExtremes:
 
 
 class TestAstype:
-    def test_gradient_has_the_own_dtype(self) -> None:
-        x = param(np.ones(2, "float32"))
-        result = F.astype(x, "float64")
-        assert result.dtype == "float64"
-        assert gradient(result * 3, x).dtype == "float32"
-        np.testing.assert_array_equal(x.grad, [3, 3])
-
     def test_result_is_a_copy_even_in_the_same_dtype(self) -> None:
         x = param(np.ones(2, "float32"))
         assert not np.shares_memory(F.astype(x, "float32").array, x.array)

@@ -147,5 +147,6 @@ def test_a_cast_names_its_dtype(dtype: str) -> None:
     x = param(np.ones(2, np.float32))
     result = F.astype(x, dtype)
     assert result.dtype.name == dtype
-    result.backward(result.array)
+    result.backward(3 * result.array)
     assert x.grad.dtype == np.float32
+    np.testing.assert_array_equal(x.grad, [3, 3])
