@@ -145,10 +145,10 @@ class Sequential(Network):
         self.input_delta_z_buffer.mean = None  # layers may have changed the arrays
 
     def check_deltas(self) -> tuple[Array, Array]:
-        """Return what a backward pass begins with.
+        """Return what a backward pass begins with, or raise the errors of :meth:`backward`.
 
         Raises:
-            RuntimeError, ValueError: as :meth:`backward`.
+            RuntimeError, ValueError: see there.
         """
         d, e = self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance
         if d is None or e is None:
@@ -237,8 +237,7 @@ class Sequential(Network):
     def params_from(self, other: Sequential) -> None:
         """Take the parameters and running statistics of another network of the same layers.
 
-        Raises:
-            ValueError: its layers differ. Nothing was changed.
+        Other layers are a ValueError, and nothing is changed.
         """
         self.load_state_dict(other.state_dict())
 
