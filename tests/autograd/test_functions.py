@@ -310,6 +310,16 @@ def test_softmax_of_no_dimensions(function: Any, one: int) -> None:
         assert gradient(result, x) == 0
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (0, 2, 4)])
+def test_an_empty_batch_has_results_and_gradients(shape: tuple[int, ...]) -> None:
+    x, w, b = param(np.ones(shape)), param(np.ones((3, 4))), param(np.ones(3))
+    assert F.linear(x, w, b).shape == (*shape[:-1], 3)
+    np.testing.assert_array_equal(gradient(F.linear(x, w, b), w), np.zeros((3, 4)))
+    np.testing.assert_array_equal(b.grad, np.zeros(3))
+    for function in (F.softmax, F.log_softmax):
+        assert gradient(function(x), x).shape == shape
+
+
 class TestGradcheck:
     def test_finds_a_wrong_gradient(self) -> None:
         def wrong(x: Variable) -> Variable:

@@ -222,14 +222,6 @@ class TestAsAnArray:
             with pytest.raises(TypeError, match="without dimensions"):
                 ask(param(np.array(1.0)))
 
-    def test_sum_mean_and_transpose(self) -> None:
-        x = param(np.arange(6.0).reshape(3, 2))
-        assert float(x.sum()) == 15
-        assert x.mean(axis=0, keepdims=True).array.tolist() == [[2, 3]]
-        assert x.T.shape == (2, 3)
-        (x.T @ np.ones(3)).sum().backward()
-        assert x.grad.tolist() == [[1, 1]] * 3
-
 
 def test_detach_shares_the_array_and_copy_does_not() -> None:
     x = param(np.ones(2))

@@ -151,11 +151,6 @@ def test_a_gradient_that_is_not_finite_is_named(rank: int, size: int, how: dict[
     assert "their sums are too large" in said[2] or "hook" in how
 
 
-def test_leaves_look_at_no_gradients() -> None:
-    with pytest.raises(ValueError, match="takes no check_finite"):
-        fl.distribute_module_grads(build(), leaves=2, check_finite=True)
-
-
 @on_ranks(("shm", 2))
 def test_all_ranks_look_at_their_gradients_or_none(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError, match="check_finite"):

@@ -31,8 +31,6 @@ def train(
     for step in steps:
         optimizer.zero_grad()
         one_pass(model, step, 0)
-        if way == "after the passes":
-            fl.all_reduce_gradients(model, 1 / size)
         optimizer.step()
     last = arrays_of(model, optimizer)
     if saved:
