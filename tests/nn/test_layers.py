@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from flashlight_py import nn
-from flashlight_py.autograd import functions as F
-from flashlight_py.autograd import input, param
+from flashlight_py.autograd import input
 from flashlight_py.nn import init
 from flashlight_py.random import set_seed
 
@@ -53,25 +52,6 @@ class TestLinear:
     def test_wrong_sizes(self, sizes: Any, error: type[Exception]) -> None:
         with pytest.raises(error, match="_features must be"):
             nn.Linear(*sizes)
-
-
-@pytest.mark.parametrize(
-    ("module", "function"),
-    [
-        (nn.ReLU(), F.relu),
-        (nn.Tanh(), F.tanh),
-        (nn.Sigmoid(), F.sigmoid),
-        (nn.LogSoftmax(), F.log_softmax),
-        (nn.LogSoftmax(0), lambda x: F.log_softmax(x, 0)),
-        (nn.View((-1,)), F.flat),
-        (nn.View([6, 1]), lambda x: F.reshape(x, (6, 1))),
-    ],
-)
-def test_modules_without_parameters_are_their_functions(module: nn.Module, function: Any) -> None:
-    x = param(np.linspace(-1, 1, 6).reshape(2, 3))
-    np.testing.assert_array_equal(module(x).array, function(x).array)
-    assert module.params() == []
-    assert repr(module).startswith(type(module).__name__ + "(")
 
 
 class TestDropout:

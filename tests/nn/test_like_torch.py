@@ -53,6 +53,12 @@ def rnn(kind: str, **options: Any) -> Row:
 
 
 ROWS = [
+    Row("relu", fl.nn.ReLU, "nn.ReLU()", (X,)),
+    Row("tanh", fl.nn.Tanh, "nn.Tanh()", (X,)),
+    Row("sigmoid", fl.nn.Sigmoid, "nn.Sigmoid()", (X,)),
+    Row("log_softmax", fl.nn.LogSoftmax, "nn.LogSoftmax(-1)", (X,)),
+    Row("log_softmax_first", lambda: fl.nn.LogSoftmax(0), "nn.LogSoftmax(0)", (X,)),
+    Row("view", lambda: fl.nn.View([-1]), "nn.Flatten(0)", (X,)),
     Row("gelu", fl.nn.GELU, "nn.GELU()", (X,)),
     Row("gelu_none", lambda: fl.nn.GELU("none"), "nn.GELU('none')", (X,)),
     Row("gelu_tanh", lambda: fl.nn.GELU("tanh"), "nn.GELU('tanh')", (X,)),
