@@ -167,11 +167,9 @@ class FirstOrderOptimizer(Structured, ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate; assignable at any time, at least 0.
+        """The learning rate; assignable at any time.
 
-        Raises:
-            TypeError: not a number.
-            ValueError: negative.
+        Anything else than a number is a TypeError, a negative one a ValueError.
         """
         return self._lr.item()
 

@@ -330,8 +330,7 @@ class DistributedSampler(InEpochs):
         seed: at least 0, the same on every rank. With the epoch it decides the order, on every
             platform alike.
         drop_last: whether every rank gets n // size samples.
-        rank, size, group: as of :class:`flashlight_py.DistributedDataContainer`. With ``rank`` and
-            ``size`` nothing is compared with other ranks.
+        rank, size, group: as of :class:`flashlight_py.DistributedDataContainer`.
 
     Raises:
         TypeError: an argument that must be an integer is none.
