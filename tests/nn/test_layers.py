@@ -67,19 +67,6 @@ class TestDropout:
             nn.Dropout(1)
 
 
-class TestLosses:
-    def test_categorical_cross_entropy(self) -> None:
-        logs = input(np.log(np.array([[0.5, 0.5], [0.25, 0.75]])))
-        target = input(np.array([0, 1]))
-        expected = [-math.log(0.5), -math.log(0.75)]
-        np.testing.assert_allclose(nn.CategoricalCrossEntropy("none")(logs, target).array, expected)
-        np.testing.assert_allclose(
-            nn.CategoricalCrossEntropy("sum", ignore_index=1)(logs, target).array, expected[0]
-        )
-        with pytest.raises(ValueError, match="got 'average'"):
-            nn.CategoricalCrossEntropy("average")
-
-
 @pytest.mark.parametrize(
     ("draw", "std"),
     [
