@@ -38,7 +38,7 @@ _CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
 
 def mapped(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
     """Return ``value`` with ``change`` of all that tuples, lists and dicts in it consist of."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _CONSTANT:
         return value
     if issubclass(kind, tuple) or (kind is list and not only_tuples):

@@ -238,11 +238,11 @@ def output(name: str, out: Any, like: Any, shape: tuple[int | None, ...], given:
         return NEW if type(given) is np.ndarray else Output(given, None, None)
     array = as_array(f"{name}(out=)", out, of_any_dtype=True, anew=True)
     first = array.shape[:1] if shape[:1] == (None,) and array.ndim else shape[:1]
-    if array.shape != (*first, *shape[1:]) or array.dtype != like.dtype:
-        extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
-        comma = "," * (len(shape) == 1)
+    is_other = array.dtype.newbyteorder("=") != like.dtype.newbyteorder("=")
+    if array.shape != (*first, *shape[1:]) or is_other:
+        wanted = str(shape).replace("None", "any")
         raise ValueError(
-            f"{name}: out must be {like.dtype} ({extents}{comma}), got {array.dtype} {array.shape}"
+            f"{name}: out must be {like.dtype} {wanted}, got {array.dtype} {array.shape}"
         )
     return Output(out, array, pack(array))
 
