@@ -181,14 +181,8 @@ class NativeBackend(Backend):
         names = ("fl_run", "fl_exchange", *of_op, *self.steps)
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         functions_of_group = fast.bind(
-            *(
-                self._address_of(group),
-                group,
-                self.rank,
-                self.size,
-                self.timeout,
-                self.packed_bytes,
-            ),
+            *(self._address_of(group), group, self.rank, self.size, self.timeout),
+            self.packed_bytes,
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
             (AllOf, _raise_forked, light_work(fast), self._running),
