@@ -338,8 +338,7 @@ class Variable(Leaf):
 def input(array: Array) -> Variable:
     """Return a leaf without gradient that shares ``array``, of any shape and dtype, such as data.
 
-    Raises:
-        TypeError: not an array.
+    Anything else than an array is a TypeError.
     """
     return Variable(array)
 
@@ -349,13 +348,9 @@ no_grad = input
 
 
 def param(array: Array) -> Variable:
-    """Return a leaf with gradient that shares ``array``: something to learn.
+    """Return a leaf with gradient that shares ``array``, of any shape: something to learn.
 
-    Args:
-        array: any shape, a real floating dtype.
-
-    Raises:
-        TypeError: not an array of a real floating dtype.
+    Anything else than an array of a real floating dtype is a TypeError.
     """
     return Variable(array, True)
 

@@ -28,6 +28,11 @@ FORMS: tuple[Callable[[float, int, Any, Any], float], ...] = (
 )
 
 
+def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) -> list[float]:
+    """Return the numbers of a rule's fields in step ``time``; ``norm``: see ``FORMS``."""
+    return [FORMS[f[0]](lr, time, f, norm) if isinstance(f, tuple) else f for f in fields]
+
+
 @functools.cache
 def native() -> Any | None:
     """Return the module of the kernels, or None, with a warning, where it is missing."""

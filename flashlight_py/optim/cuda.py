@@ -16,7 +16,7 @@ import numpy as np
 
 from flashlight_py.autograd.graph import note_changes
 from flashlight_py.device import is_cupy
-from flashlight_py.optim.cpu import FORMS, INVERSE, RATE, ROOT
+from flashlight_py.optim.cpu import INVERSE, RATE, ROOT, numbers_of
 from flashlight_py.structure import here
 
 # Threads of a block, and elements that a block steps.
@@ -179,23 +179,13 @@ class CapturedStep:
         if (lr, times) == self._written:
             return
         self._written = lr, times
-        known: dict[int, bytes] = {}
+        fields, pack = self._rule, struct.Struct(f"={len(self._rule)}d").pack
+        values = functools.cache(lambda time: pack(*numbers_of(fields, lr, time)))
         for table, words, positions in self._tables:
-            values = []
-            for position in positions:
-                time = steps.item(position)
-                if time not in known:
-                    known[time] = self._numbers(lr, time)
-                values.append(known[time])
-            packed = b"".join((words, *values))
+            packed = b"".join((words, *map(values, steps[positions].tolist())))
             # CUDA has copied memory that is not pinned when this returns.
             source = np.frombuffer(packed, np.uint8).ctypes.data
             cupy.cuda.runtime.memcpyAsync(table.data.ptr, source, len(packed), _TO_DEVICE, stream)
-
-    def _numbers(self, lr: float, time: int) -> bytes:
-        fields = self._rule
-        found = [FORMS[f[0]](lr, time, f, None) if isinstance(f, tuple) else f for f in fields]
-        return struct.pack(f"={len(found)}d", *found)
 
 
 @functools.cache

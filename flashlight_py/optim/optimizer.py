@@ -15,7 +15,7 @@ from flashlight_py.autograd.graph import Changes, note_changes
 from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import NARROW, Array, array_module, device_of, to_device
 from flashlight_py.optim import cpu, cuda
-from flashlight_py.optim.cpu import FORMS, Rule, native, sum_of_squares
+from flashlight_py.optim.cpu import Rule, native, numbers_of, sum_of_squares
 from flashlight_py.structure import HoldsState, Structured, as_one, here
 
 
@@ -167,11 +167,9 @@ class FirstOrderOptimizer(Structured, ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate; assignable at any time, at least 0.
+        """The learning rate; assignable at any time.
 
-        Raises:
-            TypeError: not a number.
-            ValueError: negative.
+        Anything else than a number is a TypeError, a negative one a ValueError.
         """
         return self._lr.item()
 
@@ -453,11 +451,7 @@ class RuleOptimizer(FirstOrderOptimizer):
             return known
 
         name, fields = self._rule()
-        numbers = [
-            FORMS[field[0]](lr, time, field, norm) if isinstance(field, tuple) else field
-            for field in fields
-        ]
-        return name, tuple(numbers)
+        return name, tuple(numbers_of(fields, lr, time, norm))
 
     def _step_pieces(
         self, position: int, pieces: Iterable[tuple[Any, ...]], grad_scale: float

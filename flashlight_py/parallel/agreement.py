@@ -171,9 +171,6 @@ def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = Fal
             )
 
 
-# The same bits from the same numbers --------------------------------------------------------------
-
-
 def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
     """Have BLAS compute with one thread, and compare what bits depend on. Collective, blocking.
 

@@ -5,16 +5,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from flashlight_py.dataset import Dataset
+from flashlight_py.dataset import Dataset, shares
 from flashlight_py.dataset.dataset import Indices, Sample
-from flashlight_py.dataset.shares import (
-    batch_positions,
-    contiguous_share,
-    count_batches,
-    epoch_order,
-    strided_share,
-    weight_of_part,
-)
 from flashlight_py.distributed import ProcessGroup, get_world_rank, get_world_size
 from flashlight_py.distributed.internal import group_or_world, in_step, whole_number
 from flashlight_py.errors import NotInitializedError
@@ -118,7 +110,7 @@ class DistributedDataContainer(Dataset):
             length = len(data) if hasattr(data, "__len__") or not data.shape else data.shape[0]
         except TypeError as error:
             raise TypeError(f"{what} has no length ({error})") from error
-        self._positions = contiguous_share(length, self._share.rank, self._share.size)
+        self._positions = shares.contiguous_share(length, self._share.rank, self._share.size)
 
     def __len__(self) -> int:
         """Return the number of elements in this rank's share."""
@@ -162,9 +154,6 @@ class DistributedDataContainer(Dataset):
                 f"DistributedDataContainer: its data, of type {type(data).__name__}, has no "
                 f"slices ({error}); take single elements"
             ) from error
-
-
-# In an order for each epoch ----------------------------------------------------------------------
 
 
 def _ranks(arguments: dict[str, Any]) -> ProcessGroup | None:
@@ -295,7 +284,7 @@ class InEpochs:
     def _go_to(self, epoch: int, consumed: int) -> None:
         if epoch != self._epoch:
             n, shuffle, seed = self._settings.values()
-            self._order = epoch_order(n, seed, epoch) if shuffle else None
+            self._order = shares.epoch_order(n, seed, epoch) if shuffle else None
         self._epoch, self._begin, self._consumed = epoch, consumed, consumed
         self._left = self._n - consumed
         self._is_set = False  # by the user
@@ -341,8 +330,7 @@ class DistributedSampler(InEpochs):
         seed: at least 0, the same on every rank. With the epoch it decides the order, on every
             platform alike.
         drop_last: whether every rank gets n // size samples.
-        rank, size, group: as of :class:`flashlight_py.DistributedDataContainer`. With ``rank`` and
-            ``size`` nothing is compared with other ranks.
+        rank, size, group: as of :class:`flashlight_py.DistributedDataContainer`.
 
     Raises:
         TypeError: an argument that must be an integer is none.
@@ -386,7 +374,7 @@ class DistributedSampler(InEpochs):
 
     def _positions(self) -> range:
         share = self._share
-        return strided_share(self._left, share.rank, share.size, self._drop_last)
+        return shares.strided_share(self._left, share.rank, share.size, self._drop_last)
 
     def _counting(self, indices: list[int]) -> Iterator[int]:
         """Hand out ``indices``; with each, every rank is taken to be one further."""
@@ -466,7 +454,7 @@ class ShardedDataset(InEpochs, Dataset):
 
     def __len__(self) -> int:
         """Return the number of global batches left of the epoch, the same on every rank."""
-        return count_batches(self._left, self._batch_size, self._drop_last)
+        return shares.count_batches(self._left, self._batch_size, self._drop_last)
 
     def __iter__(self) -> Iterator[Sample]:
         """Go through the batches, counting the samples that are used."""
@@ -512,10 +500,10 @@ class ShardedDataset(InEpochs, Dataset):
                 f"ShardedDataset holds {len(self)} batch(es); index {index} is out of range"
             ) from None
         batch, part = self._part(position)
-        return weight_of_part(len(part), len(batch), self._share.size)
+        return shares.weight_of_part(len(part), len(batch), self._share.size)
 
     def _part(self, index: int) -> tuple[range, range]:
         """Return the positions of global batch ``index``, and those of this rank's part."""
-        batch = batch_positions(index, self._left, self._batch_size)
-        share = contiguous_share(len(batch), self._share.rank, self._share.size)
+        batch = shares.batch_positions(index, self._left, self._batch_size)
+        share = shares.contiguous_share(len(batch), self._share.rank, self._share.size)
         return batch, batch[share.start : share.stop]

@@ -13,13 +13,7 @@ import numpy as np
 from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed import (
-    DistributedConstants,
-    ProcessGroup,
-    Reducer,
-    all_gather_object,
-    broadcast_object,
-)
+from flashlight_py.distributed import DistributedConstants, ProcessGroup, Reducer
 from flashlight_py.distributed.internal import (
     CommunicationHook,
     EagerReducer,
@@ -30,12 +24,7 @@ from flashlight_py.distributed.internal import (
     whole_number,
 )
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import (
-    check_arithmetic,
-    check_modules_agree,
-    refuse_sharded,
-    warn_of_differing,
-)
+from flashlight_py.parallel import agreement
 from flashlight_py.parallel.gradient_pass import (
     GradientPass,
     Unit,
@@ -121,7 +110,7 @@ def distribute_module_grads(
     """
     require_module(module)
     if leaves is None:
-        refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
+        agreement.refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     beside = [name for name, value in (*given.items(), ("reducer", reducer)) if value is not None]
     if leaves is not None:
@@ -149,14 +138,14 @@ def distribute_module_grads(
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
     checked = ["gradients must be finite (check_finite)"] if check_finite else []
-    digests = check_modules_agree(named, members, with_values=True, also=checked)
+    digests = agreement.check_modules_agree(named, members, with_values=True, also=checked)
     release(module)
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
     sync: GradientPass[Any]
     if leaves is not None:
-        check_arithmetic("distribute_module_grads", leaves, members)
+        agreement.check_arithmetic("distribute_module_grads", leaves, members)
         random.generator()  # so that there is one, whose state is part of what follows
-        random.load_state_dict(broadcast_object(random.state_dict(), group=group))
+        random.load_state_dict(members.broadcast_object(random.state_dict()))
         sync = LeafSync(module, in_order, buffers, leaves, group)
     elif reducer is not None:
         sync = GradientSync(
@@ -168,7 +157,7 @@ def distribute_module_grads(
     if check_finite and isinstance(sync, GradientSync):
         sync.checked = {param: name for name, param in named.items()}
     install(module, sync, before_forward if buffers and leaves is None else None)
-    warn_of_differing("distribute_module_grads", digests, members)
+    agreement.warn_of_differing("distribute_module_grads", digests, members)
 
 
 def _buffer_of(param: Variable) -> Array:
@@ -263,7 +252,7 @@ class GradientSync(GradientPass[GradientUnit]):
         if not wrong:
             return
         first = ", ".join(mine[:3]) + f" and {len(mine) - 3} more" * (len(mine) > 3)
-        ranks = enumerate(all_gather_object(first, group=group))
+        ranks = enumerate(group.all_gather_object(first))
         found = "; ".join(f"rank {rank}: {names}" for rank, names in ranks if names)
         raise FloatingPointError(
             f"[backward] rank {group.rank} of {group.size}: gradients are not finite ("
@@ -404,5 +393,5 @@ def all_reduce_gradients(
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    refuse_sharded("all_reduce_gradients", module.params())
+    agreement.refuse_sharded("all_reduce_gradients", module.params())
     reduce_used([param for param in module.params() if param.calc_grad], scale, group)

@@ -14,8 +14,9 @@ small ``all_reduce`` that all are at the same one. A rank that is elsewhere rais
 on every rank, one that does nothing ``CollectiveTimeoutError``, which names it. A gradient is never
 added to another's.
 
-Everything here blocks. ``group`` is the process group, default the world. Errors are those of the
-verb of the same name, and a TypeError if ``v`` is no Variable.
+Everything here blocks. ``group`` is the process group, default the world. The result is a new
+variable, of the dtype of ``v``, with a gradient on every rank if ``v`` has one on any. Errors are
+those of the verb of the same name, and a TypeError if ``v`` is no Variable.
 """
 
 import functools
@@ -67,8 +68,7 @@ def all_reduce(
         op: ``"sum"`` or ``"avg"``; another is a ValueError.
 
     Returns:
-        A new variable of the shape and dtype of ``v``, with a gradient on every rank if ``v`` has
-        one on any.
+        A new variable of the shape of ``v``.
 
     Example:
         >>> x = fl.param(np.ones(3))
@@ -100,8 +100,7 @@ def reduce_scatter(
         op: ``"sum"`` or ``"avg"``; another is a ValueError.
 
     Returns:
-        A new variable of shape ``(v.shape[0] // size, *v.shape[1:])``, with a gradient on every
-        rank if ``v`` has one on any.
+        A new variable of shape ``(v.shape[0] // size, *v.shape[1:])``.
     """
     call = DifferentiableCall("reduce_scatter", v, group, op)
     factor = scale / call.group.size if call.op is ReduceOp.AVG else scale
@@ -127,8 +126,7 @@ def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:
             without dimensions counts as one row.
 
     Returns:
-        A new variable of shape ``(sum of first dimensions, *v.shape[1:])``, with a gradient on
-        every rank if ``v`` has one on any.
+        A new variable of shape ``(sum of first dimensions, *v.shape[1:])``.
     """
     call = DifferentiableCall("all_gather", v, group)
     shape, rank = v.shape, call.group.rank
@@ -159,8 +157,7 @@ def all_to_all(
             a multiple of the number of ranks and the same on every rank. All ranks pass it or none.
 
     Returns:
-        A new variable of shape ``(number of rows received, *v.shape[1:])``, with a gradient on
-        every rank if ``v`` has one on any.
+        A new variable of shape ``(number of rows received, *v.shape[1:])``.
 
     Raises:
         ValueError: the first dimension cannot be cut so.
@@ -186,8 +183,7 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
         root: rank in the group.
 
     Returns:
-        A new variable of the shape and dtype of ``v``, with a gradient on every rank if ``v`` has
-        one on any.
+        A new variable of the shape of ``v``.
 
     Raises:
         ValueError: ``root`` is no rank of the group.
@@ -294,12 +290,10 @@ def copy_of(array: Array) -> Array:
     return array_module(array).array(array, order="C")  # type: ignore[no-any-return]
 
 
-# Messages: the receiver sends the gradient back ---------------------------------------------------
-
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 
-# Tags of gradients: this bit, the tag of the message, and its number among those of its tag. So a
-# gradient finds its message in whatever order the backward passes are run.
+# The receiver of a message sends the gradient back. Its tag: this bit, the message's tag, and the
+# message's number among those of its tag. So backward passes may run in any order.
 _GRADIENT = 1 << 30
 _TAGS = _NUMBERS = 1 << 15
 
@@ -333,12 +327,11 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
         require_variable("send", v)
     array = v.data
     group.send(array, dst, tag)
+    xp, dtype = array_module(array), array.dtype
+    room = functools.partial(xp.empty, array.shape, dtype)  # made when the gradient arrives
     answer = _Answer(group, RECV, dst, tag)
-    shape, dtype, xp = array.shape, array.dtype, array_module(array)
-
-    run = functools.partial(answer.run, lambda _: answer.travel(xp.empty(shape, dtype)))
-    floating = dtype if is_floating(dtype) else np.dtype(np.float32)
-    return record_in_order(xp.zeros((), floating), (v, run))
+    token = xp.zeros((), dtype if is_floating(dtype) else np.float32)
+    return record_in_order(token, (v, functools.partial(answer.receive, room)))
 
 
 def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
@@ -369,12 +362,7 @@ def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = Non
     if not is_floating(array.dtype):
         return Variable(array)
     source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
-
-    def give(grad: Array) -> Array:
-        answer.travel(grad)
-        return source.data  # this rank has nothing below
-
-    return record_in_order(array, (source, functools.partial(answer.run, give)))
+    return record_in_order(array, (source, functools.partial(answer.send, source.data)))
 
 
 def _checked_tag(verb: str, tag: int) -> int:
@@ -396,12 +384,14 @@ class _Answer(InPasses):
         self._is_begun = False  # in this pass
         self._count(tag)
 
-    def run(self, message: Callable[[Array], Array], grad: Array) -> Array:
-        """Return the gradient that ``message`` brings, or leaves here."""
-        self._is_begun = True
-        result = message(grad)
-        self._is_begun = False
-        return result
+    def receive(self, room: Callable[[], Array], _: Array) -> Array:
+        """Return the gradient that the peer sends. Blocks."""
+        return self._travel(room())
+
+    def send(self, below: Array, grad: Array) -> Array:
+        """Send ``grad`` to the peer, blocking; return ``below``: this rank has nothing there."""
+        self._travel(grad)
+        return below
 
     def join_failed(self) -> None:
         """Autograd: a pass fails that has yet to come here, where the other rank waits."""
@@ -416,10 +406,11 @@ class _Answer(InPasses):
         counts[key] += 1
 
     @as_one
-    def travel(self, grad: Array) -> Array:
-        """Send ``grad``, or fill it with what arrives; return it. Blocks."""
+    def _travel(self, grad: Array) -> Array:
+        self._is_begun = True
         travel = self._group.recv if self._verb is RECV else self._group.send
         travel(grad, self._peer, self._tag)
+        self._is_begun = False
         return grad
 
 

@@ -324,8 +324,6 @@ class GatheringSharder(Shards, GradientPass[Flat]):
         self._read = None
         yield
 
-    # Parameters ---------------------------------------------------------------------------------
-
     def arrays_of(self, flat: Flat) -> list[Array]:
         """Return the whole parameters of ``flat``. Collective, unless it was read last."""
         now = in_backward(), flat
@@ -353,8 +351,6 @@ class GatheringSharder(Shards, GradientPass[Flat]):
         for flat in self._here.difference(but):
             self._here.discard(flat)
             flat.release(wait)
-
-    # The pass -----------------------------------------------------------------------------------
 
     def opened(self, flat: Flat) -> Reduction:
         """Return this pass's gradients of ``flat``."""

@@ -93,8 +93,6 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
                 param.grad_buffer = None
         self._module, self._strangers = (lambda: None), {}
 
-    # Parameters that it does not know ------------------------------------------------------------
-
     def watch(self, module: Module) -> None:
         """Raise in a pass that uses parameters that ``module`` does not have now."""
         named = module.named_params().items()
@@ -134,8 +132,6 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
                 "fully_shard), and make a new optimizer"
             )
         self._pending = pending
-
-    # The pass -----------------------------------------------------------------------------------
 
     def _on_ready(self, unit: AnyUnit, _: object = None) -> None:
         """Autograd: the gradient of one of the unit's parameters is complete."""
@@ -223,8 +219,6 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
         for param in self._params:
             param.grad = None
 
-    # A pass that fails --------------------------------------------------------------------------
-
     def fail(self) -> None:
         """Let the pass that an exception ends here fail on all ranks."""
         self._has_failed = True
@@ -245,8 +239,6 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
     def check(self, what: str) -> None:
         """Refuse ``what`` where a rank has ended in the middle of a step."""
 
-    # Ranks without data -------------------------------------------------------------------------
-
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return what this rank's own pass counts, where ``training`` of ``ranks`` have data.
 
@@ -265,8 +257,6 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
             self._finish()
         finally:
             self._reset()
-
-    # What a kind of pass does -------------------------------------------------------------------
 
     def _enter(self) -> None:
         """Do what comes before the first unit of a pass."""
@@ -325,8 +315,6 @@ def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Arr
     flat[...] = 0
     return flat
 
-
-# The passes of modules --------------------------------------------------------------------------
 
 _passes: weakref.WeakKeyDictionary[Module, GradientPass[Any]] = weakref.WeakKeyDictionary()
 

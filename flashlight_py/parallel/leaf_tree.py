@@ -236,12 +236,9 @@ class Rows(HoldsState):
                 fold(sources, steps, 1.0, [sums[-1]])
         # Each host gets its part of this share of all hosts' sums.
         size, part = across.size, share // across.size
-        sent = sums[0].reshape(size, part) if len(sums) == 1 else None
-        if sent is None:
-            sent = np.empty((size, len(sums), part), self.dtype)
-            for number, each in enumerate(sums):
-                sent[:, number] = each.reshape(size, part)
-            sent = sent.reshape(size * len(sums), part)
+        nothing = np.empty((size, 0, part), self.dtype)  # of a rank without leaves
+        parts = [each.reshape(size, 1, part) for each in sums] or [nothing]
+        sent = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).reshape(-1, part)
         is_even = len({len(host) for host in hosts}) == 1
         counts = None if is_even else [len(sums)] * size
         got: list[Array] = list(across.all_to_all(sent, rows=counts))

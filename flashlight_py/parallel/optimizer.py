@@ -14,13 +14,7 @@ from flashlight_py.distributed.internal import (
     reduce_all,
 )
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.parallel.agreement import (
-    check_arrays_agree,
-    digest_of_values,
-    of_all_ranks,
-    refuse_sharded,
-    warn_of_differing,
-)
+from flashlight_py.parallel import agreement
 from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
 
 
@@ -63,7 +57,7 @@ class DistributedOptimizer:
                 "DistributedOptimizer takes an optimizer of flashlight_py.optim, got "
                 f"{type(optimizer).__name__}"
             )
-        refuse_sharded("DistributedOptimizer", optimizer.params)
+        agreement.refuse_sharded("DistributedOptimizer", optimizer.params)
         self._optimizer = optimizer
         self._average = bool(average)
         self._group = group
@@ -127,11 +121,11 @@ class DistributedOptimizer:
         members = group_or_world(self._group)
         if not self._agreed:
             arrays = [param.data for param in self.params]
-            check_arrays_agree("DistributedOptimizer: parameters", arrays, members)
-            digest = digest_of_values(self.params) if members.size > 1 else 0
-            digests = of_all_ranks(digest, members)
+            agreement.check_arrays_agree("DistributedOptimizer: parameters", arrays, members)
+            digest = agreement.digest_of_values(self.params) if members.size > 1 else 0
+            digests = agreement.of_all_ranks(digest, members)
             self._agreed = True
-            warn_of_differing("DistributedOptimizer", digests, members)
+            agreement.warn_of_differing("DistributedOptimizer", digests, members)
         reduce_used(self.params, self._scale(), self._group)
         self._optimizer.step()
 
@@ -158,7 +152,7 @@ class DistributedOptimizer:
             check_reduction(what, array.dtype, op, 1.0)
         if len({id(array) for array in arrays}) < len(arrays):
             raise ValueError(f"{what}: the same array was given twice")
-        check_arrays_agree(f"{what}: updates", arrays, group_or_world(self._group))
+        agreement.check_arrays_agree(f"{what}: updates", arrays, group_or_world(self._group))
         reduce_all(arrays, self._scale(), self._group)
         return updates
 

@@ -210,8 +210,6 @@ class HostMemory:
             return slice(0, length)
         return slice(length * host // count, length * (host + 1) // count)
 
-    # Buckets ------------------------------------------------------------------------------------
-
     def room(self, chunk: slice, total: Array, adds: bool) -> Array:
         """Return room for what this rank has of ``chunk``, which goes into ``total``."""
         if self._alone and not adds:
@@ -249,8 +247,6 @@ class HostMemory:
             kept = self.group.size if self.across else self.group.size / len(self.hosts)
             total[low:high] *= total.dtype.type(kept)
         total += add_up(own, self._scale, np.empty_like(total))
-
-    # Changes, and whether one was left half done ----------------------------------------------
 
     def check(self, what: str) -> None:
         """Refuse ``what`` where a rank has ended while it changed parameters.
@@ -323,8 +319,6 @@ class HostMemory:
             if nbytes and libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mode):
                 code = ctypes.get_errno()
                 raise OSError(code, f"{DEBUG}: mprotect: {os.strerror(code)}")
-
-    # Between hosts ----------------------------------------------------------------------------
 
     def sum_between_hosts(self) -> None:
         """Add up the hosts' gradients; complete on this host when all its ranks have returned."""

@@ -64,8 +64,6 @@ class HostPlace(Placement, GradSink):
         """Return what of a flat array is this parameter's."""
         return flat[self._place].reshape(self.shape)
 
-    # What optimizers ask ------------------------------------------------------------------------
-
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
         return self.view(self.shards.new_state(self, dtype))
 
@@ -94,8 +92,6 @@ class HostPlace(Placement, GradSink):
 
     def put(self, state: Array, value: Any) -> None:
         state.reshape(-1)[self._own] = to_device(value, "cpu").reshape(-1)[self._own]
-
-    # What autograd does -------------------------------------------------------------------------
 
     def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
         own = self.own(leaf)
@@ -188,8 +184,6 @@ class HostSharder(Shards, GradientPass[HostUnit]):
         for unit in self.memory.units:
             unit.places = []
 
-    # What optimizers ask ------------------------------------------------------------------------
-
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
         """Begin new state for an optimizer, and remember it; collective, see ``Shards``."""
         self.group.barrier()
@@ -243,8 +237,6 @@ class HostSharder(Shards, GradientPass[HostUnit]):
             yield
             for param in params:
                 param.data.flags.writeable = not self.memory.is_debugged
-
-    # The pass -----------------------------------------------------------------------------------
 
     def stream(self, unit: HostUnit, a: Array, b: Array) -> bool:
         """Give ``a @ b``, the gradient of the unit's only parameter, if it is its turn."""
@@ -308,8 +300,6 @@ class HostSharder(Shards, GradientPass[HostUnit]):
         super().give_zeros()
         for optimizer in list(self._optimizers):
             optimizer.step()
-
-    # A pass that fails --------------------------------------------------------------------------
 
     def join_failed(self) -> None:
         if self._failure() is not None:

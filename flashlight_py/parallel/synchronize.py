@@ -17,15 +17,7 @@ from flashlight_py.distributed.internal import (
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import (
-    all_have,
-    by_rank,
-    check_modules_agree,
-    check_settings_agree,
-    differences,
-    of_all_ranks,
-    refuse_sharded,
-)
+from flashlight_py.parallel import agreement
 from flashlight_py.parallel.tree import (
     Plan,
     TreeBuffers,
@@ -133,10 +125,10 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    refuse_sharded("all_reduce_parameters", module.params(), may_be_cut=True)
+    agreement.refuse_sharded("all_reduce_parameters", module.params(), may_be_cut=True)
     members = group_or_world(group)
     params = module.named_params()
-    check_modules_agree(params, members)
+    agreement.check_modules_agree(params, members)
     reduce_all([param.data for param in params.values()], 1.0 / members.size, group)
 
 
@@ -170,13 +162,14 @@ class PeriodicAveraging(Structured):
     @in_step()
     def __init__(self, module: Module, every: int, *, group: ProcessGroup | None = None) -> None:
         require_module(module)
-        refuse_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
+        agreement.refuse_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
         self._every = whole_number("PeriodicAveraging", "every", every, least=1)
         self._module = module
         self._group = group
         self._steps = 0
-        check_modules_agree(module.named_params(), group_or_world(group))
-        check_settings_agree("PeriodicAveraging", {"every": self._every}, group_or_world(group))
+        members = group_or_world(group)
+        agreement.check_modules_agree(module.named_params(), members)
+        agreement.check_settings_agree("PeriodicAveraging", {"every": self._every}, members)
 
     def step(self) -> bool:
         """Count a step; after every ``every``-th one average the parameters, in place.
@@ -259,9 +252,6 @@ def sync_meter(meter: Meter, *, group: ProcessGroup | None = None) -> Any:
     return meter.value_of(all_reduce(meter.state(), group=group))
 
 
-# A tree from one rank to the others ---------------------------------------------------------------
-
-
 def synchronize_for(
     verb: str,
     noun: str,
@@ -291,10 +281,10 @@ def synchronize_for(
         except Exception as found:  # noqa: BLE001 - whatever it is, all ranks raise it
             error = found
         facts = error is not None, len(encoded)
-        agreed, (failed, number_bytes) = all_have(mine, members, *facts)
+        agreed, (failed, number_bytes) = agreement.all_have(mine, members, *facts)
         if failed:  # on every rank, by what the first rank that failed reports
             report = [type(error).__name__, f"{where}: {error}"] if error else None
-            name, text = next(filter(None, of_all_ranks(report, members)))
+            name, text = next(filter(None, agreement.of_all_ranks(report, members)))
             try:
                 raise _KINDS.get(name, DistributedError)(text) from error
             finally:
@@ -331,13 +321,13 @@ def _what_differs(noun: str, tree: object, root: int, members: ProcessGroup) -> 
     alike = kinds_by_path(plan_of(tree, sort_keys=True).facts)
     in_order = {**kinds_by_path(plan_of(tree).facts), **alike}  # as users know it
     mine = [root, {path: alike[path] for path in in_order if path in alike}]
-    roots, trees = zip(*of_all_ranks(mine, members), strict=True)
+    roots, trees = zip(*agreement.of_all_ranks(mine, members), strict=True)
     if len(set(roots)) > 1:
         return (
-            f"the ranks pass different roots ({by_rank(roots)}). Nothing was changed; pass the "
-            "same root on every rank"
+            f"the ranks pass different roots ({agreement.by_rank(roots)}). Nothing was changed; "
+            "pass the same root on every rank"
         )
-    first = [*differences(trees), "tree (changing meanwhile)"][0]
+    first = [*agreement.differences(trees), "tree (changing meanwhile)"][0]
     return (
         f"the {noun}s differ at {noun}{first.removeprefix('tree')}. Nothing was changed; pass a "
         f"{noun} of the same structure on every rank"

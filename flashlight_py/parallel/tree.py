@@ -216,9 +216,6 @@ def _step(name: Any, is_object: bool) -> str:
     return f"[{json.dumps(name, ensure_ascii=False)}]"
 
 
-# Kinds of values ----------------------------------------------------------------------------------
-
-
 def look(value: Any) -> str | Array | Parts | None:
     """Return the kind of a number of NumPy, the memory of an array, parts, or None for the rest."""
     if is_cupy(value):
@@ -232,17 +229,15 @@ def look(value: Any) -> str | Array | Parts | None:
     if isinstance(value, np.generic):
         return None if isinstance(value, np.flexible) else f"NumPy {dtype_text(value.dtype)}"
     parts = _parts(value)
-    if parts or not (isinstance(value, stdlib_array.array) or _shares_memory(value)):
+    of_library = hasattr(type(value), "__dlpack__") or hasattr(
+        type(value), "__cuda_array_interface__"
+    )
+    if parts or not (of_library or isinstance(value, stdlib_array.array)):
         return parts
     found = as_array("synchronize", value)  # the memory of another library's array
     if not is_cupy(found):
         _dtype_of(found)
     return found
-
-
-def _shares_memory(value: object) -> bool:
-    """Return whether ``value`` is an array of another library."""
-    return any(hasattr(type(value), name) for name in ("__dlpack__", "__cuda_array_interface__"))
 
 
 def is_immutable(value: object) -> bool:
@@ -347,9 +342,6 @@ def key_text(value: object) -> str:
     return repr(value)
 
 
-# Packing ------------------------------------------------------------------------------------------
-
-
 class TreeBuffers:
     """Buffers for the arrays of plans of one description, and ``number_bytes`` of encoded numbers.
 
@@ -394,9 +386,6 @@ def _places(arrays: Iterable[Array], buffer: Array) -> Iterator[Array]:
         else:
             yield buffer[start : start + array.nbytes].view(dtype).reshape(array.shape)
         start += _room(array)
-
-
-# Numbers into a tree ------------------------------------------------------------------------------
 
 
 def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:

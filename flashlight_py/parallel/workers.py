@@ -122,11 +122,8 @@ class WorkerMemory:
         self._map = None
 
 
-# In the worker ------------------------------------------------------------------------------------
-
-
 class WorkerShare:
-    """The share of worker ``number``: parameters in shared memory, and graphs."""
+    """In worker ``number``: its share, with parameters in shared memory, and graphs."""
 
     def __init__(
         self, takes_output: bool, number: int, fds: Sequence[int], params: Any, grads: Any
@@ -228,11 +225,8 @@ def _leaves_below(result: Part) -> list[Variable]:
     return [target for target in walk.pending if isinstance(target, Variable)]
 
 
-# In the parent ------------------------------------------------------------------------------------
-
-
 class TeamResources(AbstractContextManager["TeamResources"]):
-    """The processes and the memory of a team. An exception within ``with`` ends them."""
+    """In the parent: processes and memory of a team. An exception within ``with`` ends them."""
 
     def __init__(self) -> None:
         self.pid, self.is_open = os.getpid(), True
@@ -559,9 +553,6 @@ def _rows(parts: Sequence[Part]) -> int:
             f"{', '.join(map(str, shapes))}; pass numbers as Python numbers"
         )
     return rows.pop() or 0 if rows else 0
-
-
-# The graph through all shares ---------------------------------------------------------------------
 
 
 # A backward pass visits, in this order,

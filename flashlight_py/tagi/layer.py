@@ -122,8 +122,7 @@ class BaseLayer(abc.ABC):
     def backward_nothing(self) -> None:
         """Set the sums of the parameters for a batch without samples; call ``on_sums``."""
         for parameter in self.parameters_in_use:
-            parameter.mean_sum[...] = 0
-            parameter.variance_sum[...] = 0
+            parameter.mean_sum[...] = parameter.variance_sum[...] = 0
         self._sums_are_complete()
 
     @property

@@ -27,8 +27,7 @@ class HRCSoftmaxMetric:
         hrc_softmax: the tree; ``hrc_softmax.len`` is how many outputs the network needs.
 
     Raises:
-        ValueError: there are fewer than two classes; when called: sizes differ from what the tree
-            needs.
+        ValueError: there are fewer than two classes.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -41,29 +40,34 @@ class HRCSoftmaxMetric:
         Args:
             m_pred, v_pred: means and variances of the outputs, ``[batch, outputs]`` or flat.
             label: ``[batch]``, from 0; samples whose label is NaN or masked are left out.
+
+        Sizes that differ from what the tree needs are a ValueError.
         """
         return classification_error(self.get_predicted_labels(m_pred, v_pred), label)
 
     def get_predicted_labels(self, m_pred: Any, v_pred: Any) -> Array:
-        """Return the most probable class of each sample, ``[batch]``, int32."""
+        """Return the most probable class of each sample, ``[batch]``, int32.
+
+        Sizes that differ from what the tree needs are a ValueError.
+        """
         probable: Array = probabilities(m_pred, v_pred, self.hrc_softmax).argmax(axis=1)
         return probable.astype(np.int32)
 
 
 def mse(prediction: Any, observation: Any) -> float:
-    """Return the mean of the squared errors."""
+    """Return the mean of the squared errors; shapes that do not fit are a ValueError."""
     predicted, observed = _alike("mse", prediction=prediction, observation=observation)
     return float(np.nanmean((predicted - observed) ** 2))
 
 
 def rmse(prediction: Any, observation: Any) -> float:
-    """Return the root of the mean of the squared errors."""
+    """Return the root of the mean of the squared errors; with the ValueError of :func:`mse`."""
     predicted, observed = _alike("rmse", prediction=prediction, observation=observation)
     return float(np.sqrt(np.nanmean((predicted - observed) ** 2)))
 
 
 def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
-    """Return the mean logarithm of the density of the observations.
+    """Return the mean logarithm of the observations' density, with the ValueError of :func:`mse`.
 
     Args:
         prediction: means of the predicted distributions.

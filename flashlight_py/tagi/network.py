@@ -132,10 +132,8 @@ class Network:
         """Write all parameters as text: ``<filename>_1_mw.csv``, ``_2_Sw``, ``_3_mb``, ``_4_Sb``.
 
         With six digits, as pytagi does; it leaves out what is inside blocks, this does not. Running
-        statistics are not in it: use :meth:`save` to go on later.
-
-        Raises:
-            OSError: a file cannot be written.
+        statistics are not in it: use :meth:`save` to go on later. A file that cannot be written is
+        an OSError.
         """
         entries = self.state_dict().values()
         for number, ending in enumerate(ENDINGS):

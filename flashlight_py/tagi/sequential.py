@@ -145,10 +145,10 @@ class Sequential(Network):
         self.input_delta_z_buffer.mean = None  # layers may have changed the arrays
 
     def check_deltas(self) -> tuple[Array, Array]:
-        """Return what a backward pass begins with.
+        """Return what a backward pass begins with, or raise the errors of :meth:`backward`.
 
         Raises:
-            RuntimeError, ValueError: as :meth:`backward`.
+            RuntimeError, ValueError: see there.
         """
         d, e = self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance
         if d is None or e is None:
@@ -169,10 +169,8 @@ class Sequential(Network):
         """Change every parameter by what the last backward pass has found, in place.
 
         Each by at most its standard deviation over 0.1 for one sample, over 2 for batches below 256
-        samples, and over 3 from there on.
-
-        Raises:
-            RuntimeError: another network was made of one of the layers since.
+        samples, and over 3 from there on. If another network was made of one of the layers since,
+        it is a RuntimeError.
         """
         cap = cap_factor(self.learnt)
         for bucket in self.buckets:
@@ -193,8 +191,7 @@ class Sequential(Network):
     def to_device(self, device: str) -> None:
         """Move parameters and statistics to ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``, blocking.
 
-        Raises:
-            ValueError, BackendUnavailableError: as :func:`flashlight_py.device.to_device`.
+        It raises the ValueError and BackendUnavailableError of ``flashlight_py.device.to_device``.
         """
         self.device = device_of(to_device(np.empty(0, REAL), device))
         self.gather_parameters()
@@ -237,8 +234,7 @@ class Sequential(Network):
     def params_from(self, other: Sequential) -> None:
         """Take the parameters and running statistics of another network of the same layers.
 
-        Raises:
-            ValueError: its layers differ. Nothing was changed.
+        Other layers are a ValueError, and nothing is changed.
         """
         self.load_state_dict(other.state_dict())
 

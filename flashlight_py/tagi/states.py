@@ -143,11 +143,8 @@ def real(
     """Return ``values``, called ``name`` in errors, as float32 on ``device``; a copy if need be.
 
     ``own``: always a contiguous copy, for what is kept after the caller has its array back.
-    ``missing``: as :func:`unmasked`. ``shape``: what they must fit, and are returned in.
-
-    Raises:
-        TypeError: they are no real numbers.
-        ValueError: as :func:`unmasked`, or they do not fit ``shape``.
+    ``missing``: as :func:`unmasked`. ``shape``: what they must fit, else a ValueError, and are
+    returned in. What is no real numbers is a TypeError.
     """
     array: Array = values if is_cupy(values) else np.asarray(unmasked(name, values, missing))
     if array.dtype.kind not in "fiub":
@@ -164,8 +161,7 @@ def real(
 def unmasked(name: str, values: Any, missing: float | None = None) -> Any:
     """Return ``values``, called ``name`` in errors, with ``missing`` for what NumPy's masks hide.
 
-    Raises:
-        ValueError: something is masked, and ``missing`` is None.
+    If ``missing`` is None, anything masked is a ValueError.
     """
     values = _stacked(values)
     if not isinstance(values, np.ma.MaskedArray):

@@ -105,21 +105,20 @@ def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
 
 
 class Utils:
-    """Functions for labels of a class tree, data sets and time series, named as pytagi's."""
+    """Functions for labels of a class tree, data sets and time series, named as pytagi's.
+
+    Labels count from 0, and there are at least 2 classes.
+    """
 
     def label_to_obs(self, labels: Any, num_classes: int) -> tuple[Array, Array, int]:
         """Return what to observe for each label, for ``update_using_indices``.
 
-        Args:
-            labels: from 0, any shape; one that is NaN or masked is not observed.
-            num_classes: at least 2.
+        Labels have any shape; one that is NaN or masked is not observed. Another one that is no
+        class, or fewer than two classes, are a ValueError.
 
         Returns:
             Values, +1 or -1, or NaN of a label that is missing, float32; outputs, from 1, int32;
             and how many there are for each label. The two arrays are flat, sample by sample.
-
-        Raises:
-            ValueError: a label is none of the classes, or there are fewer than two classes.
         """
         tree = tree_of(num_classes)
         chosen = _checked_labels(labels, num_classes, missing=np.nan)
@@ -130,10 +129,7 @@ class Utils:
     def label_to_one_hot(self, labels: Any, num_classes: int) -> Array:
         """Return 1 at each label's place, else 0: ``labels * num_classes``, flat, float32.
 
-        All are NaN of a label that is NaN or masked.
-
-        Raises:
-            ValueError: a label is none of the classes.
+        All are NaN of a label that is NaN or masked; another one that is no class is a ValueError.
         """
         chosen = _checked_labels(labels, num_classes, missing=np.nan)
         hot: Array = np.zeros((chosen.size, num_classes), REAL)
@@ -148,8 +144,7 @@ class Utils:
 
         Args:
             ma, Sa: means and variances of the outputs, ``[batch, outputs]`` or flat.
-            hr_softmax: the tree of ``num_classes`` classes.
-            num_classes: of the tree.
+            hr_softmax, num_classes: the tree, and how many classes it has.
             batch_size: how many samples there are.
 
         Returns:
@@ -169,16 +164,12 @@ class Utils:
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return 1 for each sample whose most probable class is not its label, else 0.
 
-        Args:
-            ma, Sa, hr_softmax, num_classes, batch_size: as for :meth:`get_labels`.
-            labels: ``[batch_size]``, from 0.
-
-        Returns:
-            ``[batch_size]``, int32, and the probabilities as from :meth:`get_labels`.
+        Arguments are those of :meth:`get_labels`, and ``labels``, ``[batch_size]``. The result is
+        ``[batch_size]``, int32, and the probabilities as from :meth:`get_labels`.
 
         Raises:
-            ValueError: sizes are not those of the tree and the batch, or a label is none of the
-                classes, NaN or masked; ``HRCSoftmaxMetric.error_rate`` leaves the last two out.
+            ValueError: as :meth:`get_labels`, or a label is none of the classes, NaN or masked;
+                ``HRCSoftmaxMetric.error_rate`` leaves the last two out.
         """
         predicted, values = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
         right = _checked_labels(labels, num_classes)
@@ -193,11 +184,7 @@ class Utils:
     ) -> Array:
         """Return the probability of every class, ``[samples * num_classes]``, float32.
 
-        Args:
-            ma, Sa, hr_softmax, num_classes: as for :meth:`get_labels`; one sample or more.
-
-        Raises:
-            ValueError: sizes are not those of the tree.
+        Arguments, and the ValueError, are those of :meth:`get_labels`; of one sample or more.
         """
         return self._probabilities(ma, Sa, hr_softmax, num_classes).reshape(-1)
 

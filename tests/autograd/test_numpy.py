@@ -32,6 +32,8 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
     "(x ** w).sqrt() + (x - w).abs()": lambda x, w, b: np.sqrt(np.power(x, w)) + np.abs(x - w),
     "x.sum(1, keepdim=True) * w.mean(0)": (
         lambda x, w, b: np.sum(x, 1, keepdims=True) * np.mean(w, axis=0)),
+    "x.mean(0, keepdim=True) * w.sum() + (x.T @ b).sum()": (
+        lambda x, w, b: x.mean(axis=0, keepdims=True) * w.sum() + (x.T @ b).sum()),
     "x.var(0) + w.amax(0) - w.amin(0)": (
         lambda x, w, b: np.var(x, axis=0, ddof=1) + np.max(w, 0) - np.amin(w, axis=0)),
     "x.std(0) + x.prod(0) + torch.flip(w, (0,))[0] * w.sort(1).values.ravel()[:4]": (

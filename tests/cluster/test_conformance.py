@@ -13,6 +13,7 @@ from tests.distributed.test_conformance import (  # noqa: F401 - run here, with 
     test_reductions_of_every_dtype_and_of_every_layout,
     test_reductions_of_every_dtype_in_every_layout,
     test_reductions_of_sizes_around_every_threshold,
+    test_verbs_from_every_root_with_every_op,
     test_where_the_extremes_are,
     test_works_that_are_in_flight_or_dropped,
 )

@@ -131,8 +131,7 @@ def test_nobody_waits_for_heartbeats_beyond_a_timeout_or_a_signal(
 
 
 @pytest.mark.parametrize(
-    ("params", "rate"),
-    [pytest.param("{}", 1e8, marks=pytest.mark.slow), (GLOO, None)],
+    ("params", "rate"), [pytest.param("{}", 1e8, marks=pytest.mark.slow), (GLOO, None)]
 )
 def test_a_rank_that_was_killed_in_a_large_call(params: str, rate: float | None) -> None:
     """Where much is on its way, what ranks say of it does not come through to its own host.

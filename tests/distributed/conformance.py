@@ -357,16 +357,8 @@ def all_reduce_multiple_equals_a_loop(
 ) -> None:
     """Arrays below and above the limit of packing, more than one message holds, plain or not."""
     names = ["float32", "float16", "float64"] + ["int32"] * (op != "avg")
-    shapes = [
-        (),
-        (0,),
-        (3, 2),
-        (2, 3),
-        *[(1500,)] * 60,
-        (2500,),
-        (9000,),
-        *[(n,) for n in range(99)],
-    ]
+    shapes = [(), (0,), (3, 2), (2, 3), *[(1500,)] * 60, (2500,), (9000,)]
+    shapes += [(n,) for n in range(99)]
     xs = [values(rank, shape, names[i % len(names)]).copy() for i, shape in enumerate(shapes)]
     xs[2] = lay_out(xs[2], "fortran")
     if rank % 2:  # which is left to Python on this rank

@@ -67,10 +67,7 @@ def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
         ({"RANK": "0", "WORLD_SIZE": "2", "FLASHLIGHT_FILE": "/x"}, ("launcher", 0, 2, None, None)),
         (OPEN_MPI, ("openmpi", 1, 4, 1, 4)),
         (HYDRA, ("pmi", 2, 4, 2, 4)),
-        (
-            variables("MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=2"),
-            ("mvapich", 0, 2, None, None),
-        ),
+        (variables("MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=2"), ("mvapich", 0, 2, None, None)),
         (FLUX, ("flux", 3, 4, 1, None)),
         (JSRUN, ("jsm", 1, 2, 0, 1)),
         ({**STEP, **FLUX}, ("flux", 3, 4, 1, None)),  # its broker was started by srun

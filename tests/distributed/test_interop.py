@@ -137,12 +137,7 @@ def test_read_only_memory_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        (ctypes.c_void_p * 2)(),
-        memoryview(bytearray(4)).cast("c"),
-        (ctypes.c_wchar * 2)(),
-    ],
+    "value", [(ctypes.c_void_p * 2)(), memoryview(bytearray(4)).cast("c"), (ctypes.c_wchar * 2)()]
 )
 def test_memory_that_holds_no_numbers_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="all_reduce"):

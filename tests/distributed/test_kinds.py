@@ -289,11 +289,7 @@ assert fl.scatter([x[:3]]).devices() <= set(devices)
 
 def test_what_is_told_to_change_things_in_place_refuses_arrays_of_jax(jax: Any) -> None:
     x = jax.numpy.ones(3)
-    for change in (
-        fl.synchronize,
-        fl.CoalescingReducer(1.0).add,
-        fl.InlineReducer(1.0).add,
-    ):
+    for change in (fl.synchronize, fl.CoalescingReducer(1.0).add, fl.InlineReducer(1.0).add):
         with pytest.raises(ValueError, match=r"read-only.*np\.array"):
             change(x)
 

@@ -290,10 +290,7 @@ def test_verbs_of_different_groups_name_every_rank_that_is_missing(backend: str)
 MANY = [(1,) * 8 + (2, 3), (1,) * 8 + (3, 2), (1,) * 7 + (2, 1, 3)]
 
 
-@on_ranks(
-    *(("gloo", 2), ("shm", 3), ("hierarchical", 3), ("mpi", 2)),
-    ("shm", 3, SYNC),
-)
+@on_ranks(*(("gloo", 2), ("shm", 3), ("hierarchical", 3), ("mpi", 2)), ("shm", 3, SYNC))
 def test_shapes_that_differ_beyond_the_eighth_dimension_are_distinguished(
     rank: int, size: int
 ) -> None:
@@ -359,10 +356,7 @@ CALLS = {
     "what runs natively": lambda group: group.all_reduce(np.ones(2)),
     "what no user has called": lambda group: exchange_bytes(group.backend(), b"x" * 5000),
     "a message": lambda group: group.sendrecv(
-        np.ones(1),
-        (group.rank + 1) % group.size,
-        out=np.ones(1),
-        src=(group.rank - 1) % group.size,
+        np.ones(1), (group.rank + 1) % group.size, out=np.ones(1), src=(group.rank - 1) % group.size
     ),
 }
 

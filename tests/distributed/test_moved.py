@@ -167,6 +167,20 @@ def test_what_is_received_in_part_of_any_rank_may_be_of_any_dtype(rank: int, siz
             fl.send(x, 0, tag=1)
 
 
+@on_ranks()
+def test_out_may_have_either_byte_order(rank: int, size: int) -> None:
+    x = np.arange(2 * size, dtype=">f4").reshape(size, 2)
+    for order, rows in itertools.product("<>", (None, [1] * size)):
+        out, several = np.zeros((1, 2), f"{order}f4"), np.zeros((size, 2), f"{order}f4")
+        for given in (x, np.split(x, size)):
+            assert fl.scatter(given if rank == 0 else None, rows=rows, out=out) is out
+            assert out.tolist() == x[rank : rank + 1].tolist()
+        assert fl.all_to_all(x, rows=rows, out=several) is several
+        assert several.tolist() == x[rank : rank + 1].tolist() * size
+        blocks = np.split(several, size)
+        assert fl.all_to_all(np.split(x, size), out=blocks)[0] is blocks[0]
+
+
 @on_ranks(("shm", 2))
 def test_what_a_dtype_carries_stays_where_it_is(rank: int, size: int) -> None:
     dtype = np.dtype("i4", metadata={"of": lambda: 1})

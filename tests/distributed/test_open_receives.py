@@ -176,3 +176,13 @@ def test_a_rank_that_is_gone_ends_a_receive_from_any(rank: int, size: int) -> No
     with pytest.raises(PeerLostError):
         fl.recv(np.zeros(3), None)
     assert time.monotonic() - began < 20
+
+
+@on_ranks(("hierarchical", 4))
+def test_the_error_of_a_wait_that_ends_early_names_this_rank(rank: int, size: int) -> None:
+    work = fl.irecv(np.zeros(1), None, tag=3)
+    with pytest.raises(CollectiveTimeoutError, match=rf"^\[recv\] rank {rank} of {size}: still "):
+        work.wait(0.01)
+    fl.barrier()
+    fl.send(np.zeros(1), size - 1 - rank, tag=3)
+    work.wait()

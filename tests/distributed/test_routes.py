@@ -221,15 +221,12 @@ def test_where_rank_0_listens(
     """For a name at all addresses, as others may take it for any of them."""
     meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
-    listeners = tcp_store.listen(host, 0, 5, one_host)
-    try:
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(each) for each in tcp_store.listen(host, 0, 5, one_host)]
         assert {each.getsockname()[0] for each in listeners} == at
         if at == {"::"}:  # of both versions
             port = listeners[0].getsockname()[1]
             socket.create_connection(("127.0.0.1", port)).close()
-    finally:
-        for each in listeners:
-            each.close()
 
 
 def test_a_name_of_another_host_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,12 +130,8 @@ def test_another_program_at_the_port_is_recognised(ranks: Ranks, port: int) -> N
 
 
 def test_only_the_master_address_is_bound(port: int) -> None:
-    store = TcpStore("127.0.0.1", port, 0, 2, 1.0)
-    try:
-        with socket.socket() as other:
-            other.bind(("127.0.0.2", port))
-    finally:
-        store.close()
+    with closing(TcpStore("127.0.0.1", port, 0, 2, 1.0)), socket.socket() as other:
+        other.bind(("127.0.0.2", port))
 
 
 def test_a_socket_that_was_handed_over_is_used_and_nothing_else_is(

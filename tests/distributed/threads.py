@@ -31,11 +31,7 @@ class Table(Store):
     """A store of threads: what each gives, the others see."""
 
     def __init__(
-        self,
-        rank: int,
-        shared: list[dict[int, bytes]],
-        barrier: threading.Barrier,
-        pause: float,
+        self, rank: int, shared: list[dict[int, bytes]], barrier: threading.Barrier, pause: float
     ) -> None:
         self.rank, self.size = rank, barrier.parties
         self._shared, self._barrier, self._round, self._pause = shared, barrier, 0, pause

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from flashlight_py import nn
-from flashlight_py.autograd import functions as F
-from flashlight_py.autograd import input, param
+from flashlight_py.autograd import input
 from flashlight_py.nn import init
 from flashlight_py.random import set_seed
 
@@ -55,25 +54,6 @@ class TestLinear:
             nn.Linear(*sizes)
 
 
-@pytest.mark.parametrize(
-    ("module", "function"),
-    [
-        (nn.ReLU(), F.relu),
-        (nn.Tanh(), F.tanh),
-        (nn.Sigmoid(), F.sigmoid),
-        (nn.LogSoftmax(), F.log_softmax),
-        (nn.LogSoftmax(0), lambda x: F.log_softmax(x, 0)),
-        (nn.View((-1,)), F.flat),
-        (nn.View([6, 1]), lambda x: F.reshape(x, (6, 1))),
-    ],
-)
-def test_modules_without_parameters_are_their_functions(module: nn.Module, function: Any) -> None:
-    x = param(np.linspace(-1, 1, 6).reshape(2, 3))
-    np.testing.assert_array_equal(module(x).array, function(x).array)
-    assert module.params() == []
-    assert repr(module).startswith(type(module).__name__ + "(")
-
-
 class TestDropout:
     def test_acts_while_training_only(self) -> None:
         set_seed(0)
@@ -85,19 +65,6 @@ class TestDropout:
     def test_wrong_ratio(self) -> None:
         with pytest.raises(ValueError, match="below 1, got 1"):
             nn.Dropout(1)
-
-
-class TestLosses:
-    def test_categorical_cross_entropy(self) -> None:
-        logs = input(np.log(np.array([[0.5, 0.5], [0.25, 0.75]])))
-        target = input(np.array([0, 1]))
-        expected = [-math.log(0.5), -math.log(0.75)]
-        np.testing.assert_allclose(nn.CategoricalCrossEntropy("none")(logs, target).array, expected)
-        np.testing.assert_allclose(
-            nn.CategoricalCrossEntropy("sum", ignore_index=1)(logs, target).array, expected[0]
-        )
-        with pytest.raises(ValueError, match="got 'average'"):
-            nn.CategoricalCrossEntropy("average")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,12 @@ def rnn(kind: str, **options: Any) -> Row:
 
 
 ROWS = [
+    Row("relu", fl.nn.ReLU, "nn.ReLU()", (X,)),
+    Row("tanh", fl.nn.Tanh, "nn.Tanh()", (X,)),
+    Row("sigmoid", fl.nn.Sigmoid, "nn.Sigmoid()", (X,)),
+    Row("log_softmax", fl.nn.LogSoftmax, "nn.LogSoftmax(-1)", (X,)),
+    Row("log_softmax_first", lambda: fl.nn.LogSoftmax(0), "nn.LogSoftmax(0)", (X,)),
+    Row("view", lambda: fl.nn.View([-1]), "nn.Flatten(0)", (X,)),
     Row("gelu", fl.nn.GELU, "nn.GELU()", (X,)),
     Row("gelu_none", lambda: fl.nn.GELU("none"), "nn.GELU('none')", (X,)),
     Row("gelu_tanh", lambda: fl.nn.GELU("tanh"), "nn.GELU('tanh')", (X,)),
@@ -150,6 +156,10 @@ ROWS = [
         "nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1)",
         (np.log(PROBABILITIES / PROBABILITIES.sum(1, keepdims=True)), LABELS),
     ),
+    Row("entropy_none", lambda: fl.nn.CategoricalCrossEntropy("none"),
+        "nn.CrossEntropyLoss(reduction='none', ignore_index=-1)", (X, LABELS)),
+    Row("entropy_sum", lambda: fl.nn.CategoricalCrossEntropy("sum", ignore_index=5),
+        "nn.CrossEntropyLoss(reduction='sum', ignore_index=5)", (X, abs(LABELS))),
     Row(
         "temporal",
         lambda: fl.nn.ConnectionistTemporalClassification(reduction="sum"),
@@ -162,9 +172,8 @@ ROWS_BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROW
 
 
 def call(row: Row, module: fl.nn.Module, inputs: Any) -> Any:
-    if row.name == "temporal":
-        inputs = F.log_softmax(inputs[0]), inputs[1]
-    if row.name == "smoothed":  # torch takes the logarithms of softmax itself
+    if row.name in ("temporal", "smoothed", "entropy_none", "entropy_sum"):
+        # torch takes the logarithms of softmax itself.
         inputs = F.log_softmax(inputs[0]), inputs[1]
     return row.after(module(*inputs))
 
@@ -331,6 +340,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"topk: there are no 4 along axis -1 of shape \(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
     r"stack: expected variables of one shape, got \[\]": (lambda: F.stack([]), ValueError),
     r"stack: expected .*\(2, 3\), \(3,\)": (lambda: F.stack([ONES, FLAT]), ValueError),
+    r"got 'average'": (lambda: fl.nn.CategoricalCrossEntropy("average"), ValueError),
     r"HuberLoss: delta must be above 0, got 0": (lambda: fl.nn.HuberLoss(delta=0), ValueError),
     r"Conv1D: kernel must be an integer, got float": (lambda: fl.nn.Conv1D(1, 1, 1.5), TypeError),
     r"Upsample: mode must be .* got 'cubic'": (lambda: fl.nn.Upsample(2, "cubic"), ValueError),

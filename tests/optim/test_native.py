@@ -9,29 +9,15 @@ import numpy as np
 import pytest
 
 from flashlight_py import _native, optim
-from flashlight_py.autograd import Variable, param
+from flashlight_py.autograd import param
 from flashlight_py.device import to_device
 from flashlight_py.optim import cpu, optimizer
 from flashlight_py.optim.cpu import INVERSE, LR
+from tests.optim.test_optimizers import RULES, Make
 
 MODULE = cpu.native()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="csrc/optim was not built")
 
-Make = Callable[[list[Variable]], Any]
-RULES: dict[str, Make] = {
-    "sgd": lambda p: optim.SGDOptimizer(p, 0.1),
-    "sgd, decay": lambda p: optim.SGDOptimizer(p, 0.1, weight_decay=0.2),
-    "momentum": lambda p: optim.SGDOptimizer(p, 0.1, 0.9, 0.2),
-    "nesterov": lambda p: optim.SGDOptimizer(p, 0.1, 0.9, nesterov=True),
-    "adam": lambda p: optim.AdamOptimizer(p, 0.1, weight_decay=0.1),
-    "adam, L2": lambda p: optim.AdamOptimizer(p, 0.1, weight_decay=0.1, decoupled=False),
-    "amsgrad": lambda p: optim.AMSgradOptimizer(p, 0.1, weight_decay=0.1),
-    "adagrad": lambda p: optim.AdagradOptimizer(p, 0.1, weight_decay=0.1),
-    "rmsprop": lambda p: optim.RMSPropOptimizer(p, 0.1, weight_decay=0.1),
-    "centered": lambda p: optim.RMSPropOptimizer(p, 0.1, use_first=True),
-    "adadelta": lambda p: optim.AdadeltaOptimizer(p, weight_decay=0.1),
-    "novograd": lambda p: optim.NovogradOptimizer(p, 0.1, weight_decay=0.1),
-}
 EVERY_RULE = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 EVERY_SET = pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
 SIZES = [*range(71), 2048, 5001]

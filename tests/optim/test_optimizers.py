@@ -42,6 +42,14 @@ OTHERS: dict[str, Make] = {
     "novograd": lambda p: optim.NovogradOptimizer(p, 0.1, 0.8, 0.9, weight_decay=0.1),
 }
 EVERY = {**{setting[0]: setting[1] for setting in SETTINGS}, **OTHERS}
+# Weights decay by these rules also at a rate of 0.
+DECAYING: dict[str, Make] = {
+    "amsgrad_decay": lambda p: optim.AMSgradOptimizer(p, 0.1, 0.8, 0.9, weight_decay=0.1),
+    "adagrad_decay": lambda p: optim.AdagradOptimizer(p, 0.1, weight_decay=0.1),
+    "rmsprop_decay": lambda p: optim.RMSPropOptimizer(p, 0.1, weight_decay=0.1),
+    "adadelta_decay": lambda p: optim.AdadeltaOptimizer(p, weight_decay=0.1),
+}
+RULES = EVERY | DECAYING
 MAKES = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 
 
@@ -88,7 +96,7 @@ def test_steps_equal_torch(make: Make, name: str, options: Any, oracle: Oracle) 
 
 
 def test_amsgrad_rule() -> None:
-    (variable, _) = run(lambda p: optim.AMSgradOptimizer(p, 0.1, 0.8, 0.9, weight_decay=0.1), 4)
+    (variable, _) = run(DECAYING["amsgrad_decay"], 4)
     mean, square, largest = np.zeros((3, 2, 3))
     expected = parameters()[0].array
     for number in range(4):

@@ -1,6 +1,5 @@
-"""Gradients and parameters over ranks: the same training as one rank with the whole batch."""
+"""Gradients over ranks: buffers, flags, dtypes, scopes, errors. test_ways.py trains in all ways."""
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -9,48 +8,11 @@ import pytest
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks
 
-STEPS, BATCH = 12, 12
-
 
 def build(seed: int = 0) -> Any:
     fl.set_seed(seed)
     model = fl.nn.Sequential(fl.nn.Linear(6, 8), fl.nn.Tanh(), fl.nn.Linear(8, 3))
     return model.astype(np.float64)
-
-
-def batches() -> list[tuple[Any, Any]]:
-    random = np.random.default_rng(7)
-    return [
-        (random.standard_normal((BATCH, 6)), random.standard_normal((BATCH, 3)))
-        for _ in range(STEPS)
-    ]
-
-
-def parameters(model: Any) -> list[Any]:
-    return [p.array.copy() for p in model.params()]
-
-
-def make_reducer(kind: str, size: int) -> Any:
-    if kind == "default":
-        return None
-    if kind == "inline":
-        return fl.InlineReducer(1 / size)
-    return fl.CoalescingReducer(1 / size, bucket_bytes=100 if kind == "small buckets" else 1 << 20)
-
-
-def train(rank: int, size: int, kind: str) -> list[Any]:
-    """Each rank takes its part of every batch; the mean of the parts is the whole's gradient."""
-    model, criterion = build(), fl.nn.MeanSquaredError()
-    fl.broadcast_parameters(model)
-    fl.distribute_module_grads(model, reducer=make_reducer(kind, size))
-    opt = fl.optim.SGDOptimizer(model.params(), 0.05, momentum=0.9)
-    part = BATCH // size
-    for x, y in batches():
-        mine = slice(rank * part, (rank + 1) * part)
-        opt.zero_grad()
-        criterion(model(fl.input(x[mine])), fl.no_grad(y[mine])).backward()
-        opt.step()
-    return parameters(model)
 
 
 @on_ranks(("shm", 2))
@@ -64,15 +26,6 @@ def test_a_reducer_sums_in_the_buffer_of_the_user(rank: int, size: int) -> None:
     assert own.tolist() == [[3.0], [3.0]]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["default", "inline", "small buckets", "large buckets"])
-def test_training_on_n_ranks_equals_training_on_one(pool: Any, size: int, kind: str) -> None:
-    alone = train(0, 1, "default")
-    for result in pool(size).run(train, kind):
-        for got, expected in zip(result, alone, strict=True):
-            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
-
-
 class Branches(fl.nn.Module):
     """Two layers, of which a rank uses only its own."""
 
@@ -84,65 +37,6 @@ class Branches(fl.nn.Module):
 
     def forward(self, x: Any, which: int) -> Any:
         return self.layers[which](x)
-
-
-@on_ranks(("shm", 2))
-def test_a_parameter_that_took_no_part_on_a_rank_counts_as_zeros_there(
-    rank: int, size: int
-) -> None:
-    model = Branches()
-    fl.distribute_module_grads(model, scale=1.0)
-    model(fl.input(np.full((1, 2), rank + 1.0)), rank).backward()
-    grads = [param.grad for param in model.params()]
-    assert [w.tolist() for w in grads[:4:2]] == [[[1, 1]], [[2, 2]]]
-    assert grads[4:] == [None, None]  # of the layer that no rank used
-
-
-WAYS = ["default", "small buckets", "inline", "coalescing", "Float16", "by hand"]
-
-
-def distribute(model: Any, way: str, size: int) -> None:
-    reducers: dict[str, Any] = {"inline": fl.InlineReducer, "coalescing": fl.CoalescingReducer}
-    if way == "Float16":
-        fl.distribute_module_grads(model, hook=fl.Float16Compression(), bucket_bytes=24)
-    elif way in reducers:
-        fl.distribute_module_grads(model, reducer=reducers[way](1 / size))
-    elif way != "by hand":
-        limit = 24 if way == "small buckets" else None
-        fl.distribute_module_grads(model, bucket_bytes=limit)
-
-
-def train_branches(rank: int, size: int, way: str) -> Any:
-    """Layer 0 is used by rank 0 in the first step alone, layer 1 always, layer 2 never."""
-    model = Branches()
-    distribute(model, way, size)
-    optimizer = fl.optim.AdamOptimizer(model.params(), 0.1, weight_decay=0.5)
-    there = []
-    for step in range(3):
-        optimizer.zero_grad()
-        x = fl.input(np.full((2, 2), rank + 1.0))
-        with contextlib.nullcontext() if way == "by hand" else fl.no_sync(model):
-            if step == rank == 0:
-                model(x, 0).backward(np.ones((2, 1)))
-        model(x, 1).backward(np.ones((2, 1)))
-        if way == "by hand":
-            fl.all_reduce_gradients(model, 1 / size)
-        there.append([param.grad is not None for param in model.params()])
-        optimizer.step()
-    return there, [param.array.copy() for param in model.params()]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_optimizer_moves_no_parameter_that_no_rank_used(pool: Any, way: str) -> None:
-    before = [param.array for param in Branches().params()]
-    results = pool(2).run(train_branches, way)
-    for there, after in results:
-        moved = [not np.array_equal(*pair) for pair in zip(before, after, strict=True)]
-        assert moved == [True, True, True, True, False, False]
-        assert there[0] == [True] * 4 + [False] * 2
-        assert there[1] == there[2] == [False] * 2 + [True] * 2 + [False] * 2
-        for mine, first in zip(after, results[0][1], strict=True):
-            np.testing.assert_array_equal(mine, first)
 
 
 @on_ranks(("shm", 2))
@@ -174,27 +68,6 @@ def test_flags_travel_in_any_dtype(rank: int, size: int) -> None:
     assert weight is bias is None
     assert [grad.dtype.name for grad in grads] == ["float16"] * 2 + ["float32"] * 2
     assert all((grad == 0.5).all() for grad in grads)
-
-
-def accumulate(rank: int, size: int, with_no_sync: bool) -> list[Any]:
-    model, criterion = build(), fl.nn.MeanSquaredError()
-    fl.distribute_module_grads(model)
-    for step, (x, y) in enumerate(batches()[:3]):
-        last = step == 2
-        scope = fl.no_sync(model) if with_no_sync and not last else contextlib.nullcontext()
-        with scope:
-            part = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
-            criterion(model(fl.input(x[part])), fl.no_grad(y[part])).backward()
-    return [p.grad.copy() for p in model.params()]
-
-
-@pytest.mark.parametrize("with_no_sync", [True, False])
-def test_gradients_accumulate_over_passes(pool: Any, with_no_sync: bool) -> None:
-    """With the mean, reducing once at the end equals reducing after every pass."""
-    expected = accumulate(0, 1, False)
-    for grads in pool(2).run(accumulate, with_no_sync):
-        for got, want in zip(grads, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
 
 
 @on_ranks(("shm", 2))
@@ -276,11 +149,6 @@ def test_a_gradient_that_is_not_finite_is_named(rank: int, size: int, how: dict[
     assert said[0] == said[3] == ""
     assert f"rank {rank} of 2: gradients are not finite (rank 1: 2.bias" in said[1]
     assert "their sums are too large" in said[2] or "hook" in how
-
-
-def test_leaves_look_at_no_gradients() -> None:
-    with pytest.raises(ValueError, match="takes no check_finite"):
-        fl.distribute_module_grads(build(), leaves=2, check_finite=True)
 
 
 @on_ranks(("shm", 2))

@@ -1,7 +1,6 @@
-"""DistributedOptimizer: the same training as one rank with the whole batch."""
+"""DistributedOptimizer: sums, means, updates and errors. test_ways.py trains with it."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,57 +8,6 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks
-
-BATCH, STEPS = 12, 8
-GLOO = {"params": {"BACKEND": "gloo"}}
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "sgd": lambda params: fl.optim.SGDOptimizer(params, 0.05, momentum=0.9, weight_decay=0.01),
-    "adam": lambda params: fl.optim.AdamOptimizer(params, 0.01),
-}
-
-
-class Branches(fl.nn.Module):
-    """Layers of which some steps leave one out, on every rank or on some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        fl.set_seed(0)
-        self.first = fl.nn.Linear(6, 4).astype(np.float64)
-        self.second = fl.nn.Linear(6, 4).astype(np.float64)
-        self.never = fl.nn.Linear(6, 4).astype(np.float64)
-
-    def forward(self, x: Any, which: int) -> Any:
-        return (self.first, self.second)[which](x)
-
-
-def train(rank: int, size: int, kind: str, distributed: bool) -> list[Any]:
-    """Sample ``i`` of a batch takes branch ``i % 2`` in even steps, else the first one."""
-    model = Branches()
-    optimizer = OPTIMIZERS[kind](model.params())
-    if distributed:
-        optimizer = fl.DistributedOptimizer(optimizer)
-    random = np.random.default_rng(3)
-    for step in range(STEPS):
-        x, y = random.standard_normal((BATCH, 6)), random.standard_normal((BATCH, 4))
-        optimizer.zero_grad()
-        for sample in range(rank, BATCH, size):
-            which = sample % 2 if step % 2 == 0 else 0
-            output = model.forward(fl.input(x[sample : sample + 1]), which)
-            output.backward((output.array - y[sample]) * size / BATCH)
-        optimizer.step()
-    return [param.array.copy() for param in model.params()]
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize(("size", "world"), [(1, {}), (2, {}), (3, {}), (2, GLOO)])
-def test_training_on_n_ranks_equals_training_on_one(
-    pool: Any, size: int, world: Any, kind: str
-) -> None:
-    """With 2 ranks each takes a branch alone; a layer that no rank uses is never changed."""
-    alone = train(0, 1, kind, False)
-    for result in pool(size, **world).run(train, kind, True):
-        for got, expected in zip(result, alone, strict=True):
-            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("average", "found"), [(False, [6, 4, None]), (True, [2, 4 / 3, None])])

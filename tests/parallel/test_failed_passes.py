@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import flashlight_py as fl
 from flashlight_py.autograd.graph import note_changes
 from flashlight_py.autograd.variable import record
 from flashlight_py.errors import DistributedError, MismatchError, PeerLostError
-from flashlight_py.parallel import fully_sharded, gradient_pass
+from flashlight_py.parallel import gradient_pass
 from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.harness import run_ranks
+from tests.parallel.test_ways import reduced_by, replicated, sharded
 
 ranks = ranks_in(("gloo", 3), ("shm", 3), slow=[("shm", 2), ("hierarchical", 4), ("mpi", 3)])
 
@@ -47,47 +49,25 @@ class Net(fl.nn.Module):
         return record(x.array, (x, back))
 
 
-def in_buckets(model: Net, **how: Any) -> None:
-    fl.distribute_module_grads(model, bucket_bytes=500, **how)
-
-
 def in_background(model: Net, **how: Any) -> None:
-    in_buckets(model, **how)
+    replicated(model, bucket_bytes=500, **how)
     gradient_pass._passes[model].reducer._inline_bytes = 0
 
 
-def by_themselves(model: Net) -> None:
-    fl.distribute_module_grads(model, reducer=fl.InlineReducer(1 / fl.get_world_size()))
-
-
-def sharded(model: Net, **how: Any) -> None:
-    fully_sharded.SMALL_BYTES = 0
-    fl.fully_shard(model, **how)
-
-
-def collected(model: Net, **how: Any) -> None:
-    scale = 1 / fl.get_world_size()
-    reducer = fl.CoalescingReducer(scale, bucket_bytes=500, **how)
-    fl.distribute_module_grads(model, reducer=reducer)
-
-
-def compressed_in_background(model: Net, hook: Any) -> None:
-    in_buckets(model, hook=hook)
-    gradient_pass._passes[model].reducer._inline_bytes = 0
-
-
+collected = partial(reduced_by, fl.CoalescingReducer, bucket_bytes=500)
+in_buckets = partial(replicated, bucket_bytes=500)
 WAYS: dict[str, Callable[..., None]] = {
     "in buckets": in_buckets,
     "in the background": in_background,
-    "by themselves": by_themselves,
-    "collected": collected,
-    "collected one by one": lambda model: collected(model, async_op=False, contiguous=False),
+    "by themselves": reduced_by(fl.InlineReducer),
+    "collected": collected(),
+    "collected one by one": collected(async_op=False, contiguous=False),
     "compressed": lambda model: in_buckets(model, hook=fl.PowerSGDCompression(rank=1)),
-    "compressed in the background": lambda model: compressed_in_background(
-        model, fl.PowerSGDCompression(rank=1)
+    "compressed in the background": lambda model: in_background(
+        model, hook=fl.PowerSGDCompression(rank=1)
     ),
     "sharded": sharded,
-    "sharded across hosts": lambda model: sharded(model, across_hosts=True),
+    "sharded across hosts": partial(sharded, across_hosts=True),
 }
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -129,25 +129,23 @@ def test_it_can_be_used_again(pool: Any, backend: str) -> None:
     check(world.run(train, *schedules), alone(*schedules))
 
 
+# How rank 0 and rank 1 train, and what the sum of their gradients is divided by.
+SUMS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
+    "no counts": (lambda: {"count": False}, 0),  # every rank with data weighs the same
+    "scale": (lambda: {"scale": 0.5}, 2),
+    "inline": (lambda: {"reducer": fl.InlineReducer(0.5)}, 2),
+    "coalescing": (lambda: {"reducer": fl.CoalescingReducer(0.5, bucket_bytes=500)}, 2),
+}
+
+
 def train_with(rank: int, size: int, schedule: tuple[int, ...], kind: str) -> Any:
-    if kind == "no counts":
-        return train(rank, size, schedule, count=False)
-    if kind == "scale":
-        return train(rank, size, schedule, scale=1 / size)
-    if kind == "inline":
-        return train(rank, size, schedule, reducer=fl.InlineReducer(1 / size))
-    return train(rank, size, schedule, reducer=fl.CoalescingReducer(1 / size, bucket_bytes=500))
+    return train(rank, size, schedule, **SUMS[kind][0]())
 
 
-def test_without_counts_every_rank_with_data_weighs_the_same(pool: Any) -> None:
-    schedule = (1, 3)
-    check(pool(2).run(train_with, schedule, "no counts"), alone(schedule, weighted=False))
-
-
-@pytest.mark.parametrize("kind", ["scale", "inline", "coalescing"])
-def test_with_a_scale_of_ones_own_gradients_are_summed(pool: Any, kind: str) -> None:
-    schedule = (1, 3)
-    check(pool(2).run(train_with, schedule, kind), alone(schedule, weighted=False, total=2))
+@pytest.mark.parametrize("kind", SUMS)
+def test_without_counts_or_with_a_scale_of_ones_own(pool: Any, kind: str) -> None:
+    schedule, (_, total) = (1, 3), SUMS[kind]
+    check(pool(2).run(train_with, schedule, kind), alone(schedule, weighted=False, total=total))
 
 
 def train_compressed(rank: int, size: int, schedule: tuple[int, ...]) -> Any:

@@ -22,9 +22,10 @@ pytestmark = pytest.mark.usefixtures("own_numbers")
 
 
 class Net(fl.nn.Module):
-    """Two layers, dropout, statistics of what is between them, and a layer that is not used."""
+    """A scalar, two layers, dropout, statistics between them, and a layer that is not used."""
 
     def __init__(self, dtype: str = "float32") -> None:
+        self.shift = fl.param(np.array(0.5, dtype))
         self.first = fl.nn.Linear(12, 32, dtype=dtype)
         self.dropout = fl.nn.Dropout(0.2)
         self.last = fl.nn.Linear(32, 3, dtype=dtype)
@@ -39,7 +40,7 @@ class Net(fl.nn.Module):
             self.mean *= 0.9
             self.mean += 0.1 * hidden.array.mean(axis=0)
             self.count += 1
-        return self.last(self.dropout(F.tanh(hidden)))
+        return self.last(self.dropout(F.tanh(hidden))) + self.shift
 
 
 def batch(step: int, dtype: str = "float32") -> tuple[Any, Any]:
@@ -150,8 +151,8 @@ def gradients(rank: int, size: int, leaves: int, step: int) -> list[Any]:
 def test_gradients_are_those_of_the_mean_over_the_whole_batch(ranks: Any, step: int) -> None:
     expected = gradients(0, 1, 0, step)
     for of_rank in ranks.run(gradients, 8, step):
-        assert [g is None for g in of_rank] == [False] * 4 + [True] * 2
-        for got, wanted in zip(of_rank[:4], expected[:4], strict=True):
+        assert [g is None for g in of_rank] == [False] * 5 + [True] * 2
+        for got, wanted in zip(of_rank[:5], expected[:5], strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
 
 

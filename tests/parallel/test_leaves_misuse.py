@@ -42,6 +42,7 @@ def one_step(model: Any, x: Any, y: Any) -> None:
         ({"hook": fl.Float16Compression()}, ValueError, "takes no hook"),
         ({"scale": 1.0}, ValueError, "takes no scale"),
         ({"bucket_bytes": 1}, ValueError, "takes no bucket_bytes"),
+        ({"check_finite": True}, ValueError, "takes no check_finite"),
         ({"leaves": 0}, ValueError, "leaves must be at least 1"),
         ({"leaves": 2.5}, TypeError, "leaves must be"),
     ],

@@ -101,7 +101,9 @@ def train(rank: int, size: int, way: str, dtype: str, rule: str, **how: Any) -> 
         losses.append(loss.scalar())
         optimizer.step()
     fl.barrier()
-    return losses, [param.array.copy() for param in model.params()], optimizer.state_dict()
+    state = optimizer.state_dict()
+    states = [entry for name in state.keys() - {"lr"} for entry in state[name]]
+    return losses, [param.array.copy() for param in model.params()], states
 
 
 def same(got: Any, expected: Any) -> None:
@@ -116,16 +118,8 @@ def test_training_equals_plain_data_parallel(rank: int, size: int) -> None:
         expected = train(rank, size, "plain", dtype, rule)
         for across in (False, True):
             got = train(rank, size, "sharded", dtype, rule, across_hosts=across)
-            if dtype == "float64":
-                same(got[0], expected[0])
-                same(got[1], expected[1])
-                for name in got[2]:
-                    same(
-                        *[
-                            np.atleast_1d(s[name]) if name == "lr" else s[name]
-                            for s in (got[2], expected[2])
-                        ]
-                    )
+            for found, wanted in zip(got, expected, strict=True) if dtype == "float64" else ():
+                same(found, wanted)
             if one_host and fl.distributed_backend() is not fl.DistributedBackend.MPI:
                 assert got[0] == expected[0], "the same bits"
                 assert all(map(np.array_equal, got[1], expected[1])), "the same bits"
@@ -146,40 +140,6 @@ def test_a_host_has_one_copy(rank: int, size: int) -> None:
         model.last.bias.data[0] = model.last.bias.grad[0] = 7.0 + rank
     fl.barrier()
     assert model.last.bias.data[0] == model.last.bias.grad[0] == 7.0 + home[0]
-
-
-def accumulated(rank: int, size: int, way: str) -> Any:
-    """Passes that add up: two synchronised ones, and one within no_sync; clipped, then a step."""
-    model = build("float64", way)
-    optimizer = optimizer_of(model, "adam")
-    grads = []
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        loss_of(model, rank, step + 10, uses=False).backward()
-        with fl.no_sync(model):
-            loss_of(model, rank, step + 20).backward()
-        loss_of(model, rank, step + 30, uses=False).backward()
-        norm = fl.optim.clip_grad_norm(model.params(), 0.1)
-        grads += [p.grad.copy() for p in model.params() if p.grad is not None]
-        optimizer.step()
-    with fl.no_sync(model):
-        loss_of(model, rank, 40).backward()
-    optimizer.zero_grad()  # drops what has accumulated
-    loss_of(model, rank, 50).backward()
-    fl.barrier()
-    grads += [p.grad.copy() for p in model.params() if p.grad is not None]
-    return norm, [p.array.copy() for p in model.params()], grads
-
-
-@on_ranks()
-def test_gradients_add_up_over_passes(rank: int, size: int) -> None:
-    expected, got = accumulated(rank, size, "plain"), accumulated(rank, size, "sharded")
-    norms = fl.all_gather(np.array([got[0]]))
-    assert (norms == norms[0]).all()
-    np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
-    same(got[1], expected[1])
-    same(got[2], expected[2])
 
 
 @on_ranks()
@@ -262,31 +222,6 @@ def joined(rank: int, size: int, way: str) -> Any:
 @on_ranks()
 def test_ranks_may_run_out_of_data(rank: int, size: int) -> None:
     same(joined(rank, size, "sharded"), joined(rank, size, "plain"))
-
-
-@on_ranks()
-def test_a_checkpoint_is_of_the_whole(rank: int, size: int, tmp_path: Path) -> None:
-    """From one checkpoint, saved sharded or not, training goes on the same, sharded or not."""
-    ends = []
-    for number, saver in enumerate(("sharded", "plain")):
-        path = tmp_path / str(number)
-        model = build("float64", saver)
-        optimizer = optimizer_of(model, "adam")
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, 0, step).backward()
-            optimizer.step()
-        fl.save(path, model, optimizer=optimizer, step=2)
-        for loader in ("sharded", "plain"):
-            model = build("float64", loader)
-            optimizer = optimizer_of(model, "adam")
-            assert fl.load(path, model, optimizer=optimizer).step == 2
-            optimizer.zero_grad()
-            loss_of(model, 0, 2).backward()
-            optimizer.step()
-            ends.append([p.array.copy() for p in model.params()])
-    for end in ends[1:]:
-        same(end, ends[0])
 
 
 @on_ranks()

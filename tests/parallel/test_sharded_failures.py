@@ -138,8 +138,3 @@ def test_what_cannot_be_done_with_a_sharded_module_is_refused(rank: int, size: i
     ):
         with pytest.raises(ValueError, match="shard"):
             refused()
-    early = Net("float32")
-    optimizer = fl.optim.SGDOptimizer(early.params(), 0.1)
-    fl.fully_shard(early)
-    with pytest.raises(RuntimeError, match="make the optimizer afterwards"):
-        optimizer.step()

@@ -1,4 +1,4 @@
-"""One checkpoint, and any number of ranks that go on from it, with or without sharding."""
+"""One checkpoint, from which any number of ranks goes on, with or without sharding."""
 
 import copy
 import pickle
@@ -9,35 +9,33 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.parallel import fully_sharded
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.parallel.test_sharded import Net, build, loss_of, optimizer_of, same
+from tests.parallel import test_sharded
+from tests.parallel.test_sharded import build, loss_of, optimizer_of
+from tests.parallel.test_ways import WAYS, Net, one_pass, same
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4))
 
 
-def made(sharded: bool) -> tuple[Any, Any]:
-    fully_sharded.SMALL_BYTES = 0
-    fl.set_seed(1 + fl.get_world_rank())
-    model = fl.nn.Sequential(
-        fl.nn.Linear(7, 11, dtype="float64"), fl.nn.Tanh(), fl.nn.Linear(11, 3, dtype="float64")
-    )
-    if sharded:
-        fl.fully_shard(model)
-    else:
-        fl.broadcast_parameters(model)
-        fl.distribute_module_grads(model)
-    return model, fl.optim.AdamOptimizer(model.params(), lr=0.01)
-
-
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    """Every rank has the same samples, so that the mean is the same for any number of ranks."""
+def train(
+    rank: int, size: int, way: str, steps: range, loaded: str = "", saved: str = ""
+) -> tuple[list[Any], list[Any]]:
+    """Return what was loaded, and the end; all ranks have the same samples."""
+    model = Net(seed=1 + rank if loaded else 0)
+    WAYS[way](model)
+    optimizer = fl.optim.AdamOptimizer(model.params(), lr=0.01)
+    if loaded:
+        assert fl.load(loaded, module=model, optimizer=optimizer).step == steps.start
+    first = arrays_of(model, optimizer)
     for step in steps:
-        x = np.random.default_rng(step).standard_normal((5, 7))
         optimizer.zero_grad()
-        (model(fl.input(x)) * model(fl.input(x))).mean().backward()
+        one_pass(model, step, 0)
         optimizer.step()
+    last = arrays_of(model, optimizer)
+    if saved:
+        fl.save(saved, module=model, optimizer=optimizer, step=steps.stop)
+    return first, last
 
 
 def arrays_of(model: Any, optimizer: Any) -> list[Any]:
@@ -45,32 +43,22 @@ def arrays_of(model: Any, optimizer: Any) -> list[Any]:
     return [np.array(each) for each in (*model.state_dict().values(), *state["mean"])]
 
 
-def save(rank: int, size: int, folder: str) -> list[Any]:
-    model, optimizer = made(True)
-    train(model, optimizer, range(3))
-    fl.save(folder, module=model, optimizer=optimizer, step=3)
-    return arrays_of(model, optimizer)
+SHM = {"params": {"BACKEND": "shm"}}
+SHARDED = "sharded", "sharded across hosts", "gathered"
 
 
-def go_on(rank: int, size: int, folder: str, sharded: bool) -> tuple[list[Any], list[Any]]:
-    model, optimizer = made(sharded)
-    assert fl.load(folder, module=model, optimizer=optimizer).step == 3
-    loaded = arrays_of(model, optimizer)
-    train(model, optimizer, range(3, 6))
-    return loaded, arrays_of(model, optimizer)
-
-
-@pytest.mark.parametrize(("size", "sharded"), [(1, False), (2, True), (3, False), (3, True)])
-def test_any_number_of_ranks_goes_on(pool: Any, tmp_path: Path, size: int, sharded: bool) -> None:
-    shm: dict[str, Any] = {"params": {"BACKEND": "shm"}}
-    saved = pool(4, **shm).run(save, str(tmp_path))[0]
-    found = (pool(size, **shm) if size > 1 else pool(1)).run(go_on, str(tmp_path), sharded)
-    model, optimizer = made(False)
-    train(model, optimizer, range(6))
+@pytest.mark.parametrize("saver", [*SHARDED, "in buckets"])
+def test_any_number_of_ranks_goes_on_in_any_way(pool: Any, tmp_path: Path, saver: str) -> None:
+    _, undisturbed = train(0, 1, "one by one", range(6))
+    file = str(tmp_path)
+    _, saved = pool(4, **SHM).run(train, saver, range(3), "", file)[0]
+    found = [train(0, 1, "one by one", range(3, 6), file)]
+    for way in (*SHARDED, "in buckets"):
+        for size in (1, 3):
+            found += pool(size, **(SHM if size > 1 else {})).run(train, way, range(3, 6), file)
     for loaded, trained in found:
         assert all(map(np.array_equal, loaded, saved))
-        for array, undisturbed in zip(trained, arrays_of(model, optimizer), strict=True):
-            np.testing.assert_allclose(array, undisturbed, rtol=1e-12, atol=1e-14)
+        same(trained, undisturbed)
 
 
 @on_ranks()
@@ -79,7 +67,7 @@ def test_a_copy_is_ordinary(rank: int, size: int) -> None:
     ways: list[dict[str, bool] | None] = [None, {}, {"across_hosts": True}]
     for how in ways:
         if how is None:
-            model = Net("float64")
+            model = test_sharded.Net("float64")
             shard_by_gathering(model)
         else:
             model = build("float64", "sharded", **how)

@@ -135,11 +135,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "class": (lambda r: {"x": [Box, Frozen][r](1)}, 'tree["x"]', "Frozen"),
     "number": (lambda r: Box([1, [1, 1.0][r]]), "tree.content[1]", "float"),
     "parameter": (lambda r: fl.nn.Linear(2, 3 + r), "tree.weight", "float32 (4, 2)"),
-    "state": (
-        lambda r: optimizer_of(model_of(0), ["sgd", "adam"][r], 1),
-        "tree",
-        "AdamOptimizer",
-    ),
+    "state": (lambda r: optimizer_of(model_of(0), ["sgd", "adam"][r], 1), "tree", "AdamOptimizer"),
 }
 
 

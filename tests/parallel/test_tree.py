@@ -14,12 +14,7 @@ from hypothesis import given, settings
 import flashlight_py as fl
 from flashlight_py.parallel.agreement import by_rank, differences, digest
 from flashlight_py.parallel.synchronize import _buffers_for, _kept, _plans, give_state
-from flashlight_py.parallel.tree import (
-    TreeBuffers,
-    kinds_by_path,
-    plan_of,
-    put_numbers,
-)
+from flashlight_py.parallel.tree import TreeBuffers, kinds_by_path, plan_of, put_numbers
 from tests.parallel.tree_strategies import trees
 from tests.parallel.trees import Box, Frozen, Point, Tensor, everything
 

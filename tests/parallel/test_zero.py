@@ -1,8 +1,7 @@
-"""Sharding by gathering: the training of one process, with a part of everything on each rank."""
+"""Sharding by gathering: what is gathered when, inference, errors. test_ways.py trains with it."""
 
 import copy
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,137 +14,9 @@ from flashlight_py.errors import MismatchError
 from flashlight_py.parallel import gathered_shards
 from flashlight_py.parallel.gathered_shards import Flat, Reduction, shard_by_gathering
 from tests.distributed.conformance import on_ranks, ranks_in
-
-BATCH, STEPS = 24, 4
+from tests.parallel.test_ways import RULES, Net, one_pass
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), slow=[("shm", 2), ("mpi", 3)])
-
-
-class Odd(fl.nn.Module):
-    """Has parameters itself, around its parts: one product keeps its operands, one is of a matrix.
-
-    The same layer is used twice, a row of the table is used by name, and nothing uses ``spare``.
-    """
-
-    def __init__(self) -> None:
-        self.scale = fl.param(np.linspace(0.5, 1.5, 7))
-        self.layer = fl.nn.Linear(7, 7, dtype="float64")
-        self.table = fl.param(np.linspace(-1, 1, 49).reshape(7, 7))
-        self.spare = fl.param(np.ones(5))
-        self.frozen = fl.no_grad(np.full(7, 0.25))
-        self.half: Any = None
-
-    def forward(self, x: Any) -> Any:
-        x = F.tanh(self.layer(x * self.scale))
-        x = self.layer(x) @ self.table + self.frozen
-        return x if self.half is None else x + F.astype(self.half, "float64")
-
-
-def build(kind: str, seed: int = 0) -> Any:
-    fl.set_seed(seed)
-    odd = Odd()
-    if kind == "two dtypes":
-        odd.half = fl.param(np.linspace(0, 1, 7, dtype="float32"))
-    return fl.nn.Sequential(
-        fl.nn.Linear(6, 7, dtype="float64"),
-        fl.nn.Tanh(),
-        odd,
-        fl.nn.Sequential(fl.nn.Linear(7, 33, dtype="float64"), fl.nn.ReLU()),
-        fl.nn.Linear(33, 3, bias=False, dtype="float64"),
-    )
-
-
-def optimizer_of(model: Any, kind: str) -> Any:
-    if kind != "adam":
-        return fl.optim.SGDOptimizer(model.params(), 0.05, momentum=0.9, weight_decay=0.01)
-    return fl.optim.AdamOptimizer(model.params(), 0.01, weight_decay=0.1)
-
-
-def clip(model: Any, kind: str) -> None:
-    if kind == "sgd":
-        assert fl.optim.clip_grad_norm(model.params(), 0.25) > 0.25
-
-
-def one_pass(model: Any, step: int, rank: int, size: int, passes: int = 1, part: int = 0) -> None:
-    """Go through this rank's samples, of one of ``passes`` parts of a batch."""
-    random = np.random.default_rng(step)
-    x, y = random.standard_normal((BATCH, 6)), random.standard_normal((BATCH, 3))
-    mine = np.s_[part::passes]
-    rows = [array[mine][rank::size] for array in (x, y)]
-    loss = fl.nn.MeanSquaredError()(model(fl.input(rows[0])), fl.no_grad(rows[1]))
-    (loss / passes).backward()
-
-
-def same(got: Any, expected: Any) -> None:
-    """Compare arrays by name or number; a float32 among them has rounded what the others are."""
-    assert got.keys() == expected.keys()
-    rough = any(array.dtype == np.float32 for array in expected.values())
-    for name, array in expected.items():
-        assert got[name].dtype == array.dtype
-        np.testing.assert_allclose(got[name], array, 0, 1e-6 if rough else 1e-12)
-
-
-def train(kind: str, steps: range, state: Any = None, passes: int = 1) -> tuple[Any, Any]:
-    """What one process makes of all samples."""
-    model = build(kind)
-    optimizer = optimizer_of(model, kind)
-    if state is not None:
-        model.load_state_dict(state[0])
-        optimizer.load_state_dict(state[1])
-    for step in steps:
-        optimizer.zero_grad()
-        for part in range(passes):
-            one_pass(model, step, 0, 1, passes, part)
-        clip(model, kind)
-        optimizer.step()
-    return model.state_dict(), optimizer.state_dict()
-
-
-def train_sharded(rank: int, size: int, kind: str, passes: int) -> tuple[Any, Any, Any]:
-    """Begin as rank 0 does, wherever; return the states, and those of one step after loading."""
-    model = build(kind, seed=rank)
-    variables = model.params()
-    shard_by_gathering(model)
-    assert model.params() == variables
-    optimizer = optimizer_of(model, kind)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(passes):
-            one_pass(model, step, rank, size, passes, part)
-        assert model[2].spare.grad is None
-        clip(model, kind)
-        optimizer.step()
-    assert all(param.grad.ndim == 1 for param in variables if param.grad is not None)
-    states = model.state_dict(), optimizer.state_dict()
-    states = {name: array.copy() for name, array in states[0].items()}, states[1]
-    same(model.eval().state_dict(), states[0])
-    model.train()
-    # The states of an unsharded run fit, whatever the number of ranks.
-    others = train(kind, range(2))
-    model.load_state_dict(others[0])
-    optimizer.load_state_dict(others[1])
-    one = fl.input(np.ones((2, 6)))
-    plain = build(kind)
-    plain.load_state_dict(others[0])
-    np.testing.assert_allclose(model(one).array, plain(one).array, 0, 1e-12)
-    optimizer.zero_grad()
-    one_pass(model, 2, rank, size)
-    clip(model, kind)
-    optimizer.step()
-    return (*states, model.state_dict())
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adam", "two dtypes"])
-def test_trains_as_one_process_does(ranks: Any, kind: str) -> None:
-    passes = 2 if kind == "adam" else 1
-    expected = train(kind, range(STEPS), passes=passes)
-    later = train(kind, range(2, 3), train(kind, range(2)))
-    for parameters, state, after_loading in ranks.run(train_sharded, kind, passes):
-        same(parameters, expected[0])
-        for name in state.keys() - {"lr", "steps"}:
-            same(dict(enumerate(state[name])), dict(enumerate(expected[1][name])))
-        assert state.get("steps") == expected[1].get("steps")
-        same(after_loading, later[0])
 
 
 WIDTH, LAYERS = 256, 12
@@ -196,33 +67,6 @@ def test_two_layers_are_gathered_at_a_time_and_the_next_one_beforehand(ranks: An
         assert happened == expected
 
 
-def save_and_load(rank: int, size: int, loaded: str, saved: str) -> Any:
-    """Load what another number of ranks has saved, step, save; return the states."""
-    model = build("adam", seed=3)
-    if saved:
-        shard_by_gathering(model)
-    optimizer = optimizer_of(model, "adam")
-    found = fl.load(loaded, model, optimizer=optimizer)
-    one_pass(model, 0 if found is None else found.step, rank, size)
-    optimizer.step()
-    where = saved or loaded
-    fl.save(where, model, optimizer=optimizer, step=1 if found is None else found.step + 1)
-    return {name: array.copy() for name, array in model.state_dict().items()}
-
-
-def test_checkpoints_are_those_of_the_whole(ranks: Any, tmp_path: Path) -> None:
-    """Saved by one process, gone on from by the ranks, and gone on from by one process again."""
-    first, second, alone = (str(tmp_path / name) for name in ("first", "second", "alone"))
-    for _ in range(3):
-        save_and_load(0, 1, alone, "")
-    save_and_load(0, 1, first, "")
-    ranks.run(save_and_load, first, second)
-    after = save_and_load(0, 1, second, "")
-    whole = build("adam")
-    fl.load(alone, whole)
-    same(after, whole.state_dict())
-
-
 @on_ranks()
 def test_inference_gathers_as_well(rank: int, size: int) -> None:
     """The last pass has begun to gather for one that never comes; the process may end so."""
@@ -241,11 +85,11 @@ def test_inference_gathers_as_well(rank: int, size: int) -> None:
 @on_ranks()
 def test_a_pass_that_raises_leaves_nothing(rank: int, size: int) -> None:
     """Every rank raises in the same place; the next pass is as if that one had not been."""
-    model, other = build("sgd"), build("sgd")
+    model, other = Net(), Net()
     for each in (other, model):
         shards = shard_by_gathering(each)
-        one_pass(each, 0, rank, size)
-    layer = model[2].layer.weight
+        one_pass(each, 0, rank)
+    layer = model.twice[0].weight
     hook = layer.hook
 
     def fail(_: Any) -> None:
@@ -253,11 +97,11 @@ def test_a_pass_that_raises_leaves_nothing(rank: int, size: int) -> None:
 
     layer.register_grad_hook(fail)
     with pytest.raises(OSError, match="full"):
-        one_pass(model, 1, rank, size)
+        one_pass(model, 1, rank)
     layer.register_grad_hook(hook)
     assert all(flat._whole is flat.opened is None for flat in shards._units)
     for each in (model, other):
-        one_pass(each, 2, rank, size)
+        one_pass(each, 2, rank)
     for got, expected in zip(model.params(), other.params(), strict=True):
         if expected.grad is None:
             assert got.grad is None
@@ -276,12 +120,12 @@ def test_ranks_that_use_different_modules_get_no_mixture(rank: int, size: int) -
 
 @on_ranks(("gloo", 3))
 def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
-    model, plain = build("sgd"), build("sgd")
-    whole = model.state_dict()
+    model, plain = Net(), Net()
+    whole, weight = model.state_dict(), model.some.weight
     shard_by_gathering(model)
-    with pytest.raises(ValueError, match=r"'0\.weight' is sharded already; call it once"):
+    with pytest.raises(ValueError, match=r"'bias' is sharded already; call it once"):
         shard_by_gathering(model)
-    optimizer = optimizer_of(model, "sgd")
+    optimizer = RULES["sgd"](model.params())
     for refused in (
         fl.distribute_module_grads,
         fl.broadcast_parameters,
@@ -289,27 +133,29 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
         fl.all_reduce_gradients,
         lambda _: fl.DistributedOptimizer(optimizer),
         lambda _: fl.synchronize({"optimizer": optimizer}),
-        lambda each: fl.synchronize([each[0].weight]),
+        lambda each: fl.synchronize([each.some.weight]),
     ):
         with pytest.raises(ValueError, match=r"parameter 0 \(shape .*\) is sharded by"):
             refused(model)
     with pytest.raises(ValueError, match="neither distribute_module_grads nor a gradient buffer"):
-        model[0].weight.grad_buffer = np.zeros((7, 6))
-    model[0].weight.grad_buffer = None  # as it is
-    model(fl.input(np.ones((2, 6)))).backward(np.ones((2, 3)))
-    assert model[0].weight.grad is not None
+        weight.grad_buffer = np.zeros((3, 3))
+    weight.grad_buffer = None  # as it is
+    one_pass(model, 0, rank)
+    assert weight.grad is not None
+    assert weight.grad.ndim == 1  # this rank's part
     with pytest.raises(ValueError, match="call astype"):
         model.astype("float32")
     with pytest.raises(ValueError, match="read-only"):
-        model[0].weight.array[0] = 1
-    assert repr(model[0].weight) == "Variable(sharded, shape=(7, 6), dtype=float64)"
+        weight.array[0] = 1
+    assert repr(weight) == "Variable(sharded, shape=(3, 3), dtype=float64)"
     copied = copy.deepcopy(model)  # is a process's own
     assert all(type(param) is fl.Variable for param in copied.params())
-    same(copied.state_dict(), whole)
+    for found in (copied, model, model.eval()):
+        np.testing.assert_equal(found.state_dict(), whole)
     with pytest.raises(ValueError, match="load_state_dict copies values into it"):
-        model[0].weight.array = whole["0.weight"]
-    plain[0].weight.register_grad_hook(print)
-    with pytest.raises(ValueError, match=r"'0\.weight' has a gradient hook or buffer"):
+        weight.array = whole["some.weight"]
+    plain.some.weight.register_grad_hook(print)
+    with pytest.raises(ValueError, match=r"'some\.weight' has a gradient hook or buffer"):
         shard_by_gathering(plain)
 
 

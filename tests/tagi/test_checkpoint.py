@@ -7,33 +7,9 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi import nn
-from tests.tagi.helpers import equal, learn, network
-
-X = np.random.default_rng(0).standard_normal((8, 3))
-Y = X[:, :2] - X[:, 1:]
-
+from tests.tagi.helpers import equal, network
 
 LAYERS = "Linear(3, 5), ReLU(), BatchNorm2d(5), Linear(5, 2, bias=False)"
-
-
-def train(net: nn.Sequential, steps: int) -> None:
-    for _ in range(steps):
-        learn(net, X, Y)
-
-
-def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    whole, begun, resumed = network(LAYERS), network(LAYERS), network(LAYERS, 1)
-    train(whole, 6)
-    train(begun, 3)
-    fl.save(tmp_path, begun, step=3)
-    found = fl.load(tmp_path, resumed)
-    assert found is not None
-    assert found.step == 3
-    train(resumed, 3)
-    equal(resumed.state_dict(), whole.state_dict())
-    for net in (whole, resumed):  # running statistics are part of it
-        net.eval()
-    equal(resumed(X)[1], whole(X)[1])
 
 
 def test_a_checkpoint_of_a_network_that_diverged_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What is a copy, and of what: networks of networks, kept inputs of what was passed."""
 
-import copy
-import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,20 +11,6 @@ from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from tests.tagi.helpers import equal, learn, observe
 from tests.tagi.test_sequential import X, Y, network
-
-
-@pytest.mark.parametrize(
-    "make_copy", [copy.copy, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
-)
-def test_a_copy_learns_by_itself(make_copy: Any) -> None:
-    net = network(nn.BatchNorm2d(8))
-    learn(net, X, Y)
-    other = make_copy(net)
-    before = net.state_dict()
-    learn(other, X, Y)
-    equal(net.state_dict(), before)
-    learn(net, X, Y)
-    equal(net.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize(

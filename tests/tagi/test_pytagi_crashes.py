@@ -99,19 +99,6 @@ def test_two_activations_in_a_row_are_both_differentiated() -> None:
     equal(net.output_z_buffer.jcb, [0.01, 1], 1e-6)
 
 
-@pytest.mark.parametrize("layers", [CNN, "Linear(64, 5), Tanh(), Linear(5, 2)"])
-def test_layouts_and_dtypes_do_not_matter(layers: str) -> None:
-    """There strides are ignored, and float64 is refused by a list of C++ signatures."""
-    expected = step(network(layers), IMAGES.copy())
-    for x in (
-        np.asfortranarray(IMAGES),
-        IMAGES.astype(np.float64),
-        np.ascontiguousarray(IMAGES.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2),
-        np.repeat(IMAGES, 2, axis=3)[..., ::2],
-    ):
-        equal(step(network(layers), x), expected)
-
-
 def test_deltas_below_a_norm_behind_linear_layers_are_right() -> None:
     """BatchNorm2d behind a Linear behind a convolution: as behind a Linear alone."""
     behind = network(

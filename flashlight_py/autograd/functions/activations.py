@@ -49,10 +49,8 @@ def gelu(x: Input, approximate: bool | str = False) -> Variable:
     """Return ``x`` times the probability that a normal number is below it: ``x * Phi(x)``.
 
     Hendrycks and Gimpel (2016). ``Phi(x) = (1 + erf(x / sqrt(2))) / 2``. If ``approximate`` is True
-    or ``"tanh"``: ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``, as in GPT-2.
-
-    Raises:
-        ValueError: ``approximate`` is neither a bool nor ``"none"`` or ``"tanh"``, torch's names.
+    or ``"tanh"``: ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``, as in GPT-2. Anything
+    but a bool and ``"none"`` or ``"tanh"``, torch's names, is a ValueError.
     """
     x, by_tanh = as_variable(x), is_by_tanh(approximate)
     found = record_mapped("gelu_by_tanh" if by_tanh else "gelu", x)

@@ -296,9 +296,8 @@ def _counts(w: _Windows, like: Array, count_padding: bool) -> Array | int:
 def as_two(name: str, value: Any, least: int) -> _Two:
     """Return an option as (down, across); ``name``: for errors.
 
-    Raises:
-        TypeError: it is neither an integer nor a pair of them.
-        ValueError: it is less than ``least``, or 2 ** 31 or more.
+    Others than an integer and a pair of them are a TypeError; numbers below ``least``, or of 2**31
+    or more, are a ValueError.
     """
     two = (value, value) if isinstance(value, (int, np.integer)) else value
     is_pair = isinstance(two, (tuple, list)) and len(two) == 2
@@ -312,8 +311,7 @@ def as_two(name: str, value: Any, least: int) -> _Two:
 def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation: Any) -> Any:
     """Return ``padding`` as (down, across), of ``"same"`` too, with the errors of :func:`as_two`.
 
-    Raises:
-        ValueError: also if no padding makes results of the size of the input.
+    It is a ValueError, too, if no padding makes results of the size of the input.
     """
     if padding != "same":
         return as_two(f"{name}: padding", padding, 0)

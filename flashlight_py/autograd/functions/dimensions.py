@@ -524,10 +524,8 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
     Such as ``"bij,bjk->bik"`` or ``"...ii->...i"``, with an operand for each term before the arrow.
     Letters that are repeated take the diagonal, those that the result lacks are summed over, and an
     ellipsis stands for dimensions that broadcast. Without ``->`` the result has the letters that
-    occur once, in the order of the alphabet, after the ellipsis.
-
-    Raises:
-        ValueError: the subscripts cannot be read, or do not fit the operands' shapes.
+    occur once, in the order of the alphabet, after the ellipsis. Subscripts that cannot be read, or
+    do not fit the operands' shapes, are a ValueError.
     """
     given = [as_half(operand) for operand in operands]
     terms, result, sizes = _read_subscripts(subscripts, [each.data.shape for each in given])

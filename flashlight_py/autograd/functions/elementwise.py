@@ -28,8 +28,7 @@ def as_variable(x: Input) -> Variable:
 def as_pair(a: Operand, b: Operand) -> tuple[Variable, Variable]:
     """Return both operands as variables; a number takes the dtype and device of the other one.
 
-    Raises:
-        TypeError: an operand is no variable, array or number, or none of both is a variable.
+    Anything but variables, arrays and numbers, one of them a variable at least, is a TypeError.
     """
     if isinstance(a, Variable):
         return a, b if isinstance(b, Variable) else _as_constant(b, a)

@@ -22,8 +22,7 @@ from flashlight_py.structure import require
 def softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape.
 
-    Raises:
-        ValueError: there is no such axis, or it has no element.
+    It is a ValueError if there is no such axis, or it has no element.
     """
     return _softmax("softmax", x, axis)
 

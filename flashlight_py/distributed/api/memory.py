@@ -19,12 +19,7 @@ from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.groups.membership import of
-from flashlight_py.distributed.memory.memory_file import (
-    MemoryFile,
-    made_together,
-    needs_names,
-    open_memory,
-)
+from flashlight_py.distributed.memory.memory_file import MemoryFile, made_together, open_memory
 from flashlight_py.distributed.memory.memory_room import LITTLE, reserve, shared_array
 from flashlight_py.distributed.memory.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.distributed.rendezvous.store import Store
@@ -161,12 +156,11 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
     if sharing.apart and store.rank == 0:
         _log.warning("host_array: there is more than one copy on a host: %s", sharing.apart)
     loader = sharing.groups[sharing.of[store.rank]][0]
-    named = needs_names(store.spaces)
     file, path, error, words = None, "", None, ""
     try:
         if loader == store.rank:
             try:
-                file, layout = _load(load, layout, named)
+                file, layout = _load(load, layout, store.named)
             except Exception as failure:  # noqa: BLE001  (it may be any; every rank raises it)
                 error, words = failure, reason_of(failure)
         mine = words, "" if file is None else file.path, layout
@@ -183,7 +177,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
         del error  # whose traceback has this frame
         if file is not None:
             file.close()
-        elif path and named:
+        elif path and store.named:
             Path(path).unlink(missing_ok=True)  # for a rank that has died
     return array
 

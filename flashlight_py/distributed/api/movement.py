@@ -240,7 +240,7 @@ def _blocks_to_all(
 
     def check(place: int, block: Array, outcome: str = "") -> None:
         room = rooms[place]
-        if (room.dtype, room.shape) != (block.dtype, block.shape):
+        if (room.dtype.newbyteorder("="), room.shape) != (block.dtype, block.shape):
             raise ValueError(
                 f"[{verb}] rank {rank} of {members.size}: out[{place}] is {room.dtype} "
                 f"{room.shape}, and rank {place} sends {block.dtype} {block.shape}{outcome}"

@@ -19,13 +19,7 @@ from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
-from flashlight_py.distributed.rendezvous.store import (
-    Kin,
-    Peer,
-    Store,
-    Waiting,
-    this_process,
-)
+from flashlight_py.distributed.rendezvous.store import Kin, Peer, Store, Waiting, this_process
 from flashlight_py.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -207,9 +201,8 @@ class GlooBackend(NativeBackend):
         function = self.ffi.cast("int (*)(void *, const char *)", give_up)
         pointer = self.ffi.cast("void *", other._address_of(other.group))
         self._kept.append(other.group)  # it is freed after this one
-        self._do(
-            "take_along", self.group, function, pointer, f". {HOST_ADVICE}. {UNUSABLE}".encode()
-        )
+        advice = f". {HOST_ADVICE}. {UNUSABLE}".encode()
+        self._do("take_along", self.group, function, pointer, advice)
 
 
 class _Part(GlooBackend):

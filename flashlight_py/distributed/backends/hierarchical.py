@@ -406,7 +406,8 @@ class PartWork(Work):
             return self._found(timeout)
         end = time.monotonic() + timeout
         if not self._await(timeout):
-            raise limit_passed(f"[{self._call.name}] {self._owner.kind}", timeout)
+            who = f"rank {self._owner.rank} of {self._owner.size}"
+            raise limit_passed(f"[{self._call.name}] {who}", timeout)
         return self._found(max(0.0, end - time.monotonic()))
 
     def _await(self, seconds: float) -> bool:

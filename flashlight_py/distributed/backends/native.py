@@ -180,9 +180,9 @@ class NativeBackend(Backend):
         of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
         names = ("fl_run", "fl_exchange", *of_op, *self.steps)
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
+        of_group = self._address_of(group), group, self.rank, self.size
         functions_of_group = fast.bind(
-            *(self._address_of(group), group, self.rank, self.size, self.timeout),
-            self.packed_bytes,
+            *(*of_group, self.timeout, self.packed_bytes),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
             (AllOf, _raise_forked, light_work(fast), self._running),
@@ -366,16 +366,14 @@ class NativeBackend(Backend):
 
     def _open(self, name: str) -> Any:
         """Return the library's handle for a call of ``name``."""
-        group = self.group
-        if group is None:
+        if (group := self.group) is None:
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
 
     def _here(self, depth: int = 3) -> Any:
         """Return where user code has called, as the library takes it."""
         place = caller(depth)
-        site = self._sites.get(place)
-        if site is None:
+        if (site := self._sites.get(place)) is None:
             text = site_of(place).encode()[-SITE_BYTES:]
             site = self._sites[place] = self.ffi.new("fl_site *", {"text": text})
         return site
@@ -481,17 +479,14 @@ class NativeBackend(Backend):
             work.wait()
 
     def abort(self, cause: str | DistributedError) -> None:
-        group = self.group
-        if group is not None:
+        if (group := self.group) is not None:
             words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
             self._do("give_up", group, words.encode(errors="replace"))
 
     def lost(self, doing: str) -> DistributedError | None:
-        group = self.group
-        if group is None:
+        if (group := self.group) is None:
             return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
-        handle = self.lib.fl_lost(group)
-        if handle == self.ffi.NULL:
+        if (handle := self.lib.fl_lost(group)) == self.ffi.NULL:
             return None
         handle = self.ffi.gc(handle, self.lib.fl_op_free)
         return failure(self, handle, self.lib.fl_op_wait(handle, 0.0), doing, self.timeout, 0)

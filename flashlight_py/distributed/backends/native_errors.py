@@ -83,8 +83,8 @@ def failure(
             error.for_others = _late_itself(backend, who, text[len(_GIVEN_UP) :])
         return error
     if status == lib.FL_TIMEOUT:
-        limit, theirs = f"{seconds:g} seconds", waits_elsewhere(backend, missing[:_MOST_ASKED])
-        if theirs:
+        limit = f"{seconds:g} seconds"
+        if theirs := waits_elsewhere(backend, missing[:_MOST_ASKED]):
             apart = _apart(where, backend, handle, theirs, limit)
             return MismatchError(apart, group_lives=False)
         last = _last_calls(backend, handle, missing, number)
@@ -224,8 +224,7 @@ def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
         if other.team is not None and other.team is backend.team:
             continue  # parts of one group, in which a rank goes from one to the other
         there = [r for r, who in enumerate(other.processes) if who == backend.processes[rank]]
-        call = call_ahead(there[0]) if there else ""
-        if call:
+        if there and (call := call_ahead(there[0])):
             return f"{call} as rank {there[0]} of a group of {other.size}"
     return ""
 

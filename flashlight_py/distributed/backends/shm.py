@@ -87,8 +87,7 @@ class ShmBackend(NativeBackend):
 
     def look_back(self, name: str, seconds: float) -> bool:
         """Compare the calls that this rank made ahead; see ``ComparesAhead``."""
-        group = self.group
-        if group is None:
+        if (group := self.group) is None:
             return True  # it has ended, and whoever waits raises why
         is_behind = self.ffi.new("int *")
         handle = self.lib.fl_look_back(group, seconds, is_behind)

@@ -20,7 +20,7 @@ from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combined
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.memory.memory_file import map_together, needs_names, open_memory
+from flashlight_py.distributed.memory.memory_file import map_together, open_memory
 from flashlight_py.distributed.memory.memory_room import require, reserve
 from flashlight_py.distributed.memory.topology import exchange_process_info
 from flashlight_py.distributed.verbs import BARRIER
@@ -90,14 +90,13 @@ def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -
         return np.frombuffer(own, np.uint8)
     store = store_of(group)
     exchange_process_info(store, checks=True)  # all ranks have agreed on that already
-    named = needs_names(store.spaces)
 
     def map_path(path: str, create: bool) -> Array:
         try:
             with open_memory(path) as fd:
                 if create:
                     require(nbytes + unwritten, what)
-                if create and named:
+                if create and store.named:
                     # Its file system has a size; what is missing later would end the process.
                     reserve(fd, nbytes, what)
                 elif create:
@@ -106,5 +105,5 @@ def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -
         except OSError as error:
             raise OSError(error.errno, f"{what}, {nbytes:,} bytes: {error}") from error
 
-    mapped: Array = map_together(store, map_path, named)
+    mapped: Array = map_together(store, map_path, store.named)
     return mapped

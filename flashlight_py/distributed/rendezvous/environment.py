@@ -336,7 +336,7 @@ def is_alone(environ: Mapping[str, str] = system.environ) -> bool:
 
 
 def started_as(environ: Mapping[str, str] = system.environ) -> str:
-    """Return how a launcher has started this process as one of several; else, or if alone, ""."""
+    """Return how a launcher started this process as one of several; "" if not, or ``is_alone``."""
     said = _one_of_several(environ)
     return f"this process was started as {said}" if said else _one_of_nodes(environ)
 

@@ -204,6 +204,10 @@ class FileStore(TreeStore):
 
     ``path`` is that of a ``SharedDirectory``. Nothing needs to be prepared or removed by hand, even
     after a run that was killed. Files of other users are ignored.
+
+    Raises:
+        ValueError: as ``check_member``.
+        RendezvousError: as ``SharedDirectory``; or this host has no loopback network.
     """
 
     kind, own, moves, patience = "path", "FILE_PATH", True, _PATIENCE

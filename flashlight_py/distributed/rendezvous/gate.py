@@ -164,12 +164,9 @@ class Gate(abc.ABC):
         self._listeners.append(listener)
         self.selector.register(listener, EVENT_READ, listener)
 
-    def _serve(self, deadline: float) -> None:
-        """Deal with what has arrived; wait for something until ``deadline`` if need be."""
-        self.serve_ready(max(0.0, deadline - system.monotonic()))
-
-    def serve_ready(self, seconds: float) -> bool:
-        """Deal with what arrives within ``seconds``; False: nothing has."""
+    def _serve(self, deadline: float) -> bool:
+        """Deal with what has arrived, or else arrives until ``deadline``; False: nothing has."""
+        seconds = max(0.0, deadline - system.monotonic())
         if self._place.is_tree:
             seconds = min(seconds, self._open_or_close())
         ready = self.selector.select(seconds)

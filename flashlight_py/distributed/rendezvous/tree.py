@@ -157,7 +157,7 @@ class TreeNode(Gate):
                     REMEDY,
                 )
         self._log.clear()
-        left = [each for each in self.members.values() if not each.put(Kind.ROSTER, self._roster)]
+        left = [each for each in self.members.values() if not each.send(Kind.ROSTER, self._roster)]
         with system.Selector() as selector:
             for member in left:
                 selector.register(member.wire, EVENT_WRITE, member)
@@ -289,7 +289,7 @@ class TreeNode(Gate):
     def _ask(self, done: set[int]) -> None:
         """Have members that are not ``done`` show what they have, or say whom they wait for."""
         for rank in self.members.keys() - done:
-            self.members[rank].put(Kind.LATE, str(self._round).encode())
+            self.members[rank].send(Kind.LATE, str(self._round).encode())
 
     def _not_arrived(self, missing: list[int]) -> str:
         known = self._places.left
@@ -398,9 +398,9 @@ class TreeNode(Gate):
                 self._deadline = until
                 self._join()  # the others wait for this rank to come
             # Take in who has joined since, and those that are just doing so.
-            while (left := until - system.monotonic()) > 0:
+            while system.monotonic() < until:
                 is_joining = any(not each.is_refused for each in self._candidates)
-                if not self.serve_ready(left if is_joining else 0.0):
+                if not self._serve(until if is_joining else 0.0):
                     break
         self._failure(reason, joining=True)
 
@@ -415,7 +415,7 @@ class TreeNode(Gate):
         self._verdict = reason
         deadline = system.monotonic() + SHORTLY
         for each in self._neighbours():
-            each.put(Kind.FAILURE, reason.encode())
+            each.send(Kind.FAILURE, reason.encode())
         self._notified |= self.members.keys()
         if joining and self._round == 0 and self._listeners:
             expected = set(range(self._size)) - {self._place.rank} - self._places.given.keys()
@@ -423,11 +423,11 @@ class TreeNode(Gate):
                 self._serve(deadline)
         refused = (candidate for candidate in self._candidates if candidate.is_refused)
         for connection in (*self._neighbours(), *refused):
-            connection.drain(deadline)
+            connection.flush(deadline)
             connection.shut()
             with suppress(WireError):
-                while not connection.has_ended and system.monotonic() < deadline:
-                    connection.receive(deadline - system.monotonic())
+                while connection.take(deadline):
+                    pass
         self.close()
         return error
 

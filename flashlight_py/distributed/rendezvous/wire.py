@@ -171,7 +171,7 @@ class Connection:
         self._kind: Kind | None = None  # of the message whose body is arriving; None: its header is
         self._pieces, self._left = list[bytes](), _HEADER.size  # what is here, how much is not
         self._limit = _UNPROVEN_LIMIT
-        self._unsent: deque[bytes | memoryview] = deque()  # of what was ``put``
+        self._unsent: deque[bytes | memoryview] = deque()  # what is left of messages
 
     def trust(self, host_timeout: float) -> None:
         """Accept long messages from now on; end if the other host is silent for so many seconds.
@@ -190,43 +190,30 @@ class Connection:
             ):
                 self.wire.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
-        """Send a message; return whether it went out before the deadline and the peer's end."""
-        if not self.flush():  # it has not taken yet what comes first
-            return False
-        self.wire.settimeout(max(0.001, deadline - system.monotonic()))
-        try:
-            for data in _packed(kind, body):
-                self.wire.sendall(data)
-        except OSError:
-            # Either too late or the peer is gone; what it sent last may still be read.
-            return False
-        return True
-
-    def put(self, kind: Kind, body: bytes) -> bool:
-        """Send a message as far as it is taken at once, for ``flush`` to go on; does not block."""
+    def send(self, kind: Kind, body: bytes, deadline: float = 0.0) -> bool:
+        """Send a message behind those that are left, as ``flush`` does."""
         self._unsent += _packed(kind, body)
-        return self.flush()
+        return self.flush(deadline)
 
-    def flush(self) -> bool:
-        """Send what is left of messages; return whether nothing is any more. Does not block."""
-        if self._unsent:
+    def flush(self, deadline: float = 0.0) -> bool:
+        """Send what is left of messages; return whether nothing is any more.
+
+        Waits until the deadline, a time of ``time.monotonic``, for the other end to take more.
+        """
+        while self._unsent:
             self.wire.settimeout(0.0)
-        try:
-            while self._unsent:
-                data = self._unsent.popleft()
+            data = self._unsent.popleft()
+            try:
                 if (sent := self.wire.send(data)) < len(data):
                     self._unsent.appendleft(memoryview(data)[sent:])
-        except BlockingIOError:
-            self._unsent.appendleft(data)
-        except OSError:  # the peer is gone; what it sent last may still be read
-            self._unsent.clear()
+            except BlockingIOError:
+                self._unsent.appendleft(data)
+                if (left := deadline - system.monotonic()) <= 0.0:
+                    break
+                system.can_write(self.wire.fileno(), left)
+            except OSError:  # the peer is gone; what it sent last may still be read
+                self._unsent.clear()
         return not self._unsent
-
-    def drain(self, deadline: float) -> None:
-        """Send what is left of messages, as far as it is taken before the deadline."""
-        while not self.flush() and (left := deadline - system.monotonic()) > 0.0:
-            system.can_write(self.wire.fileno(), left)
 
     def receive(self, timeout: float) -> None:
         """Take what arrives within ``timeout`` seconds; a message that is whole goes to the inbox.

@@ -135,7 +135,7 @@ def _gloo(
     is_watched: bool = False,
     at_once: bool = False,
 ) -> Backend:
-    """Connect by Gloo, on one host by the loopback; one exchange, or none if ``kin`` is joined."""
+    """Connect by Gloo, on one host by the loopback; one exchange, none if the store has kin."""
     if store.kin is not None:
         part: Backend = store.kin.whole.part(store, settings.timeout)
         return part

@@ -129,8 +129,7 @@ class Comparisons:
                 if not self._posted or not self._posted[0].is_completed():
                     return
                 ended = self._posted.popleft()
-            error = _failure(ended)
-            if error is not None:
+            if (error := _failure(ended)) is not None:
                 self._judge(error)
 
     def finish(self, seconds: float | None = None) -> None:
@@ -187,8 +186,7 @@ class Comparisons:
 
     def find_lost(self, doing: str) -> None:
         """End the communicator if a rank is lost, though nothing waits for it; from any thread."""
-        trouble = self._cpu.lost(doing)
-        if trouble is not None:
+        if (trouble := self._cpu.lost(doing)) is not None:
             self._end(trouble)
 
     def _end(self, trouble: DistributedError) -> None:
@@ -205,8 +203,7 @@ class Comparisons:
             self._cpu.start(Call(BARRIER, seconds=seconds, refusal=refusal)).wait()
         except MismatchError:
             # A rank that has ended since may have answered by a call that it made ahead.
-            gone = self._lost_within(_ENDING_SECONDS)
-            if gone is not None:
+            if (gone := self._lost_within(_ENDING_SECONDS)) is not None:
                 return PeerLostError, f"Asked over {self._cpu.path}: {gone}"
             return None, f"Every rank answered over {self._cpu.path}, so none is gone"
         except DistributedError as error:

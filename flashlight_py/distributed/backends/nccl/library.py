@@ -135,16 +135,13 @@ def driver_address(name: str) -> int:
 
 def candidates() -> Iterator[tuple[str, str]]:
     """Yield (place in words, path or soname) in order; the variable allows no other place."""
-    named = os.environ.get(VARIABLE)
-    if named:
+    if named := os.environ.get(VARIABLE):
         yield VARIABLE, named
         return
     for wheel in WHEELS:
-        path = _path_in_wheel(wheel)
-        if path is not None:
+        if (path := _path_in_wheel(wheel)) is not None:
             yield f"the wheel {wheel}", path
-    loaded = _path_in_process()
-    if loaded is not None:
+    if (loaded := _path_in_process()) is not None:
         yield "already loaded in this process", loaded
     yield "the system", SONAME
 
