@@ -135,7 +135,8 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   }
   const int is_left = is_left_to_python(binding);
   if (is_left < 0) return NULL;
-  if (is_left || is_alone(binding)) Py_RETURN_NOTIMPLEMENTED;
+  const int is_incomplete = count == 6 && (args[0] == Py_Ellipsis || args[2] == Py_Ellipsis); /* see entry.c */
+  if (is_left || is_incomplete || is_alone(binding)) Py_RETURN_NOTIMPLEMENTED;
   if (count == 1) return native_batch(self, args[0]);
   const int rank = binding->rank, size = binding->size;
   const int sends = args[1] != Py_None, receives = args[3] != Py_None, is_pair = sends && receives;
@@ -211,9 +212,9 @@ static int parse(PyObject *args, Binding *b) {
   PyObject *group, *owner, *addresses;
   if (!PyArg_ParseTuple(args, "OOiid(LL)O!(OOO)(OOOO!)O!O!O!O!(O!O)", &group, &owner, &b->rank, &b->size, &b->seconds,
                         &b->packed_bytes[0], &b->packed_bytes[1], &PyTuple_Type, &addresses, &b->ended, &b->started,
-                        &b->here, &b->together, &b->forked, &b->work, &PyDict_Type, &b->running, &PyArray_Type, &b->memory, &PyList_Type,
-                        &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside, &PyList_Type,
-                        &b->first, &b->dropped)) {
+                        &b->here, &b->together, &b->forked, &b->work, &PyDict_Type, &b->running, &PyArray_Type,
+                        &b->memory, &PyList_Type, &b->notes, &PyTuple_Type, &b->folders, &PySet_Type, &b->inside,
+                        &PyList_Type, &b->first, &b->dropped)) {
     return 0;
   }
   size_t library[sizeof b->library / sizeof(size_t)];

@@ -6,11 +6,9 @@ import inspect
 import os
 import pickle
 import pydoc
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from flashlight_py._native import load
 from flashlight_py.distributed import api
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import on_ranks
+from tests.launch.launcher import run
 
 ENTRIES = [name for name in api.__all__ if type(getattr(fl, name)) is load("fast").verb]
 
@@ -69,7 +68,7 @@ def functions_called(verb: Callable[[], object]) -> list[str]:
     """Return the functions of the package ``api`` that ``verb`` calls on this thread."""
     called: list[str] = []
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note(frame: Any, event: str, _: object) -> None:
         if event == "call" and "/distributed/api/" in frame.f_code.co_filename:
             called.append(frame.f_code.co_name)
 
@@ -105,8 +104,10 @@ def test_plain_calls_do_not_pass_through_python(rank: int, size: int) -> None:
             fl.barrier()
             assert functions_called(functools.partial(verb, of)) == []
     assert "via" not in current_world().group.journal.records(1)[-1].as_dict()
-    work = fl.all_reduce_multiple([x, whole], async_op=True)
-    assert work.wait()[1] is whole
+    assert fl.all_reduce_multiple([x, whole], async_op=True).wait()[1] is whole
+    for given in {"x": x}, {"out": x}:  # of the two that must be passed
+        with pytest.raises(TypeError, match="missing 1 required"):
+            fl.sendrecv(dst=None, src=None, **given)
     with fl.profile(os.devnull):  # which wants every call
         assert "all_reduce" in functions_called(lambda: fl.all_reduce(x))
 
@@ -131,6 +132,5 @@ def test_a_verb_needs_no_frame_of_python() -> None:
         "atexit.register(fl.all_reduce, x, 0.5)\n"
         "atexit.register(fl.all_reduce_multiple, [x], 0.5)\n"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run([sys.executable, "-c", program], check=True)
     assert (done.stdout.strip(), done.stderr) == ("[0.25 0.25 0.25]", "")

@@ -312,8 +312,7 @@ def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
     def decorated(function: F) -> F:
         if _make_entry is None:
             return function
-        of_verb = _OF_PAIR if verb is SENDRECV else _GIVEN
-        given = {"verb": verb.code, **of_verb, "group": None}
+        given = {"verb": verb.code, **(_OF_PAIR if verb is SENDRECV else _GIVEN), "group": None}
         parameters = []
         for name, parameter in inspect.signature(function).parameters.items():
             place = name if name in given else _ALIASES.get(name, name)
@@ -324,8 +323,7 @@ def native(verb: Verb, **constants: Any) -> Callable[[F], F]:
                 given[place] = ... if default is parameter.empty else default
             parameters.append((name, list(given).index(place), default))
         points = verb.name if verb in (BARRIER, SENDRECV) else "collective"
-        values = tuple((given | constants).values())
-        how = points, world_fast, Membership, values, tuple(parameters)
+        how = points, world_fast, Membership, tuple((given | constants).values()), tuple(parameters)
         entry = _make_entry(function, function.__name__, *how, function.__code__.co_argcount)
         return cast("F", functools.update_wrapper(entry, function))
 

@@ -48,12 +48,14 @@ class FastPath(Protocol):
         root: int,
         tag: int,
         async_op: bool,
+        seconds: float = ...,
     ) -> Any:
         """Do the verb with this code, also a message to or from ``root``; return result or Work.
 
         For an all_reduce, ``root`` is a digest of the shapes of the arrays that are packed in
         ``x``, or 0; the ranks compare it. If ``x`` is a list of arrays, ``out`` says whether small
-        ones are packed (``native_several`` in csrc/fast).
+        ones are packed (``native_several`` in csrc/fast). A collective that blocks may take
+        ``seconds``; default: the timeout of the group.
         """
 
     def sendrecv(self, *args: Any) -> Any:
