@@ -113,14 +113,13 @@ def test_a_second_schedule_starts_where_torch_s_does(oracle: Oracle) -> None:
     code = """
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
 lr = torch.optim.lr_scheduler
-rates = []
+y = []
 for make in (lambda o: lr.CosineAnnealingLR(o, 9), lambda o: lr.LambdaLR(o, lambda t: t + 1)):
     schedule = make(optimizer)
     for _ in range(3):
         optimizer.step()
         schedule.step()
-    rates += [schedule.base_lrs[0], optimizer.param_groups[0]["lr"]]
-y = rates
+    y += [schedule.base_lrs[0], optimizer.param_groups[0]["lr"]]
 """
     optimizer, found = optimizer_of_rate(0.1), []
     for make in (
