@@ -2,7 +2,6 @@
 // functions, out of reach, in the form of those that its ufuncs have; products by the BLAS that NumPy has
 // loaded, as NumPy calls it; and what NumPy adds up without BLAS.
 
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -116,11 +115,6 @@ Loops all_loops() {
 
 enum { ROW_MAJOR = 101, COLUMN_MAJOR = 102, AS_IT_IS = 111 };  // as cblas.h has them; 112 is transposed
 
-template <size_t count>
-const std::array<int64_t, count>& fields(const int64_t* sizes) {
-  return *reinterpret_cast<const std::array<int64_t, count>*>(sizes);
-}
-
 template <typename R>
 R* at(char* array) {
   return reinterpret_cast<R*>(array);
@@ -135,7 +129,7 @@ template <typename R, typename Int>
 void gemm(char* const* arrays, const int64_t* sizes, const double*) {
   using Function = void(int order, int a, int b, Int m, Int n, Int k, R alpha, const R*, Int, const R*, Int,
                         R beta, R*, Int);
-  const auto& [a, b, m, n, k, a_step, b_step] = fields<7>(sizes);
+  const auto& [a, b, m, n, k, a_step, b_step] = reinterpret_cast<const int64_t(&)[7]>(*sizes);
   function<R, Function>(blas.gemm)(ROW_MAJOR, AS_IT_IS + int(a), AS_IT_IS + int(b), Int(m), Int(n), Int(k), 1,
                                    at<R>(arrays[0]), Int(a_step), at<R>(arrays[1]), Int(b_step), 0,
                                    at<R>(arrays[2]), Int(n));
@@ -145,7 +139,7 @@ template <typename R, typename Int>
 void gemv(char* const* arrays, const int64_t* sizes, const double*) {
   using Function = void(int order, int transposed, Int rows, Int columns, R alpha, const R*, Int, const R*, Int,
                         R beta, R*, Int);
-  const auto& [row_major, transposed, rows, columns, matrix_step, x_step] = fields<6>(sizes);
+  const auto& [row_major, transposed, rows, columns, matrix_step, x_step] = reinterpret_cast<const int64_t(&)[6]>(*sizes);
   function<R, Function>(blas.gemv)(row_major ? ROW_MAJOR : COLUMN_MAJOR, AS_IT_IS + int(transposed), Int(rows),
                                    Int(columns), 1, at<R>(arrays[0]), Int(matrix_step), at<R>(arrays[1]),
                                    Int(x_step), 0, at<R>(arrays[2]), 1);
@@ -154,7 +148,7 @@ void gemv(char* const* arrays, const int64_t* sizes, const double*) {
 template <typename R, typename Int>
 void dot(char* const* arrays, const int64_t* sizes, const double*) {
   using Function = R(Int count, const R*, Int, const R*, Int);
-  const auto& [count, x_step, y_step] = fields<3>(sizes);
+  const auto& [count, x_step, y_step] = reinterpret_cast<const int64_t(&)[3]>(*sizes);
   *at<R>(arrays[2]) =
       function<R, Function>(blas.dot)(Int(count), at<R>(arrays[0]), Int(x_step), at<R>(arrays[1]), Int(y_step));
 }
@@ -163,7 +157,7 @@ void dot(char* const* arrays, const int64_t* sizes, const double*) {
 template <typename R>
 void outer_product(char* const* arrays, const int64_t* sizes, const double*) {
   static const auto kernel = FL_CHOSEN(outer<R>);
-  const auto& [scalar, m, n, a_step] = fields<4>(sizes);
+  const auto& [scalar, m, n, a_step] = reinterpret_cast<const int64_t(&)[4]>(*sizes);
   kernel(m, n, at<R>(arrays[0]), a_step, at<R>(arrays[1]), at<R>(arrays[2]), int(scalar));
 }
 

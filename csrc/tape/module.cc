@@ -87,6 +87,7 @@ PyObject* fall_back(PyObject* function, PyObject* args, PyObject* kwargs) {
 PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   Step* step = reinterpret_cast<Step*>(self);
   const Owned programs = share(step->programs);  // whatever runs meanwhile, it may be another one
+  if (programs == nullptr) return PyErr_SetString(PyExc_TypeError, "the step is not initialized"), nullptr;
   for (Py_ssize_t i = 0; i < PyList_Size(programs.get()); ++i) {
     const Owned held = share(PyList_GetItem(programs.get(), i));
     Program* program = program_of(held.get());

@@ -409,10 +409,10 @@ class RuleOptimizer(FirstOrderOptimizer):
         for position in positions:
             variable, states = self.params[position], self.states_of(position)
             grad, placement = variable.grad, variable.placement
-            if grad is not None:
-                whole = [(variable.data, grad, *states)]
-                pieces = placement.pieces(variable, states) if placement else whole
-                found.append((position, grad, pieces))
+            if grad is not None and placement is None:
+                found.append((position, grad, [(variable.data, grad, *states)]))
+            elif grad is not None:  # to read its data may be collective
+                found.append((position, grad, placement.pieces(variable, states)))
         return found
 
     @as_one

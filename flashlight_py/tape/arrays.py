@@ -38,12 +38,13 @@ _CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
 
 def mapped(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
     """Return ``value`` with ``change`` of all that tuples, lists and dicts in it consist of."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _CONSTANT:
         return value
     if issubclass(kind, tuple) or (kind is list and not only_tuples):
-        make = getattr(kind, "_make", kind)
-        return make([mapped(each, change, only_tuples) for each in value])
+        made = [mapped(each, change, only_tuples) for each in value]
+        is_same = kind is not list and all(map(operator.is_, made, value))  # some cannot be made
+        return value if is_same else getattr(kind, "_make", kind)(made)
     if kind is dict and not only_tuples:
         return {name: mapped(each, change) for name, each in value.items()}
     return change(value)

@@ -101,9 +101,8 @@ class Recorder(Watcher):
         if not self.is_capturing:
             if group.size > 1 and not call.verb.is_message:
                 self.groups[group] = None
-            is_one = len(calls) == 1
-            run = lambda: group.run(call) if is_one else group.run_many(calls, name)  # noqa: E731
-            return self.without(run)  # type: ignore[no-any-return]
+            run: Any = (group.run, call) if len(calls) == 1 else (group.run_many, calls, name)
+            return self.without(functools.partial(*run))  # type: ignore[no-any-return]
         if not is_cupy(array):
             raise _CannotSend(f"{name} sends arrays of the CPU, or none, at {line_of_user()}")
         backend: Any = group.backend(array)

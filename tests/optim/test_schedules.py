@@ -191,17 +191,9 @@ def test_what_cannot_be_a_schedule_is_refused() -> None:
         (lambda: optim.LinearLR(optimizer, -1), ValueError, "start_factor"),
         (lambda: optim.OneCycleLR(optimizer, 1.0), ValueError, "needs total_steps"),
         (lambda: optim.OneCycleLR(optimizer, 1.0, 10, pct_start=0), ValueError, "each phase needs"),
-        (
-            lambda: optim.OneCycleLR(optimizer, 1.0, 9, anneal_strategy="x"),
-            ValueError,
-            "cos or linear",
-        ),
+        (lambda: optim.OneCycleLR(optimizer, 1.0, 9, anneal_strategy="x"), ValueError, "cos or"),
         (lambda: optim.OneCycleLR(optimizer, 1.0, 9, div_factor=0), ValueError, "above 0"),
-        (
-            lambda: optim.SequentialLR(optimizer, [optim.StepLR(optimizer, 3)], [1]),
-            ValueError,
-            "0 milestones",
-        ),
+        (lambda: optim.SequentialLR(optimizer, [made("step", optimizer)], [1]), ValueError, "0 m"),
         (
             lambda: optim.SequentialLR(optimizer, [optim.StepLR(optimizer_of_rate(), 3)], []),
             ValueError,

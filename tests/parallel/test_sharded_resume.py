@@ -100,6 +100,7 @@ def test_a_copy_is_ordinary(rank: int, size: int) -> None:
         optimizer.zero_grad()
         loss_of(model, 0, 2).backward()
         optimizer.step()
+        assert how is not None or all(p.placement.flat.arrays is None for p in optimizer.params)
         arrays = [param.array for param in model.params()]  # collective where they are gathered
         if rank == 0:
             same(ends, arrays)

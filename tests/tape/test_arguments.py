@@ -1,6 +1,7 @@
 """Arguments of all layouts, dtypes and values, alone and with memory in common."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -222,3 +223,9 @@ def test_what_an_argument_holds_is_state(kind: Callable[..., Any]) -> None:
             optimizer.momentum = 0.5
 
     compare(make, [(kind, x) for x in X[..., :3].astype("f8")], change, eager=2)
+
+
+def test_a_tuple_that_cannot_be_made_from_a_list_is_an_argument() -> None:
+    step = compare(lambda: lambda x: np.multiply(x.sum(), sys.int_info), [(x,) for x in X[:4]])
+    with pytest.raises(TypeError, match="not initialized"):
+        object.__new__(type(step))()
