@@ -83,8 +83,8 @@ class Relay {
   // A rank that waits to be asked for a message waits half a round trip longer: the next one is asked for
   // before this rank sends the last.
   static constexpr size_t kTurns = 2;
-  static constexpr size_t kAlignment = 8;  // of payloads that are computed with
-  struct Head {
+  static constexpr size_t kAlignment = 16;  // of payloads that are computed with: complex of long double
+  struct alignas(kAlignment) Head {
     uint64_t bytes;  // of the payload, which follows
     fl_signature call;
     fl_site site;
