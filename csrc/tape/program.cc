@@ -276,8 +276,8 @@ int Program::Name::is_as_before() const {
   return same_value(value, kept.get());
 }
 
-// Whether names stand for what they have stood for, and state lies where it has lain: 1 or 0, -1 with
-// an exception.
+// Return 1 if each name has the value of the recorded step and each array of the state its address,
+// 0 if not, -1 with an exception.
 int Program::holds() const {
   for (const Name& each : known_) {
     if (const int same = each.is_as_before(); same != 1) return same;

@@ -94,14 +94,14 @@ def cell_backward(
     """Write the deltas of the gates' inputs; return those of the c of the step before.
 
     Args:
-        dh, eh: the deltas of h, from the output and from the next step, ``[rows, n]``.
-        dc, ec: those of c that the next step sends; None: there is none. The deltas from h to c are
-            added here.
-        slopes: as :func:`cell_forward` has written them.
-        dz: ``[rows, 4, n]``, is written: the deltas of the gates' means.
-        coefficients: ``[rows, 10, n]``, is written: with the products of weights of ``PAIRS`` it
-            makes the deltas of the variances of what the gates are computed from; the first four
-            are those of the gates' own variances.
+        dh, eh: the deltas of h, ``[rows, n]``. They come from the output and from the next step.
+        dc, ec: the deltas of c from the next step, or None if there is no next step. This function
+            adds the deltas from h to c.
+        slopes: the array that :func:`cell_forward` wrote.
+        dz: receives the deltas of the gates' means, ``[rows, 4, n]``.
+        coefficients: ``[rows, 10, n]``, written. The first four are the deltas of the gates'
+            variances. All ten, with the products of weights of ``PAIRS``, give the deltas of the
+            variances of the gates' inputs.
     """
     k, k_o, r, f = slopes[:, :3], slopes[:, 3], slopes[:, 4], slopes[:, 5]
     to_c = r * dh

@@ -270,7 +270,7 @@ def stood_for(value: Any) -> Any:
 
 
 def unwrapped(result: Any) -> Any:
-    """Return what the step returned, with arrays in the place of what stands for them."""
+    """Return the result of the step with arrays in place of their stand-ins."""
 
     def change(value: Any) -> Any:
         data: Any = value.data if type(value) is Variable else None
