@@ -208,7 +208,7 @@ def assert_reduced(call: Call, got: Array, expected: Array) -> None:
     """Bit for bit, except where the ranks of several hosts are combined host by host."""
     if np.array_equal(got, expected):
         return
-    if not ranks_by_host(len(call.members)) or got.dtype.kind in "iub":
+    if not ranks_by_host(len(call.members)) or got.dtype.kind in "iubmM":
         assert_equal(got, expected, repr(call))
         return
     accuracy = {2: 1e-2, 4: 1e-5}.get(got.real.dtype.itemsize, 1e-12)

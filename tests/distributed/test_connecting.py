@@ -1,15 +1,18 @@
 """Connections that are not made in an operation, or break in the middle of a message.
 
-Ranks are groups of the native library in one process, whose connections a test can lead elsewhere.
+Ranks are groups of the native library in one process, whose connections a test can lead elsewhere,
+or programs of tests/native/gloo.
 """
 
 from __future__ import annotations
 
+import hmac
 import shutil
 import socket
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from flashlight_py import _native
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER
 from flashlight_py.errors import BackendUnavailableError
-from tests.distributed.harness import run_ranks
+from tests.distributed.conformance import in_places, on_ranks
 from tests.distributed.processes import descriptors_below
 from tests.distributed.threads import on_threads
 
@@ -193,19 +196,12 @@ def test_a_call_is_not_reported_before_all_of_it_has_come() -> None:
         raw.close()
 
 
-def each_a_host(rank: int) -> dict[str, str]:
-    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank)}
-
-
-def leave_without_descriptors(rank: int, size: int) -> None:
+@on_ranks(("hierarchical", 2), fresh=True, env=in_places("ab"))
+def test_a_process_that_has_no_descriptors_left_leaves_in_order(rank: int, size: int) -> None:
+    """Its own error is what it is to end with, not an abort."""
     fl.barrier()
     with descriptors_below(3):
         fl.distributed_shutdown()
-
-
-def test_a_process_that_has_no_descriptors_left_leaves_in_order() -> None:
-    """Its own error is what it is to end with, not an abort."""
-    run_ranks(leave_without_descriptors, 2, env=each_a_host)
 
 
 def built(folder: Path, name: str, *options: str) -> Path:
@@ -238,3 +234,42 @@ def test_a_message_does_not_use_a_buffer_that_is_destroyed(tmp_path: Path) -> No
     command = [program, "20000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("heartbeat.cc", "line.cc", "proof.cc", "descriptors.cc", "../common/operation.cc")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
+]
+
+
+def output(folder: Path, name: str, *cases: Sequence[str]) -> list[str]:
+    """Return what a program of tests/native/gloo prints, given each of ``cases``."""
+    program = folder / name
+    sources = [ROOT / "csrc/gloo" / each for each in SOURCES]
+    compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    file = ROOT / "tests/native/gloo" / f"{name}.cc"
+    subprocess.run([*compiler, "-o", program, file, *sources], check=True)
+    runs = ([str(program), *each] for each in cases)
+    return [
+        subprocess.run(run, capture_output=True, text=True, timeout=60, check=True).stdout
+        for run in runs
+    ]
+
+
+def test_one_rank_answers_a_host_full_of_them(tmp_path: Path) -> None:
+    """At the start all connect at once, as strangers do who have not proven anything yet."""
+    assert output(tmp_path, "crowd", ["100"]) == ["99\n"]
+
+
+def test_a_forked_child_closes_no_descriptor_of_others(tmp_path: Path) -> None:
+    assert output(tmp_path, "child", []) == [""]
+
+
+def test_a_proof_is_an_hmac_of_sha_256(tmp_path: Path) -> None:
+    """Of texts that end before, at and behind the end of a block."""
+    cases = [("k" * (1 + n % 64), "t" * n) for n in (0, 1, 55, 56, 63, 64, 65, 119, 120, 300)]
+    expected = [hmac.new(key.encode(), text.encode(), "sha256").hexdigest() for key, text in cases]
+    assert output(tmp_path, "proof", *cases) == expected
