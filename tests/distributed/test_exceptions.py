@@ -194,15 +194,19 @@ def caught(fn: Any, *args: Any) -> str:
     return ""
 
 
+WORLDS = ("shm", 2), ("gloo", 2), ("hierarchical", 3), ("mpi", 2)
+
+
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("ranks", "error", "said"),
     [
-        (None, "ValueError: a bad batch"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (SystemExit(3), "SystemExit"),
+        *((world, None, "ValueError: a bad batch") for world in WORLDS),
+        (WORLDS[0], KeyboardInterrupt(), "KeyboardInterrupt"),
+        (WORLDS[0], SystemExit(3), "SystemExit"),
     ],
+    indirect=["ranks"],
 )
-@on_ranks(("shm", 2), ("gloo", 2), ("hierarchical", 3), ("mpi", 2), fresh=True)
+@on_ranks(fresh=True)
 def test_the_others_raise_while_its_host_lives_on(
     rank: int, size: int, error: BaseException | None, said: str
 ) -> None:
