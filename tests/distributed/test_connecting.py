@@ -205,7 +205,7 @@ def test_a_process_that_has_no_descriptors_left_leaves_in_order(rank: int, size:
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT = "heartbeat line proof descriptors"
-LINKS = "links attempt proof pair descriptors line"
+LINKS = "links proof pair descriptors line"
 WITH_GLOO = "-idirafter", str(ROOT / "csrc/gloo/missing"), "-lgloo"
 
 
