@@ -130,8 +130,7 @@ def state_dict() -> dict[str, Any]:
 def load_state_dict(state: Mapping[str, Any]) -> None:
     """Go on where ``state_dict`` was taken: the same numbers follow as followed then.
 
-    Raises:
-        ModuleNotFoundError: a generator of CuPy's was saved, and CuPy is not installed.
+    Raises ModuleNotFoundError if a generator of CuPy's was saved, and CuPy is not installed.
     """
     global _seed  # noqa: PLW0603 - as in set_seed
     use(None)
@@ -158,8 +157,7 @@ def state_of(generator: Any) -> dict[str, Any]:
 def set_state_of(generator: Any, state: Mapping[str, Any]) -> None:
     """Let ``generator`` go on from ``state``, which ``state_of`` returned, in place.
 
-    Raises:
-        ValueError: the state is of a generator of another kind.
+    A ValueError says that the state is of a generator of another kind.
     """
     bits = generator.bit_generator
     if state["bit_generator"] != type(bits).__name__:

@@ -111,11 +111,9 @@ def oracle() -> Iterator[Oracle]:
     """``oracle(code, grads, **arrays)``: torch's value and gradients; see tests/nn/oracle.py."""
     from tests.torch.conftest import interpreter
 
-    asked = Oracle(interpreter())
-    leftovers.helpers.add(asked.pid)
+    asked = Oracle(interpreter(), "tests.nn.oracle")
     yield asked
     asked.close()
-    leftovers.helpers.discard(asked.pid)
 
 
 @pytest.fixture

@@ -282,9 +282,8 @@ class SlowDigest:
 def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies such as are made of arrays of a GPU: three that wait, and what is at hand."""
+    """Copies such as are made of arrays of a GPU: one is digested, one written, one is next."""
     monkeypatch.setattr(directory, "hashlib", SimpleNamespace(sha256=SlowDigest))
-    monkeypatch.setattr(directory, "WAITING_BYTES", 3000)
     gone: list[int] = []
     held: list[int] = []
 
@@ -296,7 +295,7 @@ def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
 
     directory.write_durable(tmp_path / "file", map(copy, range(30)))
     assert len(held) == 30
-    assert max(held) <= 5
+    assert max(held) <= 3
 
 
 def test_the_manifest_lists_what_is_there(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from tests.distributed.conformance import on_ranks
 from tests.nn.oracle import Oracle, weights_of
 from tests.nn.oracle import compare as compare_with_torch
 from tests.tape.steps import compare, training
@@ -136,16 +137,13 @@ def synchronized(rank: int, size: int, rows: list[slice]) -> Any:
     return y.array, x.grad, *parameters, layer.running_mean, layer.running_var
 
 
-def with_one_value(rank: int, size: int) -> None:
-    """The others have none: all raise, and nothing is tracked."""
+@on_ranks(("shm", 2))
+def test_one_value_of_all_ranks_is_refused(rank: int, size: int) -> None:
+    """The other ranks have none: all raise, and nothing is tracked."""
     layer = fl.nn.BatchNorm(4, sync=True)
     with pytest.raises(ValueError, match="needs more than one value per channel"):
         layer(fl.input(np.ones((int(rank == 0), 4), np.float32)))
     assert fl.all_reduce(layer.running_var)[0] == size
-
-
-def test_one_value_of_all_ranks_is_refused(pool: Any) -> None:
-    pool(2).run(with_one_value)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])

@@ -290,13 +290,6 @@ def test_state_that_does_not_fit_changes_nothing(state: dict[str, Any], match: s
     assert optimizer.lr == 0.1
 
 
-def test_zero_grad_drops_gradients() -> None:
-    variables = parameters()
-    variables[0].grad = np.ones((2, 3))
-    optim.SGDOptimizer(variables, 0.1).zero_grad()
-    assert variables[0].grad is None
-
-
 @MAKES
 def test_lr_can_be_changed(make: Make) -> None:
     variables = parameters()

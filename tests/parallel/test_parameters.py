@@ -98,7 +98,9 @@ def test_broadcast_parameters_names_itself_and_the_parameter_that_differs(
 
 
 def start(rank: int, size: int, how: str) -> list[str]:
+    """Return the warnings of ``how`` ranks start."""
     model = build(rank if how != "same seed" else 0)
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1))
     if how == "averaged":
         fl.all_reduce_parameters(model)
     if how == "broadcast":
@@ -108,17 +110,11 @@ def start(rank: int, size: int, how: str) -> list[str]:
         model.other = fl.param(np.zeros(1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fl.distribute_module_grads(model, ignore=ignore)
-    return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
-
-
-def start_an_optimizer(rank: int, size: int, how: str) -> list[str]:
-    model = build(rank)
-    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
+        if how == "DistributedOptimizer":
             optimizer.step()
+            optimizer.step()
+        else:
+            fl.distribute_module_grads(model, ignore=ignore)
     return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
 
 
@@ -129,8 +125,7 @@ def test_ranks_that_start_from_the_same_are_not_warned(pool: Any, how: str) -> N
 
 @pytest.mark.parametrize("way", ["distribute_module_grads", "DistributedOptimizer"])
 def test_ranks_that_start_from_others_are_named_once(pool: Any, way: str) -> None:
-    function = start if way == "distribute_module_grads" else start_an_optimizer
-    first, *others = pool(3).run(function, "different")
+    first, *others = pool(3).run(start, way)
     assert others == [[], []]
     assert len(first) == 1
     assert first[0].startswith(f"test_parameters.py: {way}: rank 0 of 3: rank(s) 1, 2 start from ")

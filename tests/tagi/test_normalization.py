@@ -9,7 +9,7 @@ import flashlight_py as fl
 from flashlight_py.tagi import nn, normalization
 from flashlight_py.tagi.states import BaseHiddenStates
 from tests.tagi.helpers import channels_first, equal, in_numpy, needs_kernels, numbers
-from tests.tagi.oracle import oracle_run
+from tests.tagi.oracle import run_both
 
 REAL = np.float32
 IMAGES = (6, 3, 4, 5)  # rectangular
@@ -269,50 +269,24 @@ def test_a_network_keeps_the_statistics() -> None:
     equal(net(x), other(x))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fl.tagi.BatchNorm2d(0), "at least 1 feature, got 0"),
-        (lambda: fl.tagi.BatchNorm2d(2, eps=0), "eps must be above 0"),
-        (lambda: fl.tagi.BatchNorm2d(2, momentum=1.5), "momentum must be from 0 to 1, got 1.5"),
-        (lambda: fl.tagi.BatchNorm2d(2).connect((3, 4, 4)), r"expected 2 channels or features"),
-        (lambda: fl.tagi.LayerNorm((2, 3)), r"channels, width, height\).*got \(2, 3\)"),
-        (lambda: fl.tagi.LayerNorm((2, 3, 4)).connect((3, 2, 4)), r"of \(2, 3, 4\), got"),
-        (lambda: fl.tagi.LayerNorm(5).connect((4,)), r"\(features\) of \(5,\), got"),
-    ],
-)
-def test_wrong_arguments(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+EVALUATED = """
+net = Sequential(Linear(4, 3), BatchNorm2d(3), Linear(3, 2))
+if {load}:
+    net.load_state_dict(parameters)
+net.set_threads(2)
+parameters = net.state_dict()
+for x in batches:
+    net(x.ravel())
+statistics = {{k: [np.ravel(a) for a in t] for k, t in net.get_norm_mean_var().items()}}
+net.eval()
+result = parameters, *map(np.array, net(batches[0].ravel())), statistics
+"""
 
 
 @pytest.mark.slow
 def test_evaluation_is_the_same_as_pytagi() -> None:
     """On two threads: on one, its first batch replaces the running statistics."""
-    net = fl.tagi.Sequential(fl.tagi.Linear(4, 3), fl.tagi.BatchNorm2d(3), fl.tagi.Linear(3, 2))
-    batches = numbers(3, 8, 4)
-    mu, var, statistics = oracle_run(
-        """
-        net = Sequential(Linear(4, 3), BatchNorm2d(3), Linear(3, 2))
-        net.set_threads(2)
-        net.load_state_dict({k: tuple(a.tolist() for a in t) for k, t in params.items()})
-        for x in batches:
-            net(x.ravel())
-        statistics = {k: [np.ravel(a) for a in t] for k, t in net.get_norm_mean_var().items()}
-        net.eval()
-        result = (*map(np.array, net(batches[0].ravel())), statistics)
-        """,
-        params={name: entry[:4] for name, entry in net.state_dict().items()},
-        batches=batches,
-    )
-    for x in batches:
-        net(x)
-    found = net.get_norm_mean_var()
-    assert found.keys() == statistics.keys()
-    for one, two in zip(found["BatchNorm2d()_1"], statistics["BatchNorm2d()_1"], strict=True):
-        close(one[0], two)
-    net.eval()
-    close(net(batches[0].ravel()), (mu, var))
+    close(*run_both(EVALUATED, batches=numbers(3, 8, 4)))
 
 
 @pytest.mark.parametrize("images", [False, True])

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from flashlight_py.tagi import nn
+from tests.oracles import OracleDied
 from tests.tagi.helpers import equal, network, observe
-from tests.tagi.oracle import OracleDied, oracle_run
+from tests.tagi.oracle import oracle_run
 
 RNG = np.random.default_rng(0)
 
@@ -91,14 +92,6 @@ def test_norms_report_their_statistics() -> None:
     assert list(net.get_norm_mean_var()) == ["BatchNorm2d()_2"]
 
 
-def test_two_activations_in_a_row_are_both_differentiated() -> None:
-    """There the second one's slope takes the place of the first one's."""
-    net = network("LeakyReLU(), LeakyReLU()")
-    mean, variance = net(np.array([[-2.0, 3.0]]), np.ones((1, 2)))
-    equal((mean, variance), ([[-0.02, 3]], [[1e-4, 1]]), 1e-6)
-    equal(net.output_z_buffer.jcb, [0.01, 1], 1e-6)
-
-
 def test_deltas_below_a_norm_behind_linear_layers_are_right() -> None:
     """BatchNorm2d behind a Linear behind a convolution: as behind a Linear alone."""
     behind = network(
@@ -117,15 +110,6 @@ def test_nothing_known_and_nothing_there_is_finite() -> None:
     step(network("MixtureReLU(), Linear(3, 2)"), np.zeros((2, 3)), var_x=np.zeros((2, 3)))
     padded = network("Embedding(5, 3, 4, padding_idx=0), MixtureReLU(), Linear(12, 2)")
     step(padded, np.array([[0, 0, 1, 2], [0, 0, 0, 0]]))
-
-
-def test_an_embedding_forgets_the_step_before() -> None:
-    net = network("Embedding(5, 3, 2), Linear(6, 1)")
-    once = np.array([[0, 1], [2, 3]])
-    step(net, once)
-    rows = net.layers[0].mu_w.reshape(5, 3).copy()
-    step(net, np.array([[4, 4], [4, 4]]))
-    equal(net.layers[0].mu_w.reshape(5, 3)[:4], rows[:4])
 
 
 def test_a_file_with_a_layer_norm_can_be_read_again(tmp_path: Path) -> None:
