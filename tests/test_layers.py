@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cores": (),
     "system": (),
     "interfaces": ("system",),
-    "random": FRAMEWORK[:2],
+    "random": (*FRAMEWORK[:2], "structure"),
     "kernels": FRAMEWORK[:2],
     "erf": ("device",),
     "autograd": (*FRAMEWORK[:4], "erf", "structure", "libraries", "_native"),
