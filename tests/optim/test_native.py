@@ -85,7 +85,7 @@ def in_pieces(make: Make, dtype: str) -> list[Any]:
             arrays = variable.data, grad, *optimizer.states_of(position)
             cuts = [slice(0, 77), slice(77, 77), slice(77, 5000)]
             pieces = [tuple([array[cut] for array in arrays]) for cut in cuts]
-            optimizer._step_pieces(position, pieces, 1 / 3)
+            optimizer._step_pieces(position, grad, pieces, 1 / 3)
             np.testing.assert_array_equal(grad, before)
     return bits(optimizer)
 

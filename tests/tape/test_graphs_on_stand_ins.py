@@ -6,7 +6,6 @@ graphs: results and times are theirs.
 
 import collections
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -223,7 +222,7 @@ def test_the_scale_of_losses_on_a_gpu_follows_updates(driver: StandInDriver) -> 
 def agree(rank: int, size: int) -> tuple[int, str]:
     """Rank 0 is in two groups, rank 1 has a shorter batch, and rank 2 has a graph."""
     groups = [fl.new_group([0, 1]), fl.new_group([0, 2])]
-    graphs = Graphs(lambda: None, (), threading.Lock())
+    graphs = Graphs(lambda: None, ())
     mine: Any = [group for group in groups if group.is_member]
     graphs._groups = mine
     return graphs._agreed({0: 5, 1: 0, 2: 5}[rank]), graphs.reason
