@@ -99,6 +99,3 @@ class BackendStore(Store):
     def exchange(self, payload: bytes) -> Roster:
         """Pass ``payload`` and return every rank's; raises DistributedError as ``Work.wait``."""
         return Roster.of(exchange_bytes(self._backend, payload))
-
-    def close(self) -> None:
-        """Do nothing: the backend goes on."""
