@@ -104,8 +104,7 @@ def test_the_newest_are_kept_also_when_steps_go_back(tmp_path: Path) -> None:
     for step in (5, 10, 3, 4):
         run.save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["000003-step-3", "000004-step-4"]
-    found = run.load(tmp_path)
-    assert found.step == 4
+    assert run.load(tmp_path).step == 4
 
 
 def test_other_files_and_what_a_dead_run_left(tmp_path: Path) -> None:
