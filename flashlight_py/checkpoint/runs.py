@@ -16,7 +16,6 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import (
     COMPOSED,
-    Steps,
     exchange_bytes,
     group_or_world,
     in_step,
@@ -351,7 +350,7 @@ class Attempt:
         sent = json.dumps([self.failure, mine]).encode()
         call = next(call for call in COMPOSED if call.startswith(f"{self._what}("))
         try:
-            texts = exchange_bytes(Steps(self._group.backend(), call), sent)
+            texts = exchange_bytes(self._group.backend(), sent, call)
         except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
             error.args = (f"{where(self._what, self._group)}: in {call}: {error}",)
             raise

@@ -15,7 +15,7 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.backends.exchange import BackendStore, Steps
+from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combined
@@ -37,7 +37,7 @@ def hosts_of(group: ProcessGroup) -> list[list[int]]:
 
 def store_of(group: ProcessGroup) -> BackendStore:
     """Return a store between the ranks of ``group``, for what they make together."""
-    return BackendStore(Steps(group.backend(), "shared_empty"))
+    return BackendStore(group.backend(), "shared_empty")
 
 
 def meet(group: ProcessGroup, doing: str) -> None:
