@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flashlight_py import system
 
@@ -13,20 +13,13 @@ from flashlight_py import system
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
-class Interface(NamedTuple):
-    """One address of an interface that is up, without a zone."""
+def interfaces() -> list[tuple[str, str]]:
+    """Return name and address, without a zone, of interfaces that are up; IPv4 before IPv6.
 
-    name: str
-    address: str
-
-
-def interfaces() -> list[Interface]:
-    """Return the addresses of interfaces that are up, IPv4 before IPv6; none of a loopback or link.
-
-    An interface without a cable, or a bridge without a container, is not up.
+    None of a loopback or link. Without a cable, or a bridge without a container, one is not up.
     """
     return [
-        Interface(name, address)
+        (name, address)
         for name, address, is_running in system.addresses()
         if is_running and not is_loopback(address)
     ]
@@ -34,7 +27,7 @@ def interfaces() -> list[Interface]:
 
 def own_addresses() -> list[str]:
     """Return where other hosts may reach this one: addresses of default routes, then all others."""
-    there = [each.address for each in interfaces()]
+    there = [address for _, address in interfaces()]
     by_default = [address for address in map(source_address, _OUTSIDE) if address in there]
     return list(dict.fromkeys([*by_default, *there]))
 

@@ -146,7 +146,7 @@ def test_a_thousand_steps_on_one_to_eight_ranks(
     assert set(found) == {after_a_thousand_steps(kind)}
 
 
-def gradients(rank: int, size: int, leaves: int, step: int) -> list[Any]:
+def gradients(leaves: int, step: int) -> list[Any]:
     fl.set_seed(1)
     model = Net("float64")
     model.dropout.ratio = 0.0
@@ -160,12 +160,14 @@ def gradients(rank: int, size: int, leaves: int, step: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_gradients_are_those_of_the_mean_over_the_whole_batch(ranks: Any, step: int) -> None:
-    expected = gradients(0, 1, 0, step)
-    for of_rank in ranks.run(gradients, 8, step):
-        assert [g is None for g in of_rank] == [False] * 5 + [True] * 2
-        for got, wanted in zip(of_rank[:5], expected[:5], strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
+@on_ranks()
+def test_gradients_are_those_of_the_mean_over_the_whole_batch(
+    rank: int, size: int, step: int
+) -> None:
+    found = gradients(8, step)
+    assert [g is None for g in found] == [False] * 5 + [True] * 2
+    for got, wanted in zip(found[:5], gradients(0, step)[:5], strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
 
 
 def test_going_on_with_other_numbers_of_ranks_ends_with_the_same_bits(

@@ -377,13 +377,11 @@ def train_plainly() -> list[Any]:
     return [param.array.copy() for param in model.params()]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("way", ["hooks", "by hand"])
-def test_training_is_the_same_for_any_number_of_ranks(pool: Any, size: int, way: str) -> None:
-    expected = train_plainly()
-    for result in pool(size).run(train, way):
-        for got, want in zip(result, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
+@on_ranks(("single", 1), ("shm", 2), ("shm", 3))
+def test_training_is_the_same_for_any_number_of_ranks(rank: int, size: int, way: str) -> None:
+    for got, want in zip(train(rank, size, way), train_plainly(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 
 def test_senseless_arguments_of_a_dataset_are_refused() -> None:

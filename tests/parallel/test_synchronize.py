@@ -14,7 +14,7 @@ from flashlight_py.distributed.start.world import current_world
 from flashlight_py.parallel.tree import plan_of
 from tests.distributed.conformance import on_ranks
 from tests.gpu import test_trees as gpu_trees
-from tests.parallel.trees import Box, Frozen, Point, everything, model_of, optimizer_of
+from tests.parallel.trees import Point, everything, model_of, optimizer_of
 
 
 def values(tree: Any) -> tuple[bytes, list[str]]:
@@ -114,10 +114,6 @@ def test_keys_may_be_in_another_order(rank: int, size: int) -> None:
 DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "shape": (lambda r: {"w": [1, np.zeros(2 + r)]}, 'tree["w"][1]', "float64 (3,)"),
     "dtype": (lambda r: (np.zeros(2, ["f4", "f8"][r]),), "tree[0]", "float64 (2,)"),
-    "length": (lambda r: [1] * (3 + r), "tree[3]", "int"),
-    "key": (lambda r: {"ab"[r]: 1}, 'tree["a"]', "nothing"),
-    "class": (lambda r: {"x": [Box, Frozen][r](1)}, 'tree["x"]', "Frozen"),
-    "number": (lambda r: Box([1, [1, 1.0][r]]), "tree.content[1]", "float"),
     "parameter": (lambda r: fl.nn.Linear(2, 3 + r), "tree.weight", "float32 (4, 2)"),
     "state": (lambda r: optimizer_of(model_of(0), ["sgd", "adam"][r], 1), "tree", "AdamOptimizer"),
 }

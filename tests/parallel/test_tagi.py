@@ -154,38 +154,33 @@ def test_synchronised_normalisation_is_that_of_one_process(pool: Any, backend: s
     check_close(states[0], alone(normalised, 2), 2e-6)
 
 
-def statistics(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_local_statistics_are_each_ranks_own_until_they_are_averaged(rank: int, size: int) -> None:
     model = DDPSequential(normalised(), average=False)
     train(model, range(3), lambda step: shares(rank, size, step), lambda step: total(size, step))
-    own = model.state_dict()["BatchNorm2d.1"]
+    first, second = fl.all_gather_object(model.state_dict()["BatchNorm2d.1"])
     model.average_statistics()
-    return own, model.state_dict()["BatchNorm2d.1"]
-
-
-def test_local_statistics_are_each_ranks_own_until_they_are_averaged(pool: Any) -> None:
-    (first, mean), (second, same) = pool(2).run(statistics)
+    means = model.state_dict()["BatchNorm2d.1"]
     for own, other in zip(first[:4], second[:4], strict=True):
         np.testing.assert_array_equal(own, other)  # parameters
-    for own, other, both, again in zip(first[4:], second[4:], mean[4:], same[4:], strict=True):
+    for own, other, mean in zip(first[4:], second[4:], means[4:], strict=True):
         assert not np.array_equal(own, other)
-        np.testing.assert_allclose(both, (own + other) / 2, rtol=1e-6)
-        np.testing.assert_array_equal(both, again)
+        np.testing.assert_allclose(mean, (own + other) / 2, rtol=1e-6)
+        np.testing.assert_array_equal(*fl.all_gather_object(mean))
 
 
-def one_step(rank: int, size: int, average: bool) -> Any:
-    fl.set_seed(0)
-    model = DDPSequential(dense(), average=average)
-    train(model, range(1), lambda _: slice(3 * rank, 3 * rank + 3), lambda _: 3 * size)
-    sums = [bucket.sums[: 2 * bucket.size].copy() for bucket in model.model.buckets]
-    return sums, model.state_dict()
-
-
-def test_averages_are_pytagis(pool: Any) -> None:
+@on_ranks(("shm", 2))
+def test_averages_are_pytagis(rank: int, size: int) -> None:
     """The sums over all samples divided by the number of ranks; without config, as with one."""
-    summed, averaged = (pool(2).run(one_step, average) for average in (False, True))
-    for total, mean in zip(summed[0][0], averaged[0][0], strict=True):
+    sums = []
+    for average in (False, True):
+        fl.set_seed(0)
+        model = DDPSequential(dense(), average=average)
+        train(model, range(1), lambda _: slice(3 * rank, 3 * rank + 3), lambda _: 3 * size)
+        sums.append([bucket.sums[: 2 * bucket.size].copy() for bucket in model.model.buckets])
+    for total, mean in zip(*sums, strict=True):
         np.testing.assert_allclose(mean, total / 2, rtol=1e-5, atol=1e-9)
-    check_same_bits([state for _, state in averaged])
+    check_same_bits(fl.all_gather_object(model.state_dict()))
 
 
 BOUND_AT = {255: 2.0, 256: 3.0}

@@ -193,9 +193,6 @@ class _Threads(Store):
         self.barrier.wait()
         return roster
 
-    def close(self) -> None:
-        """Hold nothing."""
-
 
 def of_joining(size: int, join: Callable[[Store], Any], rounds: int = 20) -> float:
     """Return how long one of ``size`` ranks computes to ``join``; the median."""
@@ -365,9 +362,6 @@ class _Replayed(Store):
         roster = Roster(Roster.of([given[each] for each in range(self.size)]).body)
         self._places.end()
         return roster
-
-    def close(self) -> None:
-        """Hold nothing."""
 
 
 class Seen(NamedTuple):

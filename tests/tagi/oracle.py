@@ -16,7 +16,8 @@ import pytest
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
 from tests.oracles import ROOT, Oracle
-from tests.tagi.oracle_main import DELTAS, step
+from tests.tagi.helpers import equal
+from tests.tagi.oracle_main import DELTAS, names_of, step
 
 STATE = ("means of weights", "variances of weights", "means of biases", "variances of biases")
 
@@ -72,6 +73,13 @@ def oracle_run(program: str, **arrays: Any) -> Any:
     returned must be a pickle of NumPy and Python's own types.
     """
     return oracle().ask(program=textwrap.dedent(program), arrays=arrays)
+
+
+def equal_programs(program: str, rtol: float = 0, atol: float = 0, **given: Any) -> None:
+    """Compare what ``program`` leaves in ``result`` here and beside the real pytagi."""
+    space = names_of(tagi) | given
+    exec(textwrap.dedent(program), space)
+    equal(space["result"], oracle_run(program, **given), rtol, atol)
 
 
 def run_both(program: str, **given: Any) -> tuple[Any, Any]:

@@ -212,9 +212,6 @@ class MemberStore(Store):
             self._send(member, roster.body)
         return roster
 
-    def close(self) -> None:
-        """Do nothing: the backend goes on."""
-
     def _send(self, peer: int, payload: bytes) -> None:
         data = np.frombuffer(bytearray(payload), np.uint8)
         for array in (np.array([data.size]), data):

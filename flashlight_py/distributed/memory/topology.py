@@ -234,7 +234,7 @@ def address_between_hosts(
     card = Card(
         host=mine,
         name=system.gethostname(),
-        has=_interfaces(),
+        has=", ".join(map(" ".join, interfaces())),
         own=own[store.rank],
         asked=interface,
         wanted=addresses_of(interface) if interface else (),
@@ -266,16 +266,12 @@ def address_inside(interface: str) -> str:
     """
     found = addresses_of(interface) if interface else ["127.0.0.1"]
     if not found:
+        has = ", ".join(map(" ".join, interfaces())) or "none but the loopback"
         raise errors.BackendUnavailableError(
-            f"{interface!r} is neither an interface nor an address of this host, which has "
-            f"{_interfaces() or 'none but the loopback'}; choose another with "
-            "params={'INTERFACE': ...}"
+            f"{interface!r} is neither an interface nor an address of this host, which has {has}; "
+            "choose another with params={'INTERFACE': ...}"
         )
     return found[0]
-
-
-def _interfaces() -> str:
-    return ", ".join(f"{each.name} {each.address}" for each in interfaces())
 
 
 def choose(cards: Sequence[Card]) -> list[str]:

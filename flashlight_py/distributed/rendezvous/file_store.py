@@ -223,7 +223,6 @@ class FileStore(TreeStore):
         super().__init__(rank, size, timeout, [LOOPBACK])
 
     def remedy(self) -> str:
-        """Say what was passed over; see ``MeetingPoint``."""
         ignored = "; ".join(f"{name} {why}" for name, why in self._directory.ignored.items())
         return (
             "start every rank with the same FILE_PATH and world size, within reach of rank 0's host"
@@ -233,7 +232,6 @@ class FileStore(TreeStore):
     # Rank 0 ---------------------------------------------------------------------------------------
 
     def listen(self, backlog: int) -> list[system.Socket]:
-        """Listen on the loopback; see ``MeetingPoint``."""
         self._backlog = backlog
         self._listeners.append(system.create_server((LOOPBACK, 0), backlog=backlog))
         return list(self._listeners)

@@ -8,9 +8,9 @@ from typing import Any
 
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
-from flashlight_py.distributed.rendezvous.file_store import LOOPBACK, Announcement
+from flashlight_py.distributed.rendezvous.file_store import LOOPBACK
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
-from flashlight_py.distributed.rendezvous.store import host_identity, this_process
+from flashlight_py.distributed.rendezvous.store import host_identity
 from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
@@ -92,13 +92,13 @@ class MpiStore(TreeStore):
         check_world(detect(), size)
         hosts = world.allgather(host_identity())
         self._one_host, self.local_rank = len(set(hosts)) == 1, hosts[:rank].count(hosts[rank])
-        self._announced = b""
-        self.known = Secret(system.random_bytes(NONCE_BYTES).hex().encode(), source=self.name)
+        self._addresses: list[tuple[str, int]] = []
+        self.secret = world.bcast(system.random_bytes(NONCE_BYTES).hex().encode(), 0)
+        self.known = Secret(self.secret, source=self.name)
         try:
             super().__init__(rank, size, timeout, [LOOPBACK] if self._one_host else [])
         finally:  # else the others would wait for ever
-            self._announced = world.bcast(self._announced, 0)
-        self.secret = self.known.given
+            self._addresses = world.bcast(self._addresses, 0)
 
     def listen(self, backlog: int) -> list[system.Socket]:
         """Listen on the loopback, or for other hosts at all addresses; see ``MeetingPoint``."""
@@ -109,16 +109,13 @@ class MpiStore(TreeStore):
             if not hosts:
                 raise OSError("this host has no address by which others could reach it")
         port = int(listener.getsockname()[1])
-        addresses = [(host, port) for host in hosts]
-        self._announced = Announcement(this_process(), addresses, self.known.given.decode()).pack()
+        self._addresses = [(host, port) for host in hosts]
         return [listener]
 
     def offers(self) -> list[Offer]:
-        """Return what rank 0 has announced; see ``MeetingPoint``."""
-        if not self._announced:
+        if not self._addresses:
             raise self.error("rank 0 cannot listen for the others: look at its own output")
-        found = Announcement.parse(self._announced)
-        return [Offer(found.addresses, Secret(found.secret.encode(), source=self.name))]
+        return [Offer(self._addresses, self.known)]
 
     def remedy(self) -> str:
         return "see whether a rank has raised or still computes"

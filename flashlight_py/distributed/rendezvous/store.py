@@ -153,7 +153,6 @@ class SubStore(Store):
         self.near = store.near and store.near.among(self._ranks)
 
     def exchange(self, payload: bytes) -> Roster:
-        """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""
         return self._store.exchange(payload).derived(_part, self._ranks)
 
 

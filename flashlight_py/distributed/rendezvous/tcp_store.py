@@ -94,7 +94,6 @@ class TcpStore(TreeStore):
         return listeners
 
     def offers(self) -> list[Offer]:
-        """Return the address; see ``MeetingPoint``."""
         return [Offer(self._addresses, self.known, advice="; choose another MASTER_PORT")]
 
 

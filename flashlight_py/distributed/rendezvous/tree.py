@@ -456,7 +456,6 @@ class TreeStore(MeetingPoint):
         self._has_ended = False
 
     def exchange(self, payload: bytes) -> Roster:
-        """Pass ``payload`` and return every rank's, in rank order; see ``Store``."""
         if self._has_ended:
             raise self.error("this store was closed or has failed; make a new one")
         if self.size == 1:
