@@ -19,10 +19,10 @@ import pytest
 import flashlight_py as fl
 from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.arrays import code_of, dtype_of_code
+from flashlight_py.distributed.calls.journal import Record
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.failures.journal import Record
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
 from flashlight_py.distributed.work import Work

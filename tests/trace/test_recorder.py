@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import BROADCAST
 from flashlight_py.distributed.work import Done

@@ -13,7 +13,7 @@ from typing import Any
 from flashlight_py._native import codes
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call_site import call_site
-from flashlight_py.distributed.failures.journal import CALLERS
+from flashlight_py.distributed.calls.journal import CALLERS
 from flashlight_py.errors import DistributedError
 
 SITE_BYTES = codes.SITE_BYTES - 1  # without the zero behind the text

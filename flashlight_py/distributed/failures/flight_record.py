@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py import system
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.call_site import PACKAGE, line_of
-from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.rendezvous.secret import create_private
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 
