@@ -1,6 +1,6 @@
-"""Communication hooks: what they are given and refuse, their arithmetic, and what their steps lose.
+"""Communication hooks: the same bits on every rank, close to the sum, nothing lost on the way.
 
-All ranks have the same bits, close to the sum, and nothing is lost on the way.
+What a hook is given, when it is called, and what is refused; the arithmetic by itself.
 """
 
 import itertools
@@ -183,6 +183,9 @@ def test_power_sgd_of_tiny_gradients(rank: int, size: int) -> None:
     exact = np.outer(np.arange(60.0), np.arange(40.0)) * 1e-30
     got = reduce(fl.PowerSGDCompression(rank=1), [exact.astype(np.float32)], 1 / size)[0]
     assert abs(got - exact).max() < 1e-5 * exact.max()
+
+
+# What a hook is given, when it is called, and what is refused -------------------------------------
 
 
 def plain(bucket: Any) -> Any:
@@ -396,6 +399,9 @@ def test_hooks_stay_in_the_library_of_their_arrays(strict: Any, name: str) -> No
         got = flat([other.get() for other in others])
         np.testing.assert_allclose(got, flat(arrays), rtol=1e-12, atol=1e-12)
         hooks[1].load_state_dict(hooks[1].state_dict())
+
+
+# The arithmetic by itself: rounding, orthonormal columns, products --------------------------------
 
 
 def test_half_precision_is_numpys_for_every_kind_of_number() -> None:
