@@ -19,10 +19,6 @@ ROOT = Path(__file__).parent.parent
 WORDS = 2000  # of what a process that ends has written
 
 
-class OracleDied(Exception):
-    """The oracle's process ended while it worked, as pytagi does in some cases."""
-
-
 class Oracle:
     """A process that answers. One that has ended is started again for the next question.
 
@@ -42,8 +38,8 @@ class Oracle:
         """Return the answer.
 
         Raises:
-            RuntimeError: the request has raised there; holds the traceback.
-            OracleDied: the process ended; holds what it has written.
+            RuntimeError: the request has raised there, or ended the process; holds the traceback,
+                or what the process has written.
         """
         if self._line is None:
             self._start()
@@ -52,7 +48,7 @@ class Oracle:
             self._line.send(request)
             kind, answer = self._line.recv()
         except (EOFError, ConnectionError) as error:
-            raise OracleDied(f"ended with status {self._end()}: {self._words()}") from error
+            raise RuntimeError(f"ended with status {self._end()}: {self._words()}") from error
         if kind == "error":
             raise RuntimeError(f"{self._command[-1]}: {answer}")
         return answer

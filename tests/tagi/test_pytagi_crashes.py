@@ -4,12 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from flashlight_py.tagi import nn
-from tests.oracles import OracleDied
 from tests.tagi.helpers import equal, network, observe
-from tests.tagi.oracle import oracle_run
 
 RNG = np.random.default_rng(0)
 
@@ -28,38 +25,6 @@ def step(net: nn.Sequential, x: Any, y: Any = None, var_x: Any = None) -> list[n
 
 
 CNN = "Conv2d(1, 4, 3, padding=1, in_width=8, in_height=8), ReLU(), AvgPool2d(2), Linear(64, 2)"
-
-# What is shown to be so there, that this is a test of something.
-ENDINGS = {
-    "a batch larger than the first one": """
-        net = Sequential(Linear(3, 4), ReLU(), Linear(4, 2))
-        net(np.zeros(3 * 2, np.float32))
-        net(np.zeros(3 * 20000, np.float32))
-    """,
-    "preinit_layer, then training a convolution": f"""
-        net = Sequential({CNN.replace("AvgPool2d(2)", "AvgPool2d(2, 2)")})
-        net.preinit_layer()
-        net(x)
-        OutputUpdater("cpu").update(net.output_z_buffer, np.zeros(12, np.float32),
-                                    np.ones(12, np.float32), net.input_delta_z_buffer)
-        net.backward()
-        net.step()
-    """,
-    "the default stride of AvgPool2d": f"Sequential({CNN})(x)",
-    "an activation as the first layer": "Sequential(ReLU(), Linear(3, 2))(x[:3])",
-    "the statistics of a LayerNorm": """
-        net = Sequential(Linear(8, 4), LayerNorm((4,)), Linear(4, 1))
-        net(x)
-        net.get_norm_mean_var()
-    """,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ENDINGS)
-def test_pytagi_s_process_ends_by(what: str) -> None:
-    with pytest.raises(OracleDied):
-        oracle_run(ENDINGS[what], x=IMAGES.ravel())
 
 
 def test_an_activation_may_be_the_first_layer() -> None:

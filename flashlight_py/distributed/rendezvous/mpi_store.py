@@ -20,9 +20,8 @@ from flashlight_py.interfaces import listen_everywhere, own_addresses
 def load_mpi() -> Any:
     """Import and return ``mpi4py.MPI``, which initialises MPI; finalised when this process exits.
 
-    Raises:
-        BackendUnavailableError: mpi4py or the MPI library that it loads is missing, MPI was not
-            initialised, or it has ended already.
+    Raises BackendUnavailableError if mpi4py or the MPI library that it loads is missing, MPI was
+    not initialised, or it has ended already.
     """
     finalizes = False
     try:
