@@ -30,6 +30,7 @@ from flashlight_py.device import Array
 _log = logging.getLogger("flashlight_py")
 
 PIECE_BYTES = 8 << 20
+SMALL_BYTES = 1 << 14  # are digested before a thread would begin to
 
 
 class Content(NamedTuple):
@@ -90,7 +91,10 @@ def _sha256_of(pieces: Iterable[Array], move: Callable[[memoryview], object]) ->
                 part = piece[begin : begin + PIECE_BYTES].data
                 move(part)
                 added.result()
-                added = thread.submit(digest.update, part)
+                if part.nbytes > SMALL_BYTES:
+                    added = thread.submit(digest.update, part)
+                else:
+                    digest.update(part)
         added.result()
     return digest.hexdigest()
 

@@ -283,6 +283,7 @@ def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
 ) -> None:
     """Copies such as are made of arrays of a GPU: one is digested, one written, one is next."""
     monkeypatch.setattr(directory, "hashlib", SimpleNamespace(sha256=SlowDigest))
+    monkeypatch.setattr(directory, "SMALL_BYTES", 0)
     gone: list[int] = []
     held: list[int] = []
 

@@ -71,12 +71,8 @@ def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -
 
     The ranks must share memory. All ranks read what one rank writes; the caller must order reads
     and writes. ``what`` names the purpose in errors. The host must also have ``unwritten`` bytes,
-    the part of its other mappings that no rank has written yet.
-
-    Raises:
-        OutOfMemoryError: there is no memory for them; raised on every rank.
-        UnavailableEverywhereError: a rank cannot map it; raised on every rank.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+    the part of its other mappings that no rank has written yet. Every rank raises OutOfMemoryError
+    or UnavailableEverywhereError as ``map_together``, or DistributedError as ``all_reduce``.
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:

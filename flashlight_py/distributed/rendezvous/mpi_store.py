@@ -20,9 +20,8 @@ from flashlight_py.interfaces import listen_everywhere, own_addresses
 def load_mpi() -> Any:
     """Import and return ``mpi4py.MPI``, which initialises MPI; finalised when this process exits.
 
-    Raises:
-        BackendUnavailableError: mpi4py or the MPI library that it loads is missing, MPI was not
-            initialised, or it has ended already.
+    Raises BackendUnavailableError if mpi4py or the MPI library that it loads is missing, MPI was
+    not initialised, or it has ended already.
     """
     finalizes = False
     try:
@@ -78,10 +77,8 @@ class MpiStore(TreeStore):
     MPI passes rank 0's address and a secret of this run to all ranks. Blocks until all are here.
     ``timeout`` is in seconds for each exchange.
 
-    Raises:
-        BackendUnavailableError: mpi4py or an MPI library is missing.
-        RendezvousError: the environment says that there are several ranks, MPI says one.
-        ValueError: the launcher's variables contradict each other.
+    Raises BackendUnavailableError as ``load_mpi``, RendezvousError as ``check_world``, and
+    ValueError as ``detect``.
     """
 
     name, kind, own = "MPI", "world of MPI", "mpirun"
