@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.failures.journal import Journal
+from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.verbs import BROADCAST
 from flashlight_py.distributed.work import Done, Work
 from harness.facts import machine_facts

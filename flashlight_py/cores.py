@@ -28,8 +28,7 @@ def usable_cores() -> int:
 def check_processes(what: str, count: int, descriptors: int) -> None:
     """Check that this process can start ``count`` others, with ``descriptors`` open for each.
 
-    Raises:
-        ValueError: the host has too little memory, or the limit of descriptors is too low.
+    Raises ValueError if the host has too little memory, or the limit of descriptors is too low.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no limit ("max"), or no such file
@@ -72,8 +71,7 @@ def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> 
 def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
     """Return how many threads ``rank`` may compute with, given the cores that each rank may use.
 
-    A rank that a launcher has bound to cores uses these; ranks that may use the same cores divide
-    them.
+    A rank that is bound to cores uses these; ranks that may use the same cores divide them.
     """
     together = _within_quota(len(frozenset().union(*affinities)))
     return max(1, min(len(affinities[rank]), together // len(affinities)))

@@ -109,9 +109,7 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
 def floating(dtype: Any, what: str) -> np.dtype[Any]:
     """Return a dtype, also by its name; ``"bfloat16"`` is ml_dtypes'. ``what``: for errors.
 
-    Raises:
-        TypeError: it is not a real floating one.
-        BackendUnavailableError: bfloat16, and ml_dtypes is not installed.
+    Raises TypeError if it is not a real floating one, BackendUnavailableError without ml_dtypes.
     """
     try:
         found = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
@@ -123,10 +121,9 @@ def floating(dtype: Any, what: str) -> np.dtype[Any]:
 
 
 def bfloat16(otherwise: np.dtype[Any] | None = None) -> np.dtype[Any]:
-    """Return the dtype of ml_dtypes, or ``otherwise`` if that is not installed.
+    """Return the dtype of ml_dtypes; if that is not installed, ``otherwise``.
 
-    Raises:
-        BackendUnavailableError: ml_dtypes is not installed, and ``otherwise`` is None.
+    Raises BackendUnavailableError if ``otherwise`` is None then.
     """
     try:
         import ml_dtypes

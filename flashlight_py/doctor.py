@@ -41,7 +41,7 @@ from flashlight_py.distributed.internal import (
     nccl_library,
 )
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
-from flashlight_py.interfaces import addresses_of, interfaces, own_addresses
+from flashlight_py.interfaces import addresses_of, interfaces, own_addresses, resolved
 from flashlight_py.launch.failures import Tail
 
 _PACKAGES = {
@@ -177,12 +177,11 @@ def gpus() -> Iterator[Finding]:
 
 def host(wanted: str) -> Iterator[Finding]:
     """Report on what ranks need of this host; ``wanted`` is the interface asked for, or ""."""
-    name, found = socket.gethostname(), dict[str, None]()
+    name, found = socket.gethostname(), list[str]()
     with contextlib.suppress(OSError):  # it resolves to nothing
-        for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
-            found[str(address[0]).partition("%")[0]] = None
+        found = [str(address).partition("%")[0] for address, *_ in resolved(name, 0)]
     yield Finding("shared memory", *shared_memory())
-    yield Finding("host name", *host_name(name, list(found)))
+    yield Finding("host name", *host_name(name, list(dict.fromkeys(found))))
     yield Finding("interface", *interface(wanted))
     yield Finding("job secret", *job_secret())
 
@@ -218,7 +217,7 @@ def host_name(name: str, addresses: list[str]) -> tuple[str, str, str]:
 
 def interface(wanted: str) -> tuple[str, str, str]:
     """Return which address ranks on other hosts would use; ``wanted`` as in ``INTERFACE``."""
-    names = ", ".join(f"{each.name} {each.address}" for each in interfaces()) or "none"
+    names = ", ".join(map(" ".join, interfaces())) or "none"
     addresses = addresses_of(wanted) if wanted else own_addresses()
     if addresses:
         choice = f" ({wanted})" if wanted else f", by the route to them; up are: {names}"

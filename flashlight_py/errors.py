@@ -31,6 +31,7 @@ class DistributedError(RuntimeError):
     """The base of all errors of the distributed module."""
 
     goes_on = False  # the operation does: only the limit of a wait for it has passed
+    has_begun = True  # False: no rank was notified of the call, which does not count
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints, without IPython's own frame, which is the first."""

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Sequence
-from socket import (
-    AF_INET,
-    AF_INET6,
-    IPPROTO_IPV6,
-    IPV6_V6ONLY,
-    SO_REUSEADDR,
-    SOCK_DGRAM,
-    SOCK_STREAM,
-    SOL_SOCKET,
-    AddressFamily,
-)
-from typing import Any, NamedTuple
+from typing import Any
 
 from flashlight_py import system
 
@@ -23,20 +13,13 @@ from flashlight_py import system
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
-class Interface(NamedTuple):
-    """One address of an interface that is up, without a zone."""
+def interfaces() -> list[tuple[str, str]]:
+    """Return name and address, without a zone, of interfaces that are up; IPv4 before IPv6.
 
-    name: str
-    address: str
-
-
-def interfaces() -> list[Interface]:
-    """Return the addresses of interfaces that are up, IPv4 before IPv6; none of a loopback or link.
-
-    An interface without a cable, or a bridge without a container, is not up.
+    None of a loopback or link. Without a cable, or a bridge without a container, one is not up.
     """
     return [
-        Interface(name, address)
+        (name, address)
         for name, address, is_running in system.addresses()
         if is_running and not is_loopback(address)
     ]
@@ -44,7 +27,7 @@ def interfaces() -> list[Interface]:
 
 def own_addresses() -> list[str]:
     """Return where other hosts may reach this one: addresses of default routes, then all others."""
-    there = [each.address for each in interfaces()]
+    there = [address for _, address in interfaces()]
     by_default = [address for address in map(source_address, _OUTSIDE) if address in there]
     return list(dict.fromkeys([*by_default, *there]))
 
@@ -68,25 +51,18 @@ def _addresses_of(word: str) -> list[str]:
 
 
 def resolved(host: str, port: int) -> list[tuple[Any, ...]]:
-    """Return the socket addresses that ``host`` means here.
-
-    Raises:
-        OSError: it means none.
-    """
+    """Return the socket addresses that ``host`` means here; an OSError if it means none."""
     try:
-        found = system.getaddrinfo(host, port, type=SOCK_STREAM)
+        found = system.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # of a name that cannot be one
         raise OSError(str(error)) from error
     return list(dict.fromkeys(address for *_, address in found))
 
 
 def source_address(target: str) -> str:
-    """Return the address from which packets to ``target`` leave; "" without a route.
-
-    Nothing is sent.
-    """
+    """Return the address from which packets to ``target`` leave, or ""; nothing is sent."""
     try:
-        with system.Socket(family_of(target), SOCK_DGRAM) as probe:
+        with system.Socket(family_of(target), socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
             return str(probe.getsockname()[0]).partition("%")[0]
     except OSError:  # a kernel without IPv6 has no such socket, either
@@ -94,12 +70,9 @@ def source_address(target: str) -> str:
 
 
 def is_own(address: str, zone: Sequence[Any] = ()) -> bool:
-    """Return whether ``address`` is one of this host's, by binding a socket to it.
-
-    ``zone`` is what follows the port in a socket address of IPv6.
-    """
+    """Return whether a socket can bind to ``address`` here; ``zone`` follows the port in IPv6."""
     try:
-        with system.Socket(family_of(address), SOCK_STREAM) as probe:
+        with system.Socket(family_of(address), socket.SOCK_STREAM) as probe:
             probe.bind((address, 0, *zone))
     except (OSError, UnicodeError):  # no address at all, perhaps
         return False
@@ -109,7 +82,7 @@ def is_own(address: str, zone: Sequence[Any] = ()) -> bool:
 def listen_everywhere(port: int, backlog: int) -> system.Socket:
     """Return a socket that listens at all addresses of this host; port 0: at a free one."""
     both = system.has_dualstack_ipv6()
-    family = AF_INET6 if both else AF_INET
+    family = socket.AF_INET6 if both else socket.AF_INET
     return system.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
@@ -120,10 +93,10 @@ def keep_port() -> system.Socket:
     and reuses addresses, as servers do, can listen there.
     """
     both = system.has_dualstack_ipv6()
-    kept = system.Socket(AF_INET6 if both else AF_INET, SOCK_STREAM)
-    kept.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+    kept = system.Socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if both:
-        kept.setsockopt(IPPROTO_IPV6, IPV6_V6ONLY, 0)
+        kept.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     kept.bind(("", 0))
     return kept
 
@@ -132,5 +105,5 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def family_of(address: str) -> AddressFamily:
-    return AF_INET6 if ":" in address else AF_INET
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

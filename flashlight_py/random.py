@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import is_cupy
+from flashlight_py.structure import here
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
@@ -44,16 +45,13 @@ def generator(library: ModuleType = np) -> Any:
     if name not in _generators:
         seed = _entropy if name == np.__name__ and _entropy is not None else _seed
         _generators[name] = library.random.default_rng(seed)
-    found = _generators[name]
+    found = drawing = _generators[name]
+    if here.recorder is not None and name == np.__name__:
+        drawing = here.recorder.drawing(found)
     for noted in _notes:
         if name not in noted:
-            noted[name] = found, _copied_state(found)
-    return found
-
-
-def stand_in(instead: Any) -> None:
-    """Let ``instead`` draw for NumPy arrays, in place of the package's generator."""
-    _generators[np.__name__] = instead
+            noted[name] = found, _copied_state(drawing)
+    return drawing
 
 
 @contextlib.contextmanager
@@ -109,6 +107,8 @@ def use(entropy: Sequence[int] | None) -> None:
     generator stays where it is meanwhile, and ``state_dict`` has its state.
     """
     global _entropy  # noqa: PLW0603 - as in set_seed
+    if here.recorder is not None:
+        here.recorder.leave("the generator of random numbers is set, as by set_seed(),")
     stream = _generators.pop(np.__name__, None)
     if _entropy is None and stream is not None:
         _kept[np.__name__] = stream
@@ -120,6 +120,8 @@ def use(entropy: Sequence[int] | None) -> None:
 
 def state_dict() -> dict[str, Any]:
     """Return the seed, and the state of each generator that has been used: dicts and copies."""
+    if here.recorder is not None:
+        here.recorder.leave("the state of the random generator is read,")
     own = {**_generators, **_kept}
     states = {name: state_of(generator) for name, generator in own.items()}
     return {"seed": _seed, "generators": states}
@@ -128,8 +130,7 @@ def state_dict() -> dict[str, Any]:
 def load_state_dict(state: Mapping[str, Any]) -> None:
     """Go on where ``state_dict`` was taken: the same numbers follow as followed then.
 
-    Raises:
-        ModuleNotFoundError: a generator of CuPy's was saved, and CuPy is not installed.
+    Raises ModuleNotFoundError if a generator of CuPy's was saved, and CuPy is not installed.
     """
     global _seed  # noqa: PLW0603 - as in set_seed
     use(None)
@@ -156,8 +157,7 @@ def state_of(generator: Any) -> dict[str, Any]:
 def set_state_of(generator: Any, state: Mapping[str, Any]) -> None:
     """Let ``generator`` go on from ``state``, which ``state_of`` returned, in place.
 
-    Raises:
-        ValueError: the state is of a generator of another kind.
+    A ValueError says that the state is of a generator of another kind.
     """
     bits = generator.bit_generator
     if state["bit_generator"] != type(bits).__name__:

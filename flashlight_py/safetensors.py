@@ -125,9 +125,7 @@ def pieces(tree: object) -> Iterator[Array]:
 def from_bytes(file: Array) -> Any:
     """Return the tree that ``file`` (uint8, one dimension) holds; its arrays are views of it.
 
-    Raises:
-        ValueError: it is not such a file.
-        BackendUnavailableError: it holds bfloat16, and ml_dtypes is not installed.
+    Raises ValueError if it is no such file, BackendUnavailableError as ``bfloat16``.
     """
     try:
         (length,) = _LENGTH.unpack(file[: _LENGTH.size].tobytes())

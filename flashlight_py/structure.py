@@ -54,8 +54,7 @@ here = _Here()
 def as_one(function: Function) -> Function:
     """Let replays repeat ``function`` as one operation, not the operations in it.
 
-    For what does more with arrays than compute others from them. Its results, unless arrays, have
-    to be the same each time.
+    It does more with arrays than compute others. Its other results are the same each time.
     """
 
     @functools.wraps(function)

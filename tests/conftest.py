@@ -1,5 +1,6 @@
 """What every test may use: pools of real ranks, and the check that a test leaves nothing behind."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -99,11 +100,8 @@ def pool() -> Iterator[Pools]:
 
     ``pool(2).run(fn, *args)`` returns the results of ``fn(rank, size, *args)`` in rank order.
     """
-    pools = Pools()
-    try:
+    with contextlib.closing(Pools()) as pools:
         yield pools
-    finally:
-        pools.close()
 
 
 @pytest.fixture(scope="session")
@@ -111,11 +109,9 @@ def oracle() -> Iterator[Oracle]:
     """``oracle(code, grads, **arrays)``: torch's value and gradients; see tests/nn/oracle.py."""
     from tests.torch.conftest import interpreter
 
-    asked = Oracle(interpreter())
-    leftovers.helpers.add(asked.pid)
+    asked = Oracle(interpreter(), "tests.nn.oracle")
     yield asked
     asked.close()
-    leftovers.helpers.discard(asked.pid)
 
 
 @pytest.fixture
@@ -130,6 +126,17 @@ def leaves_nothing() -> Iterator[None]:
     assert not left, f"the test left processes running (killed now): {left}"
     orphans = leftovers.orphaned(leftovers.segments() - segments)
     assert not orphans, f"the test left shared memory that nobody uses: {orphans}"
+
+
+# Folders whose tests all start processes.
+CHECKED = ("chaos", "cluster", "distributed", "examples", "gpu", "parallel", "trace")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(request: pytest.FixtureRequest) -> None:
+    """Check each test of these folders for what it leaves behind."""
+    if request.path.parent.name in CHECKED:
+        request.getfixturevalue("leaves_nothing")
 
 
 @pytest.fixture

@@ -67,11 +67,7 @@ class StandInArray:
 
     def dot(self, other: Any, out: Any = None) -> Any:
         """As CuPy, a method of the class."""
-        return (
-            wrapped(self.hidden.dot)(other)
-            if out is None
-            else wrapped(self.hidden.dot)(other, out=out)
-        )
+        return wrapped(self.hidden.dot)(other, **({} if out is None else {"out": out}))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "hidden":
@@ -129,6 +125,13 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         return wrap(result) if out is None else out
 
     return call
+
+
+def launching(kernel: Any) -> Any:
+    """Return what launches a compiled kernel, and counts that."""
+    launch = wrapped(kernel)
+    launch.launches = lambda: kernel.launches  # type: ignore[attr-defined]
+    return launch
 
 
 def binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[..., Any]:
@@ -290,17 +293,11 @@ class StandInCupy(ModuleType):
         self.get_default_pinned_memory_pool = lambda: SimpleNamespace(malloc=PinnedMemory)
 
     def ElementwiseKernel(self, *description: str) -> Callable[..., Any]:
-        kernel = compiled_kernels.ElementwiseKernel(*description)
-        launch: Any = wrapped(kernel)
-        launch.launches = lambda: kernel.launches
-        return launch  # type: ignore[no-any-return]
+        return launching(compiled_kernels.ElementwiseKernel(*description))
 
     def RawKernel(self, *description: Any, **options: Any) -> Callable[..., Any]:
-        kernel = compiled_kernels.RawKernel(*description, **options)
-        launch: Any = wrapped(kernel)
-        launch.launches = lambda: kernel.launches
-        self.kernels.append(launch)
-        return launch  # type: ignore[no-any-return]
+        self.kernels.append(launching(compiled_kernels.RawKernel(*description, **options)))
+        return self.kernels[-1]  # type: ignore[no-any-return]
 
     def ReductionKernel(self, *description: str, **options: str) -> Callable[..., Any]:
         return wrapped(compiled_kernels.ReductionKernel(*description, **options))

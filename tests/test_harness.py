@@ -21,6 +21,7 @@ from tests.distributed.harness import (
     run_ranks,
     run_survivors,
 )
+from tests.distributed.processes import is_alive
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -79,10 +80,6 @@ def interrupt_and_hang(rank: int, size: int, pid: int) -> None:
     threading.Event().wait()
 
 
-def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text() != ""
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_results_are_in_rank_order(size: int) -> None:
     expected = [(rank, size, "a", 2) for rank in range(size)]
@@ -110,13 +107,13 @@ def test_deadline_shows_where_a_rank_hangs_and_kills_it() -> None:
         with pytest.raises(RanksFailedError, match="did not answer before the deadline") as failure:
             pool.run(hang_on, 0, deadline=0.5)
         assert "in hang_on" in str(failure.value)
-        assert not any(alive(pid) for pid in pids)
+        assert not any(is_alive(pid) for pid in pids)
 
 
 def test_deadline_kills_the_children_of_a_rank(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError):
         run_ranks(start_child_and_hang, 1, str(tmp_path / "pid"), init=None, deadline=1.0)
-    assert not alive(int((tmp_path / "pid").read_text()))
+    assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.usefixtures("ctrl_c_is_raised")
@@ -125,7 +122,7 @@ def test_ranks_are_killed_when_the_caller_is_interrupted() -> None:
     pids = pool.run(process_id)
     with pytest.raises(KeyboardInterrupt):
         pool.run(interrupt_and_hang, os.getpid())
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
 
 
 def test_ranks_die_with_a_killed_harness(tmp_path: Path) -> None:
@@ -202,7 +199,7 @@ def test_pool_keeps_its_processes_between_calls_and_replaces_broken_ones() -> No
             pool.run(raise_on, 0)
         second = pool.run(process_id)
         assert not set(second) & set(first)
-    assert not any(alive(pid) for pid in first + second)
+    assert not any(is_alive(pid) for pid in first + second)
 
 
 def test_pools_of_the_session_are_shared_by_world(pool: Pools) -> None:
@@ -220,7 +217,7 @@ def test_leftover_process_is_found_and_killed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(leftovers, "ENDING_SECONDS", 0.1)
     (pid,) = run_ranks(start_child, 1, True, init=None)
     assert list(leftovers.end_processes()) == [pid]
-    assert not alive(pid)
+    assert not is_alive(pid)
 
 
 def test_leftover_segment_is_found_only_while_nobody_uses_it(

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import flashlight_py as fl
 from tests.distributed.conformance import on_ranks, ranks_in, ring_of_messages
 from tests.distributed.harness import RankPool, run_outcomes
 from tests.distributed.programs import every_verb, run_program
+from tests.launch.launcher import launch, write
 
 ranks = ranks_in(("shm", 2), ("gloo", 2))
 
@@ -118,12 +117,10 @@ def test_tagi_learns() -> None:
 
 
 def test_flrun(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import numpy as np, flashlight_py as fl\n"
-        "fl.distributed_init()\n"
-        "print(fl.all_reduce(np.ones(1)))\n"
-    )
-    command = [sys.executable, "-m", "flashlight_py.launch", "-n", "2", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert sorted(done.stdout.splitlines()) == ["[0] [2.]", "[1] [2.]"], done.stderr
+    program = """
+    import numpy as np, flashlight_py as fl
+    fl.distributed_init()
+    print(fl.all_reduce(np.ones(1)))
+    """
+    done = launch("-n", 2, write(tmp_path, program), code=0)
+    assert sorted(done.stdout.splitlines()) == ["[0] [2.]", "[1] [2.]"]

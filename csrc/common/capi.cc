@@ -11,19 +11,14 @@ namespace fl {
 
 namespace {
 
-constexpr const char* kNoMemory = "out of memory";  // so short that a std::string needs none for it
+constexpr const char* kNoMemory = "out of memory";
 thread_local char last_error[1024];
 
 // An operation that could not be started, where there is no memory to describe another one.
-struct OutOfMemory final : fl_op {
-  OutOfMemory() { failed.message = kNoMemory; }
+struct OutOfMemory final : Started {
+  using Started::Started;
   void release() noexcept override {}
-  fl_status wait(double) override { return FL_FAILED; }
-  const Outcome& outcome() const override { return failed; }
-  double ended_at() const override { return 1e-9 * static_cast<double>(coarse_now()); }
-  void stamp(int64_t* ended, int64_t running) override { Stamp{ended, running}.write(); }
-  Outcome failed;
-} out_of_memory;
+} out_of_memory{ended_with(FL_FAILED, {kNoMemory, {}, {}, {}})};
 
 }  // namespace
 

@@ -88,6 +88,7 @@ void Engine::drop_moving(Message& message) {
 
 // It is in no table or queue any more, but may move. The last thing that is done with it.
 void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
+  if (message.state_ == Message::kOffered) free_token(message.token_);
   if (message.is_moving()) {
     if (message.movement_->token != 0) free_token(message.movement_->token);
     drop_moving(message);
@@ -123,12 +124,6 @@ void Engine::take_all(Port& port, Visit visit) {
       one.next = nullptr;
       one.port_ == &port ? visit(one) : queue(peer, one);
     }
-  }
-  for (auto& [uses, holder] : tokens_) {
-    if (holder == nullptr || holder->port_ != &port || holder->state_ != Message::kOffered) continue;
-    Message& one = *holder;
-    free_token(one.token_);
-    visit(one);
   }
   for (auto& [uses, holder] : tokens_) {
     if (holder != nullptr && holder->port_ == &port) visit(*holder);
@@ -173,17 +168,6 @@ void Engine::cancel(Message& message) {
   if (message.state_ != Message::kPosted) return;
   message.port_->posted_.remove(message);
   end(message, FL_OK);
-}
-
-Seen Engine::seen(const Message& message, int from, const fl_signature& theirs, const fl_site& site) {
-  const Port& port = *message.port_;
-  Seen seen;
-  seen.reset(static_cast<int>(port.ranks_.size()));
-  seen.calls[port.rank_] = message.mine_;
-  seen.sites[port.rank_] = sites_[message.site_];
-  seen.calls[from] = theirs;
-  seen.sites[from] = site;
-  return seen;
 }
 
 const fl_site& Engine::site_of(int from, uint16_t number) const {

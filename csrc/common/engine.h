@@ -135,17 +135,8 @@ inline uint64_t key_of(int peer, int32_t tag) {
   return static_cast<uint64_t>(static_cast<uint32_t>(peer)) << 32 | static_cast<uint32_t>(tag);
 }
 
-// A message as it is called. `match` of a receive that has to find out who sends, or how much.
-struct Given {
-  const fl_signature& call;
-  void* data;
-  int peer;
-  const fl_site& site;
-  fl_match* match = nullptr;
-};
-
 // The output of a receive may be its match.
-inline Given given_by(const Request& call, const fl_site& site) {
+inline fl_message message_by(const Request& call, const fl_site& site) {
   fl_match* const match = call.signature.verb == FL_RECV ? static_cast<fl_match*>(call.output) : nullptr;
   return {call.signature, call.data, call.peer, site, match};
 }
@@ -153,7 +144,7 @@ inline Given given_by(const Request& call, const fl_site& site) {
 // One send or receive that is open, or a handle of one that has ended.
 class Message final : public fl_op {
  public:
-  Message(Port& port, const Given& given, double seconds, uint16_t site);
+  Message(Port& port, const fl_message& given, double seconds, uint16_t site);
   ~Message() override;
   Message(const Message&) = delete;
 
@@ -243,15 +234,15 @@ class Port {
   void close();
 
   // On the caller's thread, to its end. Null: it has ended well, and there is nothing to fetch.
-  Handle run(const Given& given, double seconds, InterruptCheck interrupt);
-  Handle start(const Given& given, double seconds);
+  Handle run(const fl_message& given, double seconds, InterruptCheck interrupt);
+  Handle start(const fl_message& given, double seconds);
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, InterruptCheck interrupt);
   std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds);
   // exchange() in two steps: post() never sleeps; it is empty where all have ended well within so many
   // looks in a row without any progress, none if `spins` is negative.
   using Posted = std::vector<Message*>;
   Posted post(const fl_message* messages, int count, double seconds, int spins);
-  std::vector<Handle> finish(const Posted& posted, InterruptCheck interrupt);
+  std::vector<Handle> finish(const Posted& posted, InterruptCheck interrupt, Clock::time_point until = kNever);
 
   // What an earlier send of this rank met after it had returned, once; null: nothing.
   Handle refused();
@@ -280,7 +271,7 @@ class Port {
   };
 
   std::optional<Failure> why_ended() const;
-  Message* begin(const Given& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal);
+  Message* begin(const fl_message& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal);
   Posted begin_all(const fl_message* messages, int count, double seconds, bool is_awaited);
   std::optional<Seen> take_refusal();
   static Message* unless_well(Message* message);
@@ -358,7 +349,7 @@ class Engine {
 
   // All of these under the lock.
   uint16_t number_of(const fl_site& site);
-  bool send_now(Port& port, const Given& given);
+  bool send_now(Port& port, const fl_message& given);
   void begin(Message& message, fl_status status = FL_OK, std::unique_ptr<Outcome> outcome = nullptr);
   static void queue(Peer& peer, Message& message);
   enum class Sent { kNot, kGone, kOffered };
@@ -379,6 +370,7 @@ class Engine {
   void credit(int from, size_t bytes);
   void deliver(Message& message, int from, const Record& record, const char* data);
   void refuse(Message& message, int from, const Record& record);
+  void end_compared(Message& message, fl_status status, int from, const fl_signature& theirs, uint16_t site);
   void take_rest(Message& message);
   void read_on(Message& message, Lock& lock);
   void receive_data(const Record& record, const char* data);
@@ -393,7 +385,6 @@ class Engine {
   template <typename Visit>
   void for_each(const Port& port, Visit visit) const;
   void end_all(Port& port, const Failure& why, const Failure* found, const Message* about);
-  Seen seen(const Message& message, int from, const fl_signature& theirs, const fl_site& site);
   const fl_site& site_of(int from, uint16_t number) const;
   void find_failures(Port& port, std::vector<Verdict>& found);
   void announce(Message& message);

@@ -46,10 +46,10 @@ const char* data_of(const Record& record, const char* data) {
 // Sending -------------------------------------------------------------------------------------
 
 // A send that need not be waited for, without an entry; false: it has to be.
-bool Engine::send_now(Port& port, const Given& given) {
+bool Engine::send_now(Port& port, const fl_message& given) {
   const Peer& peer = peers_[port.ranks_[given.peer]];
   if (peer.waiting != nullptr || !peer.controls.empty()) return false;
-  return put(port, given.call, given.peer, given.data, number_of(given.site), nullptr) == Sent::kGone;
+  return put(port, given.signature, given.peer, given.data, number_of(given.site), nullptr) == Sent::kGone;
 }
 
 // `outcome`, if there is one, of a message that has ended before it began.
@@ -396,17 +396,10 @@ void Engine::deliver(Message& message, int from, const Record& record, const cha
     message.movement_ = new Message::Movement(record, source);
     return take_rest(message);
   }
-  if (is_offer) {
-    Control taken{kTaken, port.group_};
-    taken.token = record.token;
-    control(source, taken);
-  }
+  if (is_offer) control(source, {kTaken, port.group_, 0, record.token});
   if (!is_compared(message.mine_)) return end(message, FL_OK);
   message.mine_.sequence = record.call.sequence;
-  auto outcome = std::make_unique<Outcome>();
-  outcome->seen = seen(message, from, record.call, site_of(source, record.site));
-  outcome->output = make_bytes(0);
-  end(message, FL_OK, std::move(outcome));
+  end_compared(message, FL_OK, from, record.call, record.site);
 }
 
 // The ends have called different things: tell the other one.
@@ -421,12 +414,26 @@ void Engine::refuse(Message& message, int from, const Record& record) {
     says.data.assign(reinterpret_cast<const char*>(&record.call), sizeof record.call);
   }
   message.mine_.sequence = record.call.sequence;
-  const int source = port.ranks_[from];
+  control(port.ranks_[from], std::move(says));
+  end_compared(message, FL_MISMATCH, from, record.call, record.site);
+}
+
+// What both ends have called is the outcome: it is the same, or a mismatch.
+void Engine::end_compared(Message& message, fl_status status, int from, const fl_signature& theirs, uint16_t site) {
+  const Port& port = *message.port_;
   auto outcome = std::make_unique<Outcome>();
-  outcome->message = Mismatch().what();
-  outcome->seen = seen(message, from, record.call, site_of(source, record.site));
-  control(source, std::move(says));
-  end(message, FL_MISMATCH, std::move(outcome));
+  Seen& seen = outcome->seen;
+  seen.reset(static_cast<int>(port.ranks_.size()));
+  seen.calls[port.rank_] = message.mine_;
+  seen.sites[port.rank_] = sites_[message.site_];
+  seen.calls[from] = theirs;
+  seen.sites[from] = site_of(port.ranks_[from], site);
+  if (status == FL_OK) {
+    outcome->output = make_bytes(0);
+  } else {
+    outcome->message = Mismatch().what();
+  }
+  end(message, status, std::move(outcome));
 }
 
 // Read what did not come with the offer, or let it flow.
@@ -482,9 +489,7 @@ void Engine::read_on(Message& message, Lock& lock) {
     drop_moving(message);
     take_rest(message);
   } else if (movement.done == all) {
-    Control taken{kTaken, port.group_};
-    taken.token = movement.offer.token;
-    control(movement.from, taken);
+    control(movement.from, {kTaken, port.group_, 0, movement.offer.token});
     end(message, FL_OK);
   } else if (callers_.load(std::memory_order_relaxed) > 0) {
     wire_.wake(true);  // whoever saw it busy and sleeps reads on where this thread goes
@@ -515,9 +520,9 @@ void Engine::receive_data(const Record& record, const char* data) {
 void Engine::answered(int from, const Record& record) {
   Message* const message = by_token(record.token);
   if (message == nullptr) return;
-  free_token(record.token);
   message->port_->answered_at_[message->peer_] = message->since_ = now();
   if (record.kind == kAccepted) {
+    free_token(record.token);
     message->state_ = Message::kFlowsOut;
     auto& movement = *(message->movement_ = new Message::Movement(record, from));
     movement.done = record.digest;  // came with the offer
@@ -527,15 +532,11 @@ void Engine::answered(int from, const Record& record) {
                                 message->port_->group_, movement.token, record.theirs, true});
     return;
   }
-  const Port& port = *message->port_;
   const bool is_refused = record.kind == kRefused;
   if (!is_refused && !is_compared(message->mine_)) return end(*message, FL_OK);
-  auto outcome = std::make_unique<Outcome>();
-  if (is_refused) outcome->message = Mismatch().what();
   const fl_signature& theirs = is_refused ? record.call : message->mine_;
-  outcome->seen = seen(*message, port.numbers_[from], theirs, site_of(from, record.site));
-  if (!is_refused) outcome->output = make_bytes(0);
-  end(*message, is_refused ? FL_MISMATCH : FL_OK, std::move(outcome));
+  const int rank = message->port_->numbers_[from];
+  end_compared(*message, is_refused ? FL_MISMATCH : FL_OK, rank, theirs, record.site);
 }
 
 }  // namespace fl

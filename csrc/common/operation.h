@@ -181,7 +181,7 @@ struct Release {
 using Handle = std::unique_ptr<fl_op, Release>;
 
 // A handle of an operation, which goes on without it.
-class Started final : public fl_op {
+class Started : public fl_op {
  public:
   explicit Started(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
   fl_status wait(double seconds) override;

@@ -13,11 +13,11 @@ Failure closed_by_this_rank() { return {FL_CLOSED, {}, kWasClosed}; }
 
 // Messages ------------------------------------------------------------------------------------
 
-Message::Message(Port& port, const Given& given, double seconds, uint16_t site)
+Message::Message(Port& port, const fl_message& given, double seconds, uint16_t site)
     : port_(&port),
       match_(given.match),
       data_(static_cast<char*>(given.data)),
-      mine_(given.call),
+      mine_(given.signature),
       peer_(given.peer),
       site_(site),
       seconds_(static_cast<float>(seconds)),
@@ -126,10 +126,10 @@ std::optional<Failure> Port::why_ended() const {
 
 // The entry of a message that has begun, and may have ended; null: it has ended well. Where a `refusal` is to be
 // told of, no message of the call begins.
-Message* Port::begin(const Given& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal) {
+Message* Port::begin(const fl_message& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal) {
   const auto why = why_ended();
   const bool begins = !why && !refusal;
-  if (begins && given.call.verb == FL_SEND && engine_.send_now(*this, given)) return nullptr;
+  if (begins && given.signature.verb == FL_SEND && engine_.send_now(*this, given)) return nullptr;
   auto* message = new Message(*this, given, seconds, engine_.number_of(given.site));
   message->flags_ |= is_awaited ? Message::kAwaited : Message::kTimed;
   if (why) {
@@ -145,10 +145,7 @@ Message* Port::begin(const Given& given, double seconds, bool is_awaited, const 
 Port::Posted Port::begin_all(const fl_message* messages, int count, double seconds, bool is_awaited) {
   Posted begun(count);
   const auto refusal = take_refusal();
-  for (int i = 0; i < count; ++i) {
-    const fl_message& m = messages[i];
-    begun[i] = begin({m.signature, m.data, m.peer, m.site, m.match}, seconds, is_awaited, refusal);
-  }
+  for (int i = 0; i < count; ++i) begun[i] = begin(messages[i], seconds, is_awaited, refusal);
   return begun;
 }
 
@@ -158,23 +155,14 @@ Message* Port::unless_well(Message* message) {
   return message;
 }
 
-Handle Port::run(const Given& given, double seconds, InterruptCheck interrupt) {
-  Message* message;
-  int hot = kNobody;
-  {
-    const Engine::Lock lock(engine_.mutex_);
-    message = begin(given, seconds, true, take_refusal());
-    if (message != nullptr) hot = message->hot();
-  }
-  if (message == nullptr) return nullptr;
+Handle Port::run(const fl_message& given, double seconds, InterruptCheck interrupt) {
   const bool has_limit = given.match != nullptr && given.match->patience >= 0;
   const auto until = has_limit ? deadline_after(given.match->patience) : kNever;
-  engine_.wait(*this, {&message, 1}, hot, until, interrupt);
-  if (message->is_open()) engine_.cancel(*message);
-  return Handle(unless_well(message));
+  const Posted posted = post(&given, 1, seconds, -1);
+  return posted.empty() ? nullptr : std::move(finish(posted, interrupt, until)[0]);
 }
 
-Handle Port::start(const Given& given, double seconds) {
+Handle Port::start(const fl_message& given, double seconds) {
   const Engine::Lock lock(engine_.mutex_);
   Message* const message = begin(given, seconds, false, take_refusal());
   if (message != nullptr && message->is_open()) engine_.ticker_.wind();
@@ -199,15 +187,18 @@ Port::Posted Port::post(const fl_message* messages, int count, double seconds, i
   return std::all_of(posted.begin(), posted.end(), is_nothing) ? Posted() : posted;
 }
 
-std::vector<Handle> Port::finish(const Posted& posted, InterruptCheck interrupt) {
+std::vector<Handle> Port::finish(const Posted& posted, InterruptCheck interrupt, Clock::time_point until) {
   int hot = kNobody;
   if (posted.size() == 1) {
     const Engine::Lock lock(engine_.mutex_);
     hot = posted[0]->hot();
   }
-  engine_.wait(*this, {posted.data(), posted.size()}, hot, kNever, interrupt);
+  engine_.wait(*this, {posted.data(), posted.size()}, hot, until, interrupt);
   std::vector<Handle> handles;
-  for (Message* message : posted) handles.emplace_back(unless_well(message));
+  for (Message* message : posted) {
+    if (message != nullptr && message->is_open()) engine_.cancel(*message);
+    handles.emplace_back(unless_well(message));
+  }
   return handles;
 }
 

@@ -1,5 +1,5 @@
 /* The flight record of a group: its last calls, in memory that Python has made and reads: see
-   flashlight_py/distributed/failures/journal.py. Writing one takes some 25 ns; the caller holds the
+   flashlight_py/distributed/calls/journal.py. Writing one takes some 25 ns; the caller holds the
    GIL. Needs csrc/common/types.cdef.h. */
 #pragma once
 

@@ -13,22 +13,6 @@ bool waits_in(const Failure& timeout, const fl_signature& call) {
   return timeout.missing.size() == 1 && timeout.seen.calls[timeout.missing[0]].sequence == call.sequence;
 }
 
-// Do `work` of `operation`, which waits for peers. An exception of Gloo's is explained while there still is a
-// waiter, which says how long that may take.
-template <typename Work>
-void with_waiter(Mesh& mesh, Operation& operation, InterruptCheck interrupt, const Work& work) {
-  Waiter waiter(mesh, operation.deadline, interrupt);
-  try {
-    work(waiter);
-  } catch (const Failure&) {
-    throw;
-  } catch (const Mismatch&) {
-    throw;
-  } catch (const std::exception& error) {
-    throw mesh.explain(-1, error.what());
-  }
-}
-
 }  // namespace
 
 Group::Group(std::unique_ptr<Mesh> mesh)
@@ -77,13 +61,13 @@ void Group::give_up(const std::string& why) {
 }
 
 Handle Group::start(const Request& call) {
-  if (is_message(call.signature)) return port_->start(given_by(call, site_of(call)), call.seconds);
+  if (is_message(call.signature)) return port_->start(message_by(call, site_of(call)), call.seconds);
   if (auto refused = port_->refused()) return refused;
   return handle_of(queue_.submit(call.seconds, collective(call, nullptr)));
 }
 
 Handle Group::run(const Request& call) {
-  if (is_message(call.signature)) return port_->run(given_by(call, site_of(call)), call.seconds, interrupt_);
+  if (is_message(call.signature)) return port_->run(message_by(call, site_of(call)), call.seconds, interrupt_);
   if (auto refused = port_->refused()) return refused;
   if (!queue_.enter()) return start(call);
   auto result = run_here(call.seconds, collective(call, interrupt_));
@@ -119,20 +103,23 @@ void Group::close() {
 Group::Task Group::collective(const Request& request, InterruptCheck interrupt) {
   return [this, request = request, site = site_of(request), interrupt](Operation& operation) mutable {
     request.signature.sequence = sequence_of(++calls_);
-    with_waiter(*mesh_, operation, interrupt, [&](Waiter& waiter) {
-      Call call{request.signature, site, operation.seen, waiter};
-      try {
-        operation.output = dispatch(call, request.data, request.output);
-      } catch (Failure& failure) {
-        const bool is_late = failure.status == FL_TIMEOUT;
-        if (is_late || failure.status == FL_PEER_LOST) {
-          failure.seen = collectives_.last_calls();
-          failure.seen.calls[mesh_->rank] = request.signature;
-        }
-        if (is_late && waits_in(failure, request.signature)) failure.missing = mesh_->cause_of(failure);
-        throw;
+    Waiter waiter(*mesh_, operation.deadline, interrupt);
+    Call call{request.signature, site, operation.seen, waiter};
+    try {
+      operation.output = dispatch(call, request.data, request.output);
+    } catch (Failure& failure) {
+      const bool is_late = failure.status == FL_TIMEOUT;
+      if (is_late || failure.status == FL_PEER_LOST) {
+        failure.seen = collectives_.last_calls();
+        failure.seen.calls[mesh_->rank] = request.signature;
       }
-    });
+      if (is_late && waits_in(failure, request.signature)) failure.missing = mesh_->cause_of(failure);
+      throw;
+    } catch (const Mismatch&) {
+      throw;
+    } catch (const std::exception& error) {
+      throw mesh_->explain(-1, error.what());  // while there is a waiter, which says how long that may take
+    }
   };
 }
 

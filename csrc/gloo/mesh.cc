@@ -147,13 +147,18 @@ void Mesh::require(int peer) {
       if (waiter != nullptr) waiter->look_around(peer);
       if (waiter == nullptr && Clock::now() >= end) throw TimedOut(peer);
     }
-  } catch (Failure& failure) {
-    if (failure.status == FL_PEER_LOST) failure.missing = {peer};
-    if (failure.status == FL_PEER_LOST) await_reason(is_silence(failure.what()));
+  } catch (const Failure& failure) {
+    if (failure.status == FL_PEER_LOST) throw not_connected(peer, failure.what());
     if (const auto why = reason()) throw Failure(*why);
-    if (failure.status == FL_PEER_LOST && has_farewell()) throw explain(peer, failure.what());
     throw;
   }
+}
+
+// What it means that there can be no connection.
+Failure Mesh::not_connected(int peer, const std::string& problem) {
+  await_reason(is_silence(problem));
+  if (const auto why = reason()) return *why;
+  return has_farewell() ? explain(peer, problem) : Failure(FL_PEER_LOST, {peer}, problem);
 }
 
 Pair& Mesh::pair_with(int peer) {
@@ -279,11 +284,8 @@ Failure Mesh::in_full(const Failure& found) {
   if (found.status != FL_PEER_LOST) return found;
   const int peer = found.missing[0];
   const Waiter waiter(*this, deadline_after(family_->patience()), nullptr);
-  if (!links_.has_failed(ranks_[peer])) return explain(peer, found.what());
-  const std::string problem = links_.problem(ranks_[peer]);
-  await_reason(is_silence(problem));
-  if (const auto why = reason()) return *why;
-  return has_farewell() ? explain(peer, problem) : Failure(FL_PEER_LOST, {peer}, problem);
+  const bool has_failed = links_.has_failed(ranks_[peer]);
+  return has_failed ? not_connected(peer, links_.problem(ranks_[peer])) : explain(peer, found.what());
 }
 
 Clock::time_point Mesh::end_of(int peer) const {

@@ -165,6 +165,7 @@ class Mesh : public Transport, public Connections, public Route {
   // Of a connection that broke, as `is_silent` because nobody answers: return when it is known why, or there
   // is no point in waiting for that.
   void await_reason(bool is_silent);
+  Failure not_connected(int peer, const std::string& problem);
   bool is_explained() const { return reason() || has_farewell(); }
   std::vector<int> await_cause(std::vector<int> missing);
   std::string words_of(const Failure& failure) const;

@@ -73,12 +73,11 @@ void Watch::wake_those_who_should_know() {
 }
 
 void Connections::end(const Failure& reason) noexcept {
+  foretell(reason);
   const std::lock_guard<std::mutex> lock(watch.mutex_);
-  if (!reason_) reason_ = reason;
   for (Waiter* waiter : watch.waiters_) {
     if (&waiter->connections_ == this) waiter->wake();
   }
-  watch.ended_.notify_all();
   wake();
 }
 

@@ -93,7 +93,6 @@ class Collectives {
   void drop_region(const void* array);
 
  private:
-  struct Scan;
   struct Chunks;
   struct Rows;
   struct Sections;
@@ -148,10 +147,11 @@ class Collectives {
 
   void reduce_inline(const fl_signature& mine, const void* data, size_t skip, size_t count, void* into);
   void reduce_in_place(const fl_signature& mine, void* data);
-  void exchange_two(const fl_signature& mine, char* data);
   void reduce_in_parts(const fl_signature& mine, char* data, int collector);
   void reduce_large(const fl_signature& mine, void* data);
-  void collect_on_root(const fl_signature& mine, char* data);
+  void combine_seen(const fl_signature& mine, char* data, size_t chunk_bytes, int terms, bool seen, bool sees);
+  void reduce_terms(const fl_signature& mine, void* into, int terms, size_t count);
+  void scan_in_parts(const fl_signature& mine, char* data, int terms);
   void reduce_read(const fl_signature& mine, size_t begin, const char* own, size_t count, char* into);
 
   Bytes gather_to(const fl_signature& mine, const void* data, const fl_room* room, bool wanted);
@@ -180,7 +180,9 @@ class Collectives {
 
   using Produce = std::function<void(uint32_t chunk, char* slot)>;
   using Consume = std::function<void(uint32_t chunk, uint32_t filled)>;
+  using Stage = std::function<void(uint32_t chunk)>;
   void stream(size_t chunks, bool produces, bool consumes, const Produce& produce, const Consume& consume);
+  void stream_parts(uint32_t number, const Produce& fill, const Stage& combine, const Stage& collect);
   size_t chunk_for(size_t bytes) const;
   void wait_for_free_slot(uint32_t chunk);
   void show(void* slot, const void* data, size_t bytes) const;

@@ -50,13 +50,13 @@ void ShmGroup::close() {
 }
 
 Handle ShmGroup::run(const Request& call) {
-  if (is_message(call.signature)) return port_.run(given_by(call, asked(call.site)), call.seconds, interrupt_);
+  if (is_message(call.signature)) return port_.run(message_by(call, asked(call.site)), call.seconds, interrupt_);
   if (auto refused = port_.refused()) return refused;
   return handle_of(run_collective(call));
 }
 
 Handle ShmGroup::start(const Request& call) {
-  if (is_message(call.signature)) return port_.start(given_by(call, asked(call.site)), call.seconds);
+  if (is_message(call.signature)) return port_.start(message_by(call, asked(call.site)), call.seconds);
   if (auto refused = port_.refused()) return refused;
   return handle_of(start_collective(call, asked(call.site)));
 }

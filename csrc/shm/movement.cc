@@ -61,6 +61,40 @@ void Collectives::stream(size_t chunks, bool produces, bool consumes, const Prod
   own.reduced.set(chunks_);
 }
 
+// The same in three stages: of each chunk every rank combines a part when all have filled their slots, and collects
+// what it needs when all parts are done.
+void Collectives::stream_parts(uint32_t number, const Produce& fill, const Stage& combine, const Stage& collect) {
+  RankBlock& own = segment_.block(rank_);
+  const uint32_t base = chunks_;
+  for (uint32_t step = 0; step < number + kAhead; ++step) {
+    if (step < number) {
+      wait_for_free_slot(base + step);
+      fill(step, segment_.slot(rank_, base + step));
+      own.filled.raise(base + step + 1);
+    }
+    if (step >= 1 && step - 1 < number) {
+      combine(step - 1);
+      own.reduced.raise(base + step);
+    }
+    if (step >= kAhead) {
+      collect(step - kAhead);
+      own.drained.raise(base + step - kAhead + 1);
+    }
+  }
+  chunks_ = base + number;
+}
+
+// Where each rank's rows begin in a gathered array.
+struct Collectives::Rows {
+  std::vector<size_t> begin;
+  size_t largest = 0;
+  bool wanted = false;  // on this rank
+
+  size_t bytes(int r) const { return begin[r + 1] - begin[r]; }
+  size_t total() const { return begin.back(); }
+};
+
+// What is large moves as rows that the root alone has.
 Bytes Collectives::broadcast(const fl_signature& mine, void* data) {
   const int root = mine.root;
   receive_calls(mine);
@@ -74,32 +108,11 @@ Bytes Collectives::broadcast(const fl_signature& mine, void* data) {
     if (rank_ != root) copy(array, inline_data(root, bytes), bytes);
     return made;
   }
-  if (choose(mine, bytes) == kDirectly) {
-    if (rank_ != root) read(root, 0, array, bytes);
-    end_reading();
-  } else {
-    const size_t chunk = chunk_for(bytes);
-    const auto size = [&](uint32_t c) { return std::min(chunk, bytes - c * chunk); };
-    const auto fill = [&](uint32_t c, char* slot) { show(slot, array + c * chunk, size(c)); };
-    const auto take = [&](uint32_t c, uint32_t filled) {
-      watch_.wait(segment_.block(root).filled, filled, root);
-      copy(array + c * chunk, segment_.slot(root, filled - 1), size(c));
-    };
-    stream(chunks_of(bytes, chunk), rank_ == root, rank_ != root, fill, take);
-  }
-  choice_.end(trial_);
+  Rows rows{{0}, bytes, rank_ != root};
+  for (int r = 0; r < size_; ++r) rows.begin.push_back(r < root ? 0 : bytes);
+  move_rows(mine, rows, array, array);
   return made;
 }
-
-// Where each rank's rows begin in a gathered array.
-struct Collectives::Rows {
-  std::vector<size_t> begin;
-  size_t largest = 0;
-  bool wanted = false;  // on this rank
-
-  size_t bytes(int r) const { return begin[r + 1] - begin[r]; }
-  size_t total() const { return begin.back(); }
-};
 
 Bytes Collectives::all_gather(const fl_signature& mine, const void* data, const fl_room* room) {
   return gather_to(mine, data, room, true);

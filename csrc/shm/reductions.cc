@@ -45,8 +45,11 @@ void Collectives::all_reduce(const fl_signature& mine, void* data) {
 
 void Collectives::reduce_large(const fl_signature& mine, void* data) {
   if (all_in_one_place()) return reduce_in_place(mine, data);
-  if (size_ == 2 && !is_costly(mine.dtype)) return exchange_two(mine, static_cast<char*>(data));
-  reduce_in_parts(mine, static_cast<char*>(data), -1);
+  char* array = static_cast<char*>(data);
+  if (size_ == 2 && !is_costly(mine.dtype)) {
+    return combine_seen(mine, array, segment_.chunk_bytes(), size_, true, true);
+  }
+  reduce_in_parts(mine, array, -1);
 }
 
 void Collectives::reduce(const fl_signature& mine, void* data) {
@@ -61,7 +64,8 @@ void Collectives::reduce(const fl_signature& mine, void* data) {
     if (rank_ == mine.root) reduce_read(mine, 0, array, count, array);
     end_reading();
   } else if (size_ <= kFewRanks && !is_costly(mine.dtype)) {
-    collect_on_root(mine, array);
+    const bool is_root = rank_ == mine.root;
+    combine_seen(mine, array, chunk_for(bytes), size_, !is_root, is_root);
   } else {
     reduce_in_parts(mine, array, mine.root);
   }
@@ -103,23 +107,32 @@ void Collectives::reduce_in_place(const fl_signature& mine, void*) {
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
 }
 
-// Few ranks: the others show their arrays, and the root combines what it sees with its own.
-void Collectives::collect_on_root(const fl_signature& mine, char* data) {
-  const Chunks chunks(mine, chunk_for(static_cast<size_t>(mine.count) * mine.itemsize));
-  const size_t item = chunks.itemsize;
-  const bool is_root = rank_ == mine.root;
+// Few ranks: those that are `seen` show their arrays, and those that `see` combine what ranks 0 to `terms` - 1 show
+// with their own.
+void Collectives::combine_seen(const fl_signature& mine, char* data, size_t chunk_bytes, int terms, bool seen,
+                               bool sees) {
+  const Chunks chunks(mine, chunk_bytes);
   const auto fill = [&](uint32_t c, char* slot) {
-    show(slot, data + chunks.begin(c) * item, chunks.size(c) * item);
+    show(slot, data + chunks.begin(c) * chunks.itemsize, chunks.size(c) * chunks.itemsize);
   };
   const auto combine = [&](uint32_t c, uint32_t filled) {
-    char* result = data + chunks.begin(c) * item;
-    for (int r = 0; r < size_; ++r) {
+    char* result = data + chunks.begin(c) * chunks.itemsize;
+    for (int r = 0; r < terms; ++r) {
       if (r != rank_) watch_.wait(segment_.block(r).filled, filled, r);
       from_[r] = r == rank_ ? result : segment_.slot(r, filled - 1);
     }
-    fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), size_, chunks.size(c));
+    reduce_terms(mine, result, terms, chunks.size(c));
   };
-  stream(chunks.number(), !is_root, is_root, fill, combine);
+  stream(chunks.number(), seen, sees, fill, combine);
+}
+
+// Combine `count` elements of each of the first `terms` arrays; `into` may be one of them.
+void Collectives::reduce_terms(const fl_signature& mine, void* into, int terms, size_t count) {
+  if (terms == 1 && mine.scale == 1.0) {
+    if (into != from_[0]) copy(into, from_[0], count * mine.itemsize);
+  } else if (terms > 0) {
+    fl::reduce(mine.dtype, mine.op, mine.scale, into, from_.data(), terms, count);
+  }
 }
 
 // Combine `count` elements of all ranks, which begin at byte `begin` of their arrays. The others' data is
@@ -139,31 +152,6 @@ void Collectives::reduce_read(const fl_signature& mine, size_t begin, const char
   }
 }
 
-// Two ranks: each shows the other its array, chunk by chunk, and adds what it sees to its own.
-void Collectives::exchange_two(const fl_signature& mine, char* data) {
-  const Chunks chunks(mine, segment_.chunk_bytes());
-  const int peer = 1 - rank_;
-  RankBlock &own = segment_.block(rank_), &theirs = segment_.block(peer);
-  const uint32_t base = chunks_, number = chunks.number();
-  uint32_t filled = 0;
-  for (uint32_t c = 0; c < number; ++c) {
-    for (; filled < std::min(number, c + kAhead); ++filled) {
-      wait_for_free_slot(base + filled);
-      show(segment_.slot(rank_, base + filled), data + chunks.begin(filled) * chunks.itemsize,
-                  chunks.size(filled) * chunks.itemsize);
-      own.filled.raise(base + filled + 1);
-    }
-    watch_.wait(theirs.filled, base + c + 1, peer);
-    char* result = data + chunks.begin(c) * chunks.itemsize;
-    from_[rank_] = result;
-    from_[peer] = segment_.slot(peer, base + c);
-    fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), 2, chunks.size(c));
-    own.drained.raise(base + c + 1);
-  }
-  chunks_ = base + number;
-  own.reduced.set(chunks_);
-}
-
 // More ranks: of each chunk every rank reduces one part and shows the result, which the others
 // collect. `collector` is the only rank that does, or -1 for all.
 //
@@ -171,8 +159,7 @@ void Collectives::exchange_two(const fl_signature& mine, char* data) {
 void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int collector) {
   const Chunks chunks(mine, segment_.chunk_bytes());
   const size_t item = chunks.itemsize;
-  RankBlock& own = segment_.block(rank_);
-  const uint32_t base = chunks_, number = chunks.number();
+  const uint32_t base = chunks_;
   const bool collects = collector < 0 || collector == rank_;
   if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // a result that is not for this rank
 
@@ -180,15 +167,12 @@ void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int coll
     const size_t rows = (chunks.size(c) + kPartElements - 1) / kPartElements;
     return std::min(chunks.size(c), rows * r / size_ * kPartElements);
   };
-  const auto fill = [&](uint32_t c) {
-    wait_for_free_slot(base + c);
-    char* slot = segment_.slot(rank_, base + c);
+  const auto fill = [&](uint32_t c, char* slot) {
     const char* source = data + chunks.begin(c) * item;
     const size_t mine_begin = part_begin(c, rank_) * item;
     const size_t mine_end = part_begin(c, rank_ + 1) * item;
     show(slot, source, mine_begin);
     show(slot + mine_end, source + mine_end, chunks.size(c) * item - mine_end);
-    own.filled.raise(base + c + 1);
   };
   const auto combine = [&](uint32_t c) {
     const size_t begin = part_begin(c, rank_), n = part_begin(c, rank_ + 1) - begin;
@@ -200,7 +184,6 @@ void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int coll
     from_[rank_] = data + (chunks.begin(c) + begin) * item;
     fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), size_, n);
     show(segment_.slot(rank_, base + c) + begin * item, result, n * item);
-    own.reduced.raise(base + c + 1);
   };
   const auto collect = [&](uint32_t c) {
     for (int r = 0; r < size_; ++r) {
@@ -209,15 +192,8 @@ void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int coll
       const size_t begin = part_begin(c, r) * item, end = part_begin(c, r + 1) * item;
       copy(data + chunks.begin(c) * item + begin, segment_.slot(r, base + c) + begin, end - begin);
     }
-    own.drained.raise(base + c + 1);
   };
-
-  for (uint32_t step = 0; step < number + kAhead; ++step) {
-    if (step < number) fill(step);
-    if (step >= 1 && step - 1 < number) combine(step - 1);
-    if (step >= kAhead) collect(step - kAhead);
-  }
-  chunks_ = base + number;
+  stream_parts(chunks.number(), fill, combine, collect);
 }
 
 }  // namespace fl

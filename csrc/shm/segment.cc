@@ -47,25 +47,6 @@ bool has_name(const std::string& path) { return path.rfind("/proc/", 0) != 0; }
   throw std::system_error(error, std::generic_category(), what);
 }
 
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
-
-char* map(int fd, size_t bytes) {
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (data == MAP_FAILED) fail("mmap");
-  return static_cast<char*>(data);
-}
-
 struct flock byte_of_file(int number) {
   struct flock range {};
   range.l_type = F_WRLCK;
@@ -82,7 +63,7 @@ Mapping Mapping::create(const std::string& path, size_t bytes, bool reserve) {
   const int flags = named ? O_CREAT | O_NOFOLLOW : 0;
   const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) fail("create");
-  Descriptor descriptor(fd);
+  Mapping made(fd);
   // Reserved now, a file system that is too small is an error here; later it would be a SIGBUS.
   const auto size = static_cast<off_t>(bytes);
   int error = EINTR;  // of posix_fallocate, when a signal arrives
@@ -91,21 +72,28 @@ Mapping Mapping::create(const std::string& path, size_t bytes, bool reserve) {
     if (named) ::unlink(path.c_str());
     fail(("reserve " + std::to_string(bytes) + " bytes").c_str(), error);
   }
-  char* const data = map(fd, bytes);
-  return Mapping(descriptor.release(), data, bytes);
+  made.map(bytes);
+  return made;
 }
 
 Mapping Mapping::open(const std::string& path, size_t bytes) {
   const int flags = has_name(path) ? O_NOFOLLOW : 0;
   const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC);
   if (fd < 0) fail("open");
-  Descriptor descriptor(fd);
+  Mapping made(fd);
   struct stat status;
   if (fstat(fd, &status) != 0) fail("fstat");
   if (status.st_uid != geteuid() || !S_ISREG(status.st_mode)) fail("belongs to somebody else", EPERM);
   if (static_cast<size_t>(status.st_size) != bytes) fail("has another size", EINVAL);
-  char* const data = map(fd, bytes);
-  return Mapping(descriptor.release(), data, bytes);
+  made.map(bytes);
+  return made;
+}
+
+void Mapping::map(size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+  if (data == MAP_FAILED) fail("mmap");
+  data_ = static_cast<char*>(data);
+  size_ = bytes;
 }
 
 Mapping::Mapping(Mapping&& other) noexcept

@@ -36,7 +36,8 @@ class Mapping {
   bool is_locked(int number) const;
 
  private:
-  Mapping(int fd, char* data, size_t size) : fd_(fd), data_(data), size_(size) {}
+  explicit Mapping(int fd) : fd_(fd) {}
+  void map(size_t bytes);
   int fd_ = -1;
   char* data_ = nullptr;
   size_t size_ = 0;

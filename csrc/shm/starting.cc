@@ -14,24 +14,13 @@ namespace {
 constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
 constexpr int kSpins = sized(1000, 1);
 
-// One of those that are counted, from here to its end.
-class Queued {
- public:
-  explicit Queued(std::atomic<int>& count) : count_(count) {
-    count_.fetch_add(1, std::memory_order_relaxed);
-  }
-  ~Queued() { count_.fetch_sub(1, std::memory_order_relaxed); }
-  Queued(const Queued&) = delete;
-
- private:
-  std::atomic<int>& count_;
-};
-
 }  // namespace
 
 ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& site, bool is_begun) {
   // It counts until it has ended for those who look as well: finish() lets go of what it runs.
-  const auto queued = std::make_shared<Queued>(queued_);
+  queued_.fetch_add(1, std::memory_order_relaxed);
+  const auto leave = [](std::atomic<int>* count) { count->fetch_sub(1, std::memory_order_relaxed); };
+  const std::shared_ptr<std::atomic<int>> queued(&queued_, leave);
   return queue_.make(call.seconds, [=, queued = queued](Operation& operation) {
     const Turn::Held running = await_turn(nullptr);
     if (is_begun) {

@@ -48,12 +48,7 @@ def load(name: str) -> ModuleType:
 
 @functools.cache
 def optional(name: str, without: str) -> Any | None:
-    """Return the extension module as :func:`load`, or None, where it is missing, with a warning.
-
-    Args:
-        name: of the extension.
-        without: what its absence means, as a sentence begins.
-    """
+    """Return the extension module as :func:`load`; or None, with a warning: what is ``without``."""
     try:
         return load(name)
     except BackendUnavailableError as error:

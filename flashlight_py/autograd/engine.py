@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native
+from flashlight_py import _native, libraries
 from flashlight_py.autograd.graph import EndCallback, Leaf, Node, Part, Target, Walk
 from flashlight_py.device import Array, array_module
 
@@ -117,7 +117,10 @@ def in_backward() -> bool:
 @functools.cache
 def extension() -> Any | None:
     """Return the module of csrc/nn, or None if it was not built."""
-    return _native.optional("nn", "layers compute with NumPy alone, some times slower")
+    module = _native.optional("nn", "layers compute with NumPy alone, some times slower")
+    if module is not None and (found := libraries.blas("sgemm", "dgemm")):
+        module.use_blas(*found)
+    return module
 
 
 def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:

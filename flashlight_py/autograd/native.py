@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import libraries
 from flashlight_py.autograd.engine import extension
 from flashlight_py.autograd.graph import recording
 from flashlight_py.autograd.variable import Variable, record_all
@@ -53,16 +52,8 @@ class Kernel:
 
 
 @functools.cache
-def _module() -> Any | None:
-    module = extension()
-    if module is not None and (found := libraries.blas("sgemm", "dgemm")):
-        module.use_blas(*found)
-    return module
-
-
-@functools.cache
 def _kernel(name: str) -> Kernel | None:
-    module = _module()
+    module = extension()
     address = None if module is None else module.find(name)
     return None if module is None or address is None else Kernel(name, address, module.call)
 

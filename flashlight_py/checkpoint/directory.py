@@ -16,9 +16,8 @@ import os
 import re
 import secrets
 import shutil
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +30,7 @@ from flashlight_py.device import Array
 _log = logging.getLogger("flashlight_py")
 
 PIECE_BYTES = 8 << 20
-# So much may wait for its digest: enough to compute and write at once, and little to hold.
-WAITING_BYTES = 2 * PIECE_BYTES
+SMALL_BYTES = 1 << 14  # are digested before a thread would begin to
 
 
 class Content(NamedTuple):
@@ -45,30 +43,28 @@ class Content(NamedTuple):
 def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
     """Create ``file`` from ``pieces`` (uint8); it is on the disk when this returns.
 
-    Holds the last piece, and at most 16 MiB of earlier pieces that wait for their digest.
+    Holds two pieces at most: one is written while the digest of the one before is computed.
     """
-    with open(file, "xb") as stream, _Digest() as digest:
-        for piece in pieces:
-            for part in _parts(piece):
-                digest.add(part)
-                stream.write(part.data)
+    with open(file, "xb") as stream:
+        sha256 = _sha256_of(pieces, stream.write)
         stream.flush()
         os.fsync(stream.fileno())
-        return Content(stream.tell(), digest.result())
+        return Content(stream.tell(), sha256)
 
 
 def read_durable(file: Path, expected: Content) -> Array:
     """Return what ``file`` holds, as uint8 of one dimension."""
-    with open(file, "rb") as stream, _Digest() as digest:
+    with open(file, "rb") as stream:
         present = os.fstat(stream.fileno()).st_size
         if present != expected.nbytes:
             raise ValueError(f"{file.name} has {present} bytes, {expected.nbytes} were written")
         content = np.empty(present, np.uint8)
-        for part in _parts(content):
-            if stream.readinto(part.data) < part.nbytes:
+
+        def read(part: memoryview) -> None:
+            if stream.readinto(part) < part.nbytes:
                 raise ValueError(f"{file.name} became shorter while it was read")
-            digest.add(part)
-        if digest.result() != expected.sha256:
+
+        if _sha256_of([content], read) != expected.sha256:
             raise ValueError(f"{file.name} holds other bytes than were written (by its SHA-256)")
     return content
 
@@ -82,37 +78,25 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-class _Digest(ThreadPoolExecutor):
-    """The SHA-256 of what is added, computed in a thread."""
+def _sha256_of(pieces: Iterable[Array], move: Callable[[memoryview], object]) -> str:
+    """Return the SHA-256 of ``pieces``, in hexadecimal, after ``move`` was called with each part.
 
-    def __init__(self) -> None:
-        super().__init__(1, thread_name_prefix="flashlight-digest")
-        self._found = hashlib.sha256()
-        self._waiting: deque[tuple[int, Future[None]]] = deque()
-        self._waiting_bytes = 0
-
-    def add(self, part: Array) -> None:
-        """Add bytes, which are held until they are digested; blocks while too many wait."""
-        done = self.submit(self._found.update, part)  # type: ignore[arg-type]
-        self._waiting.append((part.nbytes, done))
-        self._waiting_bytes += part.nbytes
-        self._wait(WAITING_BYTES)
-
-    def result(self) -> str:
-        """Wait for all that was added and return the digest, in hexadecimal."""
-        self._wait(0)
-        return self._found.hexdigest()
-
-    def _wait(self, most: int) -> None:
-        while self._waiting_bytes > most:
-            nbytes, done = self._waiting.popleft()
-            done.result()
-            self._waiting_bytes -= nbytes
-
-
-def _parts(content: Array) -> Iterator[Array]:
-    for begin in range(0, content.size, PIECE_BYTES):
-        yield content[begin : begin + PIECE_BYTES]
+    A thread computes the digest of one part while the next part is moved.
+    """
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(1, thread_name_prefix="flashlight-digest") as thread:
+        added = thread.submit(digest.update, b"")
+        for piece in pieces:
+            for begin in range(0, piece.size, PIECE_BYTES):
+                part = piece[begin : begin + PIECE_BYTES].data
+                move(part)
+                added.result()
+                if part.nbytes > SMALL_BYTES:
+                    added = thread.submit(digest.update, part)
+                else:
+                    digest.update(part)
+        added.result()
+    return digest.hexdigest()
 
 
 FORMAT = 1

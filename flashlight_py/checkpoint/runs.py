@@ -10,23 +10,16 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from flashlight_py import random
+from flashlight_py import errors, random
 from flashlight_py.checkpoint.directory import Manifest, candidates, publish, read
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import (
     COMPOSED,
-    Steps,
     exchange_bytes,
     group_or_world,
     in_step,
     whole_number,
-)
-from flashlight_py.errors import (
-    CheckpointError,
-    CollectiveTimeoutError,
-    MismatchError,
-    PeerLostError,
 )
 from flashlight_py.parallel.agreement import differences
 from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
@@ -266,7 +259,7 @@ def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
             )
         return _Found(newest, manifest, skipped), state
     if reasons:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{begin}: none of the {len(reasons)} checkpoint(s) at {path} can be used: "
             f"{'; '.join(reasons.values())}. Restore one from a backup, or pass another folder to "
             "begin anew"
@@ -357,8 +350,8 @@ class Attempt:
         sent = json.dumps([self.failure, mine]).encode()
         call = next(call for call in COMPOSED if call.startswith(f"{self._what}("))
         try:
-            texts = exchange_bytes(Steps(self._group.backend(), call), sent)
-        except (PeerLostError, CollectiveTimeoutError) as error:
+            texts = exchange_bytes(self._group.backend(), sent, call)
+        except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
             error.args = (f"{where(self._what, self._group)}: in {call}: {error}",)
             raise
         of_ranks = [json.loads(text) for text in texts]
@@ -368,7 +361,7 @@ class Attempt:
     def agree(self, mine: Mapping[str, Any]) -> None:
         """Share arguments, and refuse those that are not the same on all ranks."""
         if differing := differences(self.share(mine)):
-            raise MismatchError(
+            raise errors.MismatchError(
                 f"{where(self._what, self._group)}: the ranks pass different arguments: "
                 f"{', '.join(differing)}. Nothing was done; pass the same on every rank"
             )
@@ -380,12 +373,12 @@ class Attempt:
         with the report of the first rank that failed. A failure of another kind is a
         CheckpointError.
         """
-        if isinstance(self._error, TypeError | ValueError | CheckpointError):
+        if isinstance(self._error, TypeError | ValueError | errors.CheckpointError):
             raise self._error
         for rank, failure in enumerate(failures):
             if failure:
                 kind, text = failure
-                error = _KINDS.get(kind, CheckpointError)
+                error = _KINDS.get(kind, errors.CheckpointError)
                 place = where(self._what, self._group)
                 raise error(f"{place}: rank {rank} failed: {kind}: {text}") from self._error
 

@@ -60,8 +60,7 @@ class Dataset(abc.ABC):
 def stack(samples: Sequence[Sample]) -> Sample:
     """Return one batch of ``samples``: each field stacked along a new first dimension.
 
-    Raises:
-        ValueError: samples differ in their number of fields, or in the shape of one.
+    Raises ValueError if samples differ in their number of fields, or in the shape of one.
     """
     counts = {len(sample) for sample in samples}
     if len(counts) != 1:

@@ -9,7 +9,8 @@ from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.fast_path import CallJournal, EntryPoints, FastPath
+from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath
+from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import Verb
 from flashlight_py.distributed.work import AllOf, Work
@@ -55,7 +56,7 @@ class Backend(abc.ABC):
         """Return the result of ``verb``, which is a step of another call; blocks."""
         return self.start(Call(verb, array, seconds=seconds)).wait()
 
-    def bind(self, journal: CallJournal) -> FastPath:
+    def bind(self, journal: Journal) -> FastPath:
         """Return the fast path of the group whose calls ``journal`` records."""
         return EntryPoints()
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from flashlight_py.distributed import verbs
 from flashlight_py.distributed.api.verb_call import COLLECTIVE, in_step, reason_of, refusing
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.arrays import (
     DTYPES,
     as_array,
@@ -20,11 +21,11 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
 from flashlight_py.distributed.calls.call_site import caller, hide
 from flashlight_py.distributed.calls.checks import check_rank, whole, whole_number
+from flashlight_py.distributed.calls.journal import Record, leave_to_python
 from flashlight_py.distributed.calls.kinds import is_of
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
-from flashlight_py.distributed.failures import abort, flight_record, journal
+from flashlight_py.distributed.failures import abort, flight_record
 from flashlight_py.distributed.failures.flight_record import dump, read_fields
-from flashlight_py.distributed.failures.journal import Record, leave_to_python
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, world_fast
 from flashlight_py.distributed.groups.membership import of as members_of

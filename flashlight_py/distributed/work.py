@@ -178,7 +178,6 @@ class Then(Work):
         self._work.cancel()
 
     def is_completed(self) -> bool:
-        """Return whether the other operation has ended."""
         return self._work.is_completed()
 
     def end_time(self) -> float | None:
@@ -218,14 +217,19 @@ class AllOf(Work[list[Any]]):
         """
         if self._failure is not None:
             raise self._failure
-        outcomes = [_outcome(work, timeout) for work in self._works]
-        failures = [failure for _, failure in outcomes if failure is not None]
-        if failures:
-            found = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
-            if self.is_completed():
-                self._failure = found
-            raise found
-        return [result for result, _ in outcomes]
+        results: list[Any] = []
+        failures: list[DistributedError | ValueError] = []
+        for work in self._works:
+            try:
+                results.append(work.wait(timeout))
+            except (DistributedError, ValueError) as failure:  # noqa: PERF203
+                failures.append(failure)  # the others still use their arrays
+        if not failures:
+            return results
+        found = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
+        if self.is_completed():
+            self._failure = found
+        raise found
 
     def is_completed(self) -> bool:
         ended = self._ended
@@ -238,11 +242,3 @@ class AllOf(Work[list[Any]]):
         """Return when the last of them ended, where all know; see ``Work``."""
         times = [time for work in self._works if (time := work.end_time()) is not None]
         return max(times) if times and len(times) == len(self._works) else None
-
-
-def _outcome(work: Work, timeout: float | None) -> tuple[Any, DistributedError | ValueError | None]:
-    """Return what ``work`` returns or raises: others beside it still use their arrays."""
-    try:
-        return work.wait(timeout), None
-    except (DistributedError, ValueError) as failure:
-        return None, failure

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial, wraps
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -254,17 +254,13 @@ class FirstOrderOptimizer(Structured, ABC):
                 old[...] = to_device(new, device_of(old))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles hold: of parameters that are their process's own."""
+        """Return what copies and pickles hold: of parameters that are their process's own.
+
+        A shallow copy, too, has a rate and counts of its own.
+        """
         cut = [variable for variable in self.params if not is_in_common(variable)]
-        return {**vars(self), "_shards": shards_of(cut)}
-
-    _in_arrays: ClassVar[dict[str, Any]] = {"_lr": np.float64}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state of ``__getstate__``; older states have numbers instead of arrays."""
-        kinds = self._in_arrays.items()
-        arrays: Any = {n: np.array(state[n], kind, ndmin=1) for n, kind in kinds if n in state}
-        vars(self).update(state, **arrays)
+        own = {name: x.copy() for name, x in vars(self).items() if isinstance(x, np.ndarray)}
+        return {**vars(self), **own, "_shards": shards_of(cut)}
 
     def _state(self) -> dict[str, Any]:
         """Return what a rule keeps: by name a list of arrays or numbers, or an array of numbers."""
@@ -332,9 +328,6 @@ class RuleOptimizer(FirstOrderOptimizer):
 
     # The running mean of each parameter's squared gradient norm; None: the rule has none.
     _square_norms: Any = None
-    _in_arrays: ClassVar[dict[str, Any]] = {
-        "_lr": np.float64, "_steps": np.int64, "_square_norms": np.float64,
-    }  # fmt: skip
 
     beta1: float
     beta2: float
@@ -379,7 +372,8 @@ class RuleOptimizer(FirstOrderOptimizer):
             if left is None:
                 return
         self._check_placements()
-        placed = self._placed(left)  # before the first change: a placement may refuse one
+        grads = [variable.grad for variable in self.params]
+        placed = self._placed(left, grads)  # before the first change: a placement may refuse one
         note_changes([self.params[position] for position, *_ in placed])
         self._step_placed(placed, grad_scale)
 
@@ -390,12 +384,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         are native kernels it runs no Python: it reads the rate, and counts, in the optimizer's
         memory.
         """
-        both = enumerate(zip(self.params, grads, strict=True))
-        placed: list[Placed] = [
-            (position, grad, [(variable.data, grad, *self.states_of(position))])
-            for position, (variable, grad) in both
-            if grad is not None
-        ]
+        placed = self._placed(range(len(self.params)), grads)
         pieces = [(position, *piece) for position, _, (piece,) in placed]
         how = self._lr, self._steps, self._square_norms, self._rule(), grad_scale
         module: Any = native()
@@ -404,15 +393,15 @@ class RuleOptimizer(FirstOrderOptimizer):
                 return module.Steps(pieces, *how)  # type: ignore[no-any-return]
         return partial(self._step_placed, placed, grad_scale)
 
-    def _placed(self, positions: Iterable[int]) -> list[Placed]:
+    def _placed(self, positions: Iterable[int], grads: Sequence[Array | None]) -> list[Placed]:
         found: list[Placed] = []
         for position in positions:
-            variable, states = self.params[position], self.states_of(position)
-            grad, placement = variable.grad, variable.placement
-            if grad is not None and placement is None:
+            variable, grad = self.params[position], grads[position]
+            states = self.states_of(position)
+            if grad is not None and variable.placement is None:
                 found.append((position, grad, [(variable.data, grad, *states)]))
             elif grad is not None:  # to read its data may be collective
-                found.append((position, grad, placement.pieces(variable, states)))
+                found.append((position, grad, variable.placement.pieces(variable, states)))
         return found
 
     @as_one
@@ -423,10 +412,7 @@ class RuleOptimizer(FirstOrderOptimizer):
                 stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
             queued: list[cuda.Step] = []
             for position, grad, pieces in placed:
-                variable = self.params[position]
-                held, variable.grad = variable.grad, grad  # for a rule that needs a norm
-                queued += self._step_pieces(position, pieces, grad_scale)
-                variable.grad = held
+                queued += self._step_pieces(position, grad, pieces, grad_scale)
             cuda.change(queued, grad_scale)
 
     def states_of(self, position: int) -> tuple[Array, ...]:
@@ -437,34 +423,28 @@ class RuleOptimizer(FirstOrderOptimizer):
     def _rule(self) -> Rule:
         """Return the name of a rule of rules.inc, and its fields: numbers, or ``cpu.FORMS``."""
 
-    def _next_numbers(self, position: int, grad_scale: float) -> cuda.Rule:
-        """Count a step of a parameter; return the rule's name and its fields' numbers."""
-        steps, lr, norms = self._steps, self.lr, self._square_norms
+    def _step_pieces(
+        self, position: int, grad: Array, pieces: Iterable[tuple[Any, ...]], grad_scale: float
+    ) -> list[cuda.Step]:
+        """Count a step of a parameter, step pieces of host memory; return those that GPUs have."""
+        steps, norms, module = self._steps, self._square_norms, native()
         steps[position] = time = steps.item(position) + 1
 
         def norm(beta: float) -> float:
-            variable: Any = self.params[position]
-            grad, placement = variable.grad, variable.placement
+            variable = self.params[position]
+            placement: Any = variable.placement
             squares = placement.sum_of_squares(variable) if placement else sum_of_squares(grad)
             known: float = beta * norms.item(position) + (1 - beta) * (squares * grad_scale**2)
             norms[position] = known
             return known
 
         name, fields = self._rule()
-        return name, tuple(numbers_of(fields, lr, time, norm))
-
-    def _step_pieces(
-        self, position: int, pieces: Iterable[tuple[Any, ...]], grad_scale: float
-    ) -> list[cuda.Step]:
-        """Step pieces of host memory, and count the step; return those that GPUs have."""
-        rule = self._next_numbers(position, grad_scale)
+        rule = name, tuple(numbers_of(fields, self.lr, time, norm))
         queued: list[cuda.Step] = []
         for piece in pieces:
             if cuda.fits(piece):
                 queued.append((rule, piece))
-                continue
-            module = native()
-            if module is None or not module.change(rule, piece, grad_scale):
+            elif module is None or not module.change(rule, piece, grad_scale):
                 cpu.change(*rule, piece, grad_scale)
         return queued
 

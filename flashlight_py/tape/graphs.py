@@ -36,7 +36,7 @@ from flashlight_py.tape.arrays import leaves, mapped
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
 from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, meets, merged
-from flashlight_py.tape.state import ITEMS, EveryCall, Place, State, plain_arrays, words
+from flashlight_py.tape.state import ITEMS, EveryCall, State, plain_arrays, words
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step
 _MOST_FORMS = 64  # of arguments, that have not been captured
@@ -243,15 +243,10 @@ class Graph:
 
 
 class Graphs:
-    """The graphs of ``step``, whose state is also found by ``roots``.
+    """The graphs of ``step``, whose state is also found by ``roots``."""
 
-    ``recording`` is held while a step of this process is recorded.
-    """
-
-    def __init__(
-        self, step: Callable[..., Any], roots: Sequence[Any], recording: threading.Lock
-    ) -> None:
-        self._step, self._roots, self._recording = step, roots, recording
+    def __init__(self, step: Callable[..., Any], roots: Sequence[Any]) -> None:
+        self._step, self._roots = step, roots
         self._graphs: list[Graph] = []
         self._warm: dict[Any, int] = {}  # forms of arguments that ran eagerly, at which structure
         self._groups: list[Membership] | None = None  # that the step uses; None: it has not run
@@ -291,7 +286,7 @@ class Graphs:
             result = self._step(*args, **options)
         else:
             recorder = Recorder()
-            with self._recording, CtrlC() as ctrl_c, ExitStack() as stack:
+            with recorder.only, CtrlC() as ctrl_c, ExitStack() as stack:
                 recorder.begin(stack)
                 try:
                     result = ctrl_c.let_in(self._step, *args, **options)
@@ -403,7 +398,7 @@ class Graphs:
             return Variable(array) if isinstance(value, Variable) else array
 
         try:
-            with self._recording, CtrlC() as ctrl_c, ExitStack() as stack:
+            with recorder.only, CtrlC() as ctrl_c, ExitStack() as stack:
                 for group in self._groups or ():  # other threads must launch nothing meanwhile
                     if group.gpus is not None:
                         stack.enter_context(group.gpus.communicator.lock)  # type: ignore[attr-defined]
@@ -471,13 +466,10 @@ def _spanning(groups: Sequence[Membership]) -> list[Membership]:
     If groups have equal ranks, only the first one is returned. The result for a group is the same
     on each of its ranks.
     """
-    ranks = [set(group.ranks) for group in groups]
-
-    def is_in(own: int, other: int) -> bool:
-        return ranks[own] < ranks[other] or (ranks[own] == ranks[other] and other < own)
-
-    numbers = range(len(groups))
-    return [groups[n] for n in numbers if not any(is_in(n, other) for other in numbers)]
+    first: dict[frozenset[int], Membership] = {}  # by their ranks
+    for group in groups:
+        first.setdefault(frozenset(group.ranks), group)
+    return [group for ranks, group in first.items() if not any(ranks < other for other in first)]
 
 
 def _extremes(group: Membership, number: int) -> tuple[int, int]:
@@ -488,25 +480,21 @@ def _extremes(group: Membership, number: int) -> tuple[int, int]:
     return -int(both[1]), int(both[0])
 
 
-def _is_grad(place: Place) -> bool:
-    return place.key == "grad" and isinstance(place.holder, Variable)
-
-
 def _moved(state: State) -> str:
     """Return why a graph would read arrays that are not state any more; empty: it does not.
 
     Gradients may be other arrays: a replay sets them.
     """
-    arrays = [each for each in state.held if isinstance(each[0].holder, Variable)]
+    arrays = [each for each in state.held if each[0].slot]
     for place, value in (*arrays, *state.names):
-        if not _is_grad(place) and not place.has(value):
+        if place.slot != "grad" and not place.has(value):
             return f"{words(place.path)} gets another value; write into its array instead"
     return ""
 
 
 def _spans_of(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
     """Return the addresses of the arrays in ``state`` on a GPU, of gradients only ``grads``."""
-    held = [value for place, value in state.held if not _is_grad(place)]
+    held = [value for place, value in state.held if place.slot != "grad"]
     arrays = plain_arrays((*held, *grads))
     return merged(_range(array) for array in arrays if is_cupy(array) and array.size)
 

@@ -62,13 +62,11 @@ class Elementwise(NamedTuple):
     def disturbs(self, other: Elementwise) -> bool:
         """Return whether it writes what the other one may read, or write, at another turn."""
         written, steps = self.operands[-1], self.steps[-1]
-        piece, low, high, size = written.piece, written.low, written.high, written.array.itemsize
-        for number, each in enumerate(other.operands):
-            if each.piece is piece and each.low < high and low < each.high:
-                is_same = each is written or (each.low == low and each.array.itemsize == size)
-                if not (is_same and other.steps[number] == steps):
-                    return True
-        return False
+        begin = written.low, written.array.itemsize
+        return any(
+            each.meets(written) and not (begin == (each.low, each.array.itemsize) and steps == own)
+            for each, own in zip(other.operands, other.steps, strict=True)
+        )
 
 
 class Loops:

@@ -72,7 +72,6 @@ class Memory:
         self.elsewhere = Piece(0, 0)
         pieces = [each for each in (*self.given.values(), *made) if each.low < each.high]
         self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
-        self._starts = [each.low for each in self._pieces]
         self._operands: dict[int, Operand] = {}  # by their arrays' ids
         where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
         self.touched, self.changed = (  # in order, of what is neither made nor an argument
@@ -84,7 +83,6 @@ class Memory:
         """Return an array that the step makes as well."""
         array = np.empty(shape, dtype)
         insort(self._pieces, Piece(*bounds(array), array, True), key=attrgetter("low"))
-        insort(self._starts, address_of(array))
         return array
 
     def of(self, array: Array) -> Operand:
@@ -92,7 +90,7 @@ class Memory:
         found = self._operands.get(id(array))
         if found is None:
             low, high = bounds(array)
-            piece = self._pieces[bisect_right(self._starts, low) - 1]
+            piece = self._pieces[bisect_right(self._pieces, low, key=attrgetter("low")) - 1]
             piece = piece if low < piece.high else self.elsewhere
             found = self._operands[id(array)] = Operand(array, piece, low, high)
         return found

@@ -76,6 +76,9 @@ class Note:
 class Watcher:
     """A recorder of a step: it notes which gradients of ``variables`` are read and set."""
 
+    # Held while a step of this process is recorded: something may stand for arrays of its state.
+    only = threading.Lock()
+
     def __init__(self, variables: Iterable[Variable]) -> None:
         self.left = ""  # why the step cannot be captured, once something was found
         self.variables = set(variables)
@@ -86,6 +89,10 @@ class Watcher:
         """Note why the step cannot be captured, and what to write ``instead``; it goes on."""
         if not self.left:
             self.left = f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
+
+    def drawing(self, generator: Any) -> Any:
+        """Return what draws for this thread in the place of the package's ``generator``."""
+        return generator
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Note what this thread does until ``stack`` ends."""
@@ -150,14 +157,16 @@ class Recording(Watcher):
             f"{how} reads a value that is computed in it", "return it, and read it after that"
         )
 
+    def drawing(self, generator: Any) -> Draws:
+        self._draws.generator = generator
+        return self._draws
+
     def _listen(self) -> None:
-        self._draws.begin()
         self._swap(True)
         super()._listen()
 
     def _ignore(self) -> None:
         super()._ignore()
-        self._draws.end()
         self._swap(False)
 
     def compute(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -340,29 +349,17 @@ class Recording(Watcher):
 class Draws:
     """Draws as ``generator``, for which it stands; replays draw too what this thread draws."""
 
+    generator: Any
+
     def __init__(self, recording: Recording) -> None:
         self.recording: Recording | None = recording  # until it has ended: users may keep this
-
-    def begin(self) -> None:
-        """Take the place of the package's generator."""
-        self.generator = random.generator()
-        random.stand_in(self)
-
-    def end(self) -> None:
-        if random.generator() is self:
-            random.stand_in(self.generator)
-        else:
-            self._leave("the generator of random numbers is set, as by set_seed(),")
-
-    def _leave(self, reason: str) -> None:
-        if self.recording is not None and here.recorder in (None, self.recording):
-            self.recording.leave(reason)
 
     def __getattr__(self, name: str) -> Any:
         if name == "generator":  # of a copy that is being made
             raise AttributeError(name)
-        if name == "bit_generator":
-            self._leave("the state of the random generator is read, or set, as by recompute(),")
+        recording = self.recording
+        if name == "bit_generator" and recording is not None and here.recorder is recording:
+            recording.leave("the state of the random generator is read, as by recompute(),")
         found = getattr(self.generator, name)
         return functools.partial(self._draw, name) if callable(found) else found
 

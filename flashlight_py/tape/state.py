@@ -55,6 +55,11 @@ class Place(NamedTuple):
     key: Any
     path: Any  # a name, or the path of what it is a part of, a form for both, and the key
 
+    @property
+    def slot(self) -> Any:
+        """The name of the variable's slot that this is, or an empty string."""
+        return self.key if isinstance(self.holder, Variable) else ""
+
     def has(self, value: Any) -> bool:
         """Return whether ``value`` is there, or for numbers and strings one that equals it."""
         now = self.get()
@@ -78,7 +83,7 @@ class Place(NamedTuple):
         if isinstance(self.holder, (dict, list, deque)):
             self.holder[self.key] = value
         else:
-            is_number = issubclass(type(value), np.generic) and isinstance(self.holder, Variable)
+            is_number = issubclass(type(value), np.generic) and self.slot
             object.__setattr__(self.holder, self.key, np.asarray(value) if is_number else value)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 import types
 import warnings
 import weakref
@@ -46,8 +45,6 @@ _CHECKED = 3  # replays, with check=True
 _tape = _native.load("tape")
 _slots = ("data", "grad", "node", "hook", "buffer", "placement", "changed", "_calc_grad")
 _tape.use_variables(Variable, tuple(map(Leaf.__dict__.get, _slots)), _tape.address(count))
-# One recording at a time in all: meanwhile something stands for the arrays of its state.
-_recording = threading.Lock()
 _ARE_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -87,7 +84,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if self.reason or here.recorder is not None:
             return self._run_eagerly(args, options)
         call = _Call(self.__wrapped__, self._state, args, options or {}, self._homes)
-        is_free = call.is_on_gpu or not _recording.locked()  # on GPUs, ranks vote before each call
+        # On GPUs ranks vote before each call.
+        is_free = call.is_on_gpu or not StepRecording.only.locked()
         reason = call.why_not() if is_free else ""
         if reason or not is_free:
             result = self._run_eagerly(args, options)  # which may refuse what is no such array
@@ -97,7 +95,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if call.is_on_gpu:
             from flashlight_py.tape.graphs import Graphs  # which imports the binding of NCCL
 
-            graphs = Graphs(self.__wrapped__, self._state, _recording)
+            graphs = Graphs(self.__wrapped__, self._state)
             self.slow = functools.partial(self._run_on_gpu, graphs)
             return self.slow(args, call.options)
         for program in (*self.programs, *self._unchecked):
@@ -107,7 +105,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                 is_tried = program in self._unchecked
                 return self._try(program, call) if is_tried else self(*args, **call.options)
         with CtrlC() as ctrl_c:
-            if _recording.acquire(blocking=False):
+            if StepRecording.only.acquire(blocking=False):
                 try:
                     self._tries += 1
                     if reason := self._changes.reason(call.state, self.replays):
@@ -122,7 +120,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                         changed()  # so that no captured step that this one calls is replayed
                         return self._record(call, ctrl_c)
                 finally:
-                    _recording.release()
+                    StepRecording.only.release()
         return self._run_eagerly(args, options)
 
     def _run_on_gpu(
@@ -293,12 +291,12 @@ class _Call:
     def record(self, ctrl_c: CtrlC) -> None:
         """Run the step, which Ctrl-C may interrupt, and note what it does."""
         recording = self.recording
-        given = [self._stand_in(v) if type(v) is np.ndarray else v for v in self.values]
-        args, options = given[: len(self.args)], given[len(self.args) :]
-        named = dict(zip(self.options, options, strict=True))
+        given = list(map(self._stand_in, self.values))
+        args, named = given[: len(self.args)], given[len(self.args) :]
+        options = dict(zip(self.options, named, strict=True))
         with ExitStack() as stack:
             recording.begin(stack)
-            self._result = ctrl_c.let_in(self.step, *args, **named)
+            self._result = ctrl_c.let_in(self.step, *args, **options)
         after = State(self.step, self._roots)
         before, now = self.state.numbers, after.numbers
         changed = [one[0] for one in now if one not in before] if now != before else []
@@ -349,8 +347,7 @@ class _Call:
         changed = [
             (place, before, now)
             for place, before in self._before
-            if (now := place.get()) is not before
-            and not (place.key == "grad" and isinstance(place.holder, Variable))
+            if (now := place.get()) is not before and place.slot != "grad"
         ]
         new: list[Any] = []  # arrays
         for place, before, now in changed:
@@ -362,8 +359,7 @@ class _Call:
             stays = before is not None and now is not None and recording.is_made(now)
             stays = stays and (now.shape, now.dtype) == (before.shape, before.dtype)
             is_alone = held[id(before)] == put[id(now)] == 1
-            is_buffer = place.key == "buffer" and isinstance(place.holder, Variable)
-            if is_buffer or not (stays and is_alone):
+            if place.slot == "buffer" or not (stays and is_alone):
                 recording.leave(
                     f"something else takes the place of {words(place.path)}; write into it"
                 )

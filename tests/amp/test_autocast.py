@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -161,27 +162,22 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 
 def train(model: Any, half: str | None, captured: str = "", steps: int = 5) -> list[Any]:
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.05)
-    region = fl.amp.autocast(half or "float16", enabled=half is not None)
+    enabled = half is not None
+    region = fl.amp.autocast(half or "float16", enabled=enabled)
+
+    def inside() -> Any:
+        return nullcontext() if captured == "around" else fl.amp.autocast(region.dtype, enabled)
 
     def step(x: Any, labels: Any) -> Any:
         optimizer.zero_grad()
-        with fl.amp.autocast(region.dtype, region.enabled):
+        with inside():
             loss = F.categorical_cross_entropy(model(fl.input(x)), fl.input(labels))
         loss.backward()
         optimizer.step()
         return loss
 
-    def bare(x: Any, labels: Any) -> Any:
-        optimizer.zero_grad()
-        loss = F.categorical_cross_entropy(model(fl.input(x)), fl.input(labels))
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    run = {"": step, "inside": fl.capture(step), "around": fl.capture(bare)}[captured]
-    if captured != "around":
-        return [float(run(*batch()).scalar()) for _ in range(steps)]
-    with region:
+    run = fl.capture(step) if captured else step
+    with region if captured == "around" else nullcontext():
         return [float(run(*batch()).scalar()) for _ in range(steps)]
 
 

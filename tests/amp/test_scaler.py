@@ -1,19 +1,14 @@
 """The scale follows torch's to the bit; what is asked for out of turn is refused."""
 
 import hashlib
-import json
 import random
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
-
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-bench-torch" / "bin" / "python"
+from tests.nn.oracle import Oracle
 
 
 class Bare:
@@ -43,14 +38,45 @@ RUNS = [
 ]
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="torch's interpreter is not there")
-def test_states_are_torch_s() -> None:
-    command = [str(PYTHON), str(Path(__file__).with_name("torch_scaler.py")), json.dumps(RUNS)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as theirs:
-        mine = [run(*each) for each in RUNS]
-        written, _ = theirs.communicate()
-    assert theirs.returncode == 0
-    assert json.loads(written) == mine
+# Returns the state at the end, how many steps were taken, and a digest of all states. Unless
+# ``is_whole``, the scaler is told what the gradients are: torch takes long to look.
+TORCH = """
+import hashlib, random
+
+class Bare:  # an optimizer, as far as a scaler knows one
+    def __init__(self, param):
+        self.param_groups, self.steps = [{"params": [param]}], 0
+
+    def step(self):
+        self.steps += 1
+
+def run(steps, growth_interval, share, is_whole):
+    scaler = torch.amp.GradScaler("cpu", growth_interval=growth_interval)
+    param = torch.zeros(1, requires_grad=True)
+    param.grad = torch.zeros(1)
+    scaler.scale(param)
+    optimizer, drawn, digest = Bare(param), random.Random(7), hashlib.sha256()
+    no, yes = torch.zeros(1), torch.ones(1)
+    finite, infinite, nan = (torch.full((1,), value) for value in (1.0, torch.inf, torch.nan))
+    for _ in range(steps):
+        chance = drawn.random()
+        if is_whole:
+            param.grad.copy_(nan if chance < share / 2 else infinite if chance < share else finite)
+            scaler.step(optimizer)
+        else:
+            found = {param.device: yes if chance < share else no}
+            scaler._per_optimizer_states[0]["found_inf_per_device"] = found
+            optimizer.steps += not chance < share
+        scaler.update()
+        digest.update(repr((scaler.get_scale(), scaler._get_growth_tracker())).encode())
+    return [scaler.state_dict(), optimizer.steps, digest.hexdigest()]
+
+y = [run(*each) for each in runs]
+"""
+
+
+def test_states_are_torch_s(oracle: Oracle) -> None:
+    assert oracle(TORCH, runs=RUNS)["y"] == [run(*each) for each in RUNS]
 
 
 def run(steps: int, interval: int, share: float, _: bool) -> Any:

@@ -1,8 +1,9 @@
-"""Variables: what they accept, refuse and keep."""
+"""Variables: what they accept, refuse and keep; the random numbers of the process."""
 
 import copy
 import operator
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd import Variable, input, no_grad, param
 from flashlight_py.autograd import functions as F
+from flashlight_py.random import generator, set_seed
+from tests.parallel.trees import Tensor
 
 
 def test_constructors_share_the_array_and_set_calc_grad() -> None:
@@ -37,20 +40,8 @@ def test_numpy_scalar_becomes_an_array() -> None:
 
 
 def test_other_libraries_arrays_are_taken_without_a_copy() -> None:
-    class Foreign:
-        """All that DLPack asks for, and nothing else of an array."""
-
-        def __init__(self, array: np.ndarray) -> None:
-            self.array = array
-
-        def __dlpack__(self, **options: Any) -> Any:
-            return self.array.__dlpack__(**options)
-
-        def __dlpack_device__(self) -> Any:
-            return self.array.__dlpack_device__()
-
     array = np.ones(3)
-    assert np.shares_memory(input(Foreign(array)).array, array)  # type: ignore[arg-type]
+    assert np.shares_memory(input(Tensor(array)).array, array)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [[1.0, 2.0], 3.0, "text", None, object()])
@@ -74,53 +65,46 @@ def test_array_is_replaced_by_one_like_it_only() -> None:
     new = np.ones((2, 3), "float32")
     x.array = new
     assert x.array is new
-    with pytest.raises(ValueError, match=r"\(2, 3\), got \(3,\)"):
-        x.array = np.ones(3, "float32")
-    with pytest.raises(TypeError, match="float32, got float64"):
-        x.array = np.ones((2, 3))
-    with pytest.raises(TypeError, match="list"):
-        x.array = [[1.0]]  # type: ignore[assignment]
-    assert x.array is new
 
 
 def test_scalar() -> None:
     assert input(np.array([[2.5]])).scalar() == 2.5
     assert isinstance(input(np.array(1)).scalar(), int)
-    with pytest.raises(ValueError, match=r"shape \(2,\)"):
-        input(np.ones(2)).scalar()
 
 
-def test_backward_needs_something_to_differentiate() -> None:
-    with pytest.raises(RuntimeError, match="calc_grad=True"):
-        input(np.ones(1)).backward()
+# What is wrong with a leaf x of shape (2,), or a result y of it.
+WRONG: list[tuple[Callable[[Any, Any], object], type[Exception], str]] = [
+    (lambda x, y: setattr(x, "array", np.ones(3)), ValueError, r"\(2,\), got \(3,\)"),
+    (lambda x, y: setattr(x, "array", np.ones(2, "f4")), TypeError, "float64, got float32"),
+    (lambda x, y: setattr(x, "array", [1.0, 1.0]), TypeError, "list"),
+    (lambda x, y: x.scalar(), ValueError, r"shape \(2,\)"),
+    (lambda x, y: input(np.ones(1)).backward(), RuntimeError, "calc_grad=True"),
+    (lambda x, y: y.backward(), ValueError, r"one element, got shape \(2,\)"),
+    (lambda x, y: y.backward(np.ones(3)), ValueError, r"\(2,\), got \(3,\)"),
+    (lambda x, y: y.backward(np.ones(2, "f4")), TypeError, "float64, got float32"),
+    (lambda x, y: y.backward([1.0, 1.0]), TypeError, "list"),
+    (lambda x, y: x.register_grad_hook(3), TypeError, "callable, got int"),
+    (lambda x, y: y.register_grad_hook(print), ValueError, "leaf"),
+    (lambda x, y: setattr(y, "calc_grad", False), ValueError, "leaves only"),
+    (lambda x, y: x * [1.0, 2.0], TypeError, "list"),
+    (lambda x, y: x + "2", TypeError, "str"),
+    (lambda x, y: x + None, TypeError, "NoneType"),
+    (lambda x, y: F.add(x.array, 1.0), TypeError, "at least one Variable, got ndarray and float"),
+]
 
 
-def test_backward_of_many_elements_needs_a_gradient_that_fits() -> None:
-    y = param(np.ones(2)) * 2.0
-    with pytest.raises(ValueError, match=r"one element, got shape \(2,\)"):
-        y.backward()
-    with pytest.raises(ValueError, match=r"\(2,\), got \(3,\)"):
-        y.backward(np.ones(3))
-    with pytest.raises(TypeError, match="float64, got float32"):
-        y.backward(np.ones(2, "float32"))
-    with pytest.raises(TypeError, match="list"):
-        y.backward([1.0, 1.0])  # type: ignore[arg-type]
+@pytest.mark.parametrize(("call", "error", "words"), WRONG)
+def test_wrong_use_is_refused_and_changes_nothing(call: Any, error: Any, words: str) -> None:
+    x = param(np.ones(2))
+    y = x * 2.0
+    with pytest.raises(error, match=words):
+        call(x, y)
     y.backward(np.ones(2))
+    assert (x.array.tolist(), x.grad.tolist()) == ([1, 1], [2, 2])
 
 
-def test_hook_must_be_callable_and_belong_to_a_leaf() -> None:
+def test_calc_grad_may_be_switched_off() -> None:
     x = param(np.ones(1))
-    with pytest.raises(TypeError, match="callable, got int"):
-        x.register_grad_hook(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="leaf"):
-        (x * 2.0).register_grad_hook(print)
-
-
-def test_calc_grad_belongs_to_leaves() -> None:
-    x = param(np.ones(1))
-    result = x * 2.0
-    with pytest.raises(ValueError, match="leaves only"):
-        result.calc_grad = False
     x.calc_grad = False
     assert not (x * 2.0).calc_grad
 
@@ -152,17 +136,6 @@ def test_operators_take_numbers_and_arrays_on_both_sides(other: Any) -> None:
         assert isinstance(result, Variable)
         assert result.dtype == "float32"
         np.testing.assert_array_equal(result.array, expected)
-
-
-@pytest.mark.parametrize("other", [[1.0, 2.0], "2", None])
-def test_operators_refuse_what_is_no_operand(other: Any) -> None:
-    with pytest.raises(TypeError, match=type(other).__name__):
-        param(np.ones(2)) + other
-
-
-def test_functions_need_a_variable() -> None:
-    with pytest.raises(TypeError, match="at least one Variable, got ndarray and float"):
-        F.add(np.ones(2), 1.0)
 
 
 def test_integers_stay_integers_and_take_fractions_as_numpy_does() -> None:
@@ -250,3 +223,26 @@ def test_an_attribute_error_names_an_expression_that_works(name: str) -> None:
 def test_an_attribute_error_without_a_replacement_names_the_attribute(name: str) -> None:
     with pytest.raises(AttributeError, match=f"^a Variable x has no attribute '{name}'$"):
         getattr(input(np.ones(2)), name)
+
+
+def test_seed_restarts_the_generator() -> None:
+    draws = []
+    for seed in (3, 3, np.int64(4)):
+        set_seed(seed)  # type: ignore[arg-type]
+        draws.append(generator().random(5))
+    np.testing.assert_array_equal(draws[0], draws[1])
+    assert (draws[0] != draws[2]).all()
+
+
+def test_generator_goes_on_between_calls() -> None:
+    set_seed(3)
+    assert generator() is generator(np)
+    assert generator().random() != generator().random()
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)]
+)
+def test_wrong_seed(seed: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="set_seed"):
+        set_seed(seed)

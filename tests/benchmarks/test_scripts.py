@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from flashlight_py.distributed.verbs import VERBS as TABLE
 from harness.environments import PEERS, ROOT, python_of
 from tests.cluster.hosts import why_not
+from tests.launch import launcher
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 QUICK = ("--quick", "--rounds", "2", "--batch-seconds", "0.0005", "--ranks", "2")
@@ -25,9 +25,8 @@ def run(
     """Return the output of the script and its results; ``common``: with the usual options."""
     file = tmp_path / "result.json"
     options = (*QUICK, "--environments", str(tmp_path)) if common else ()
-    command = [sys.executable, str(BENCHMARKS / script), *options, "--json", str(file), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, BENCHMARKS / script, *options, "--json", file, *arguments]
+    done = launcher.run(command, code=0, timeout=seconds)
     return done.stdout, json.loads(file.read_text())
 
 

@@ -9,9 +9,10 @@ import dataclasses
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
-from tests.chaos import cycles, mpi_rounds, rounds
+from tests.chaos import mpi_rounds, rounds
 from tests.chaos.rounds import FATES, Round, Verdict
 from tests.chaos.verbs import VERBS
 from tests.distributed.rendezvous_helpers import Ranks
@@ -57,17 +58,16 @@ def play(ranks: Ranks, game: Round) -> Verdict:
 def play_all(games: Iterator[Round]) -> list[Row]:
     """Play until Ctrl-C; return the rows of what was played."""
     rows: dict[tuple[str, str], Row] = {}
-    ranks = rounds.start_ranks()
-    try:
-        for game in games:
-            verdict = play(ranks, game)
-            rows.setdefault((game.backend, game.fate), Row(game.backend, game.fate)).add(verdict)
-            if verdict.wrong:
-                sys.stdout.write(f"{game.command}\n  " + "\n  ".join(verdict.wrong) + "\n")
-    except KeyboardInterrupt:
-        sys.stdout.write("interrupted\n")
-    finally:
-        ranks.close()
+    with closing(rounds.start_ranks()) as ranks:
+        try:
+            for game in games:
+                verdict = play(ranks, game)
+                row = rows.setdefault((game.backend, game.fate), Row(game.backend, game.fate))
+                row.add(verdict)
+                if verdict.wrong:
+                    sys.stdout.write(f"{game.command}\n  " + "\n  ".join(verdict.wrong) + "\n")
+        except KeyboardInterrupt:
+            sys.stdout.write("interrupted\n")
     return list(rows.values())
 
 
@@ -87,13 +87,12 @@ def tell_growth(count: int) -> bool:
     grew = False
     sys.stdout.write("| backend | cycles | more memory | more descriptors | more threads |\n")
     sys.stdout.write("|---|---|---|---|---|\n")
-    for backend in cycles.BACKENDS:
-        ranks = rounds.start_ranks()
-        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            try:
-                grown = cycles.growth(ranks, Path(folder), backend, count)
-            finally:
-                ranks.close()
+    for backend in rounds.BACKENDS:
+        with (
+            closing(rounds.start_ranks()) as ranks,
+            tempfile.TemporaryDirectory(prefix="chaos-") as folder,
+        ):
+            grown = rounds.growth(ranks, Path(folder), backend, count)
         memory, descriptors, threads = (grown[n] for n in ("memory", "descriptors", "threads"))
         sys.stdout.write(f"| {backend} | {count} | {memory} kB | {descriptors} | {threads} |\n")
         grew = grew or memory > count or descriptors > 0 or threads > 0

@@ -1,16 +1,12 @@
-"""Every test here starts processes, so every test here is checked for what it leaves behind."""
+"""What starts the ranks of these tests."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from tests.chaos.rounds import start_ranks
 from tests.distributed.rendezvous_helpers import Ranks
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left(leaves_nothing: None) -> None:
-    """Use ``leaves_nothing`` for each test of this folder."""
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +15,5 @@ def ranks() -> Iterator[Ranks]:
 
     It stays between tests, the ranks must not.
     """
-    started = start_ranks()
-    try:
+    with closing(start_ranks()) as started:
         yield started
-    finally:
-        started.close()

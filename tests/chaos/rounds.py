@@ -32,6 +32,8 @@ SOON = 2.0
 # TIMEOUT of the rounds in which a rank stalls, and of the others, in seconds.
 SHORT, LONG = 2.0, 30.0
 CALLS = 200
+# Cycles of a world in which caches fill and the allocator finds its size.
+WARM = 15
 # Floats per rank: a cache line, what travels with a call, what goes in pieces.
 LENGTHS = (1, 100, 3_000, 40_000)
 
@@ -102,6 +104,25 @@ def all_end_well(started: list[Rank]) -> bool:
         assert end["code"] == 0, Path(rank.plan["log"]).read_text()
         assert "computed" in rank.events
     return True
+
+
+def growth(ranks: Ranks, folder: Path, backend: str, cycles: int) -> dict[str, int]:
+    """Have 3 ranks make and leave a world ``cycles`` times, once caches are filled.
+
+    Returns by how much the rank that grew most did: kilobytes, descriptors and threads.
+
+    Raises:
+        AssertionError: a rank failed.
+    """
+    plan: dict[str, Any] = {"part": "cycle", "cycles": WARM + cycles, "warm": WARM}
+    started = start_together(ranks, folder, 3, backend, **plan)
+    most: dict[str, int] = {}
+    for rank in started:
+        assert rank.await_event("ended", seconds=cycles)["code"] == 0, (folder / "log").read_text()
+        warm, end = rank.events["computed"]["held"]
+        for name in warm:
+            most[name] = max(most.get(name, 0), end[name] - warm[name])
+    return most
 
 
 @dataclasses.dataclass

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import cycles
+from tests.chaos.rounds import BACKENDS, growth
 from tests.distributed.rendezvous_helpers import Ranks
 
 CYCLES = 12
@@ -14,11 +14,11 @@ SLACK = 1500
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", cycles.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_init_and_shutdown_leave_a_process_as_it_was(
     ranks: Ranks, tmp_path: Path, backend: str
 ) -> None:
-    grown = cycles.growth(ranks, tmp_path, backend, CYCLES)
+    grown = growth(ranks, tmp_path, backend, CYCLES)
     assert grown["descriptors"] <= 0
     assert grown["threads"] <= 0
     assert grown["memory"] < SLACK

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from tests.chaos import wire
 from tests.chaos.rank import Trap
 from tests.chaos.rounds import all_end_well, start_together
+from tests.distributed.jobs import free_port
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
 NOBODY = 65534
@@ -110,9 +110,7 @@ def test_a_stranger_does_not_join_at_the_port_and_his_pickle_is_not_run(
     ranks: Ranks, tmp_path: Path, public: Path
 ) -> None:
     """Another user of this machine claims a rank of root's job, and then the right one comes."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}
     params = {"TIMEOUT": 20.0, "BACKEND": "gloo"}
     plan = {"part": "give", "init": "env", "size": 2, "log": str(tmp_path / "log")}

@@ -1,10 +1,6 @@
-"""A rank ends, in every way, in the middle of a step of a sharded module: the others find out.
-
-And what does not fit once per rank trains where it fits once per host.
-"""
+"""A rank ends, in every way, in the middle of a step of a sharded module: the others find out."""
 
 import os
-import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -82,34 +78,3 @@ def test_a_rank_that_ends_in_a_step_leaves_no_wrong_parameters(fate: str, tmp_pa
         step_until, 3, fate, str(tmp_path), params={"TIMEOUT": 3}, deadline=15.0
     )
     assert [outcomes[rank].value for rank in (0, 2)] == [True, True]
-
-
-def limit_private_memory(room: int) -> None:
-    """Let this process have ``room`` bytes more than it has; what it shares does not count."""
-    taken = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (taken + room, resource.RLIM_INFINITY))
-
-
-def large(rank: int, size: int, way: str) -> None:
-    """Train 96 MiB of parameters by Adam, with 32 MiB for each rank beside what is shared."""
-    model = fl.nn.Sequential(*(fl.nn.Linear(2048, 2048) for _ in range(6)))
-    if way == "sharded":
-        fl.fully_shard(model)
-    np.ones((256, 256), np.float32).dot(np.ones((256, 256), np.float32))
-    limit_private_memory(32 << 20)
-    if way == "plain":
-        fl.distribute_module_grads(model)
-    optimizer = fl.optim.AdamOptimizer(model.params(), 0.001)
-    x = fl.input(np.ones((4, 2048), np.float32))
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(x).backward(np.ones((4, 2048), np.float32))
-        optimizer.step()
-
-
-@pytest.mark.slow
-def test_what_fits_once_per_host_trains() -> None:
-    """1,536 MiB, if each of 4 ranks had all; 384 and 4 x 32 are there, a third."""
-    outcomes = run_outcomes(large, 4, "plain", params={"TIMEOUT": 20}, deadline=120.0)
-    assert "MemoryError" in str([outcome.error_classes for outcome in outcomes])
-    assert all(outcome.ok for outcome in run_outcomes(large, 4, "sharded", deadline=120.0))

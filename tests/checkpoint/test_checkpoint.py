@@ -104,8 +104,7 @@ def test_the_newest_are_kept_also_when_steps_go_back(tmp_path: Path) -> None:
     for step in (5, 10, 3, 4):
         run.save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["000003-step-3", "000004-step-4"]
-    found = run.load(tmp_path)
-    assert found.step == 4
+    assert run.load(tmp_path).step == 4
 
 
 def test_other_files_and_what_a_dead_run_left(tmp_path: Path) -> None:
@@ -282,9 +281,9 @@ class SlowDigest:
 def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies such as are made of arrays of a GPU: three that wait, and what is at hand."""
+    """Copies such as are made of arrays of a GPU: one is digested, one written, one is next."""
     monkeypatch.setattr(directory, "hashlib", SimpleNamespace(sha256=SlowDigest))
-    monkeypatch.setattr(directory, "WAITING_BYTES", 3000)
+    monkeypatch.setattr(directory, "SMALL_BYTES", 0)
     gone: list[int] = []
     held: list[int] = []
 
@@ -296,7 +295,7 @@ def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
 
     directory.write_durable(tmp_path / "file", map(copy, range(30)))
     assert len(held) == 30
-    assert max(held) <= 5
+    assert max(held) <= 3
 
 
 def test_the_manifest_lists_what_is_there(tmp_path: Path) -> None:

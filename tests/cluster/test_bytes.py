@@ -52,14 +52,12 @@ def over_the_fewest(cluster: Cluster, ranks: Any, counts: list[int], verb: str, 
     return max(moved) / fewest(verb, 4 * MB, counts)
 
 
-def test_two_hosts_move_no_byte_twice(cluster: Cluster) -> None:
-    with cluster.ranks(2) as ranks:
-        found = {one: over_the_fewest(cluster, ranks, [2, 2], *one) for one in CALLS}
-    assert max(found.values()) < MOST, found
+SLOW = [[1, 1], [1, 1, 1, 1], [3, 1], [1, 2, 1]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("counts", [[1, 1], [1, 1, 1, 1], [3, 1], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize(
+    "counts", [[2, 2], *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str
+)
 def test_hosts_move_no_byte_twice(counts: list[int]) -> None:
     with Cluster(len(counts)) as cluster, cluster.ranks(counts) as ranks:
         found = {one: over_the_fewest(cluster, ranks, counts, *one) for one in CALLS}

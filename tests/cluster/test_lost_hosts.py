@@ -69,22 +69,18 @@ def in_a_huge_call(
         yield cluster, members
 
 
+@pytest.mark.parametrize(
+    "few_retries", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "kernel first"]
+)
 @pytest.mark.parametrize("params", ["{}", pytest.param(GLOO, marks=pytest.mark.slow)])
-def test_both_sides_notice_a_cut_while_much_is_on_its_way(params: str) -> None:
-    """What ranks have to say is stuck behind it."""
-    with (
-        in_a_huge_call(params, FLASHLIGHT_HOST_TIMEOUT="1.5") as (cluster, members),
-        cluster[1].cut_off() as since,
-    ):
-        check_two_by_two(members.ends(), since)
+def test_both_sides_notice_a_cut_while_much_is_on_its_way(params: str, few_retries: bool) -> None:
+    """What ranks have to say is stuck behind it.
 
-
-@pytest.mark.slow
-@BACKENDS
-def test_the_kernel_gives_a_connection_up_first(params: str) -> None:
-    """As a system may be told to: hosts may be silent for 4 s."""
+    The kernel may give a connection up before hosts are lost, which may be silent for 4 s.
+    """
+    env = {} if few_retries else {"FLASHLIGHT_HOST_TIMEOUT": "1.5"}
     with (
-        in_a_huge_call(params, few_retries=True) as (cluster, members),
+        in_a_huge_call(params, few_retries=few_retries, **env) as (cluster, members),
         cluster[1].cut_off() as since,
     ):
         check_two_by_two(members.ends(), since)
@@ -144,11 +140,13 @@ def test_a_rank_that_was_killed_in_a_large_call(params: str, rate: float | None)
         check(members.ends([0, 1, 3]), since, "rank 2")
 
 
-@BACKENDS
-def test_a_rank_that_was_killed_for_whom_nobody_waits(cluster: Cluster, params: str) -> None:
-    """Those of the other host have messages for each other alone; they hear of it all the same."""
+@pytest.mark.parametrize(("program", "params"), [("small", "{}"), ("pairs", "{}"), ("pairs", GLOO)])
+def test_a_rank_that_was_killed_is_named_on_both_hosts(
+    cluster: Cluster, program: str, params: str
+) -> None:
+    """Also where those of the other host have messages for each other alone."""
     env = {"FLASHLIGHT_HOST_TIMEOUT": "60", "PARAMS": params}
-    with Members(cluster, [2, 2], "pairs", **env) as members:
+    with Members(cluster, [2, 2], program, **env) as members:
         since = time.monotonic()
         members.processes[2].kill()
         check(members.ends([0, 1, 3]), since, "rank 2")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.cluster.hosts import Cluster, Host
+from tests.distributed.jobs import all_ended
 
 PROGRAM = """
 import json, os, sys
@@ -76,13 +77,7 @@ class Outcome(NamedTuple):
 
 
 def finished(processes: list[subprocess.Popen[str]]) -> list[Outcome]:
-    try:
-        texts = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [Outcome(p.returncode, text) for p, text in zip(processes, texts, strict=True)]
+    return [Outcome(code, text) for code, text, _ in all_ended(processes, 60)]
 
 
 def start(host: Host, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -207,13 +202,6 @@ def printed(outcomes: list[Outcome]) -> list[str]:
 @pytest.mark.parametrize("way", list(WAYS))
 def test_ranks_start_without_a_parameter(network: Cluster, way: str) -> None:
     assert printed(WAYS[way](network)) == PRINTED
-
-
-@pytest.mark.slow
-def test_rank_0_is_reached_where_its_own_name_is_the_loopback(cluster: Cluster) -> None:
-    """In a moment: one of the many cases above."""
-    as_debian(cluster)
-    assert printed(WAYS["env"](cluster)) == PRINTED
 
 
 # Refusals -------------------------------------------------------------------------------------

@@ -1,27 +1,38 @@
-"""Batches: shapes, the last one, views, functions of one's own."""
+"""Batches, other orders and parts of a dataset."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from flashlight_py.dataset import BatchDataset, Dataset, ShuffleDataset, TensorDataset
+from flashlight_py.dataset import (
+    BatchDataset,
+    Dataset,
+    ResampleDataset,
+    ShuffleDataset,
+    TensorDataset,
+)
 
 X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7)
 
 
 class Plain(Dataset):
-    """The same samples without the fast ways of a TensorDataset."""
+    """The same samples without the fast paths of a TensorDataset."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y = x, y
 
     def __len__(self) -> int:
-        return len(X)
+        return len(self.x)
 
     def get(self, index: int) -> tuple[np.ndarray, ...]:
-        return X[index], Y[index]
+        return self.x[index], self.y[index]
 
 
-DATASETS = pytest.mark.parametrize("dataset", [TensorDataset([X, Y]), Plain()], ids=["rows", "own"])
+DATASETS = pytest.mark.parametrize(
+    "dataset", [TensorDataset([X, Y]), Plain(X, Y)], ids=["rows", "own"]
+)
 
 
 @DATASETS
@@ -75,13 +86,14 @@ def test_a_batch_function_serves_its_field() -> None:
         def get(self, index: int) -> tuple[np.ndarray, ...]:
             return np.ones(index + 1), Y[index]
 
-    x, y = BatchDataset(Ragged(), 3, batch_functions=[ragged, None])[0]
+    rows = Ragged(X, Y)
+    x, y = BatchDataset(rows, 3, batch_functions=[ragged, None])[0]
     np.testing.assert_array_equal(x, [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
     np.testing.assert_array_equal(y, [0, 1, 2])
     with pytest.raises(ValueError, match=r"field 0.*shapes"):
-        BatchDataset(Ragged(), 3)[0]
+        BatchDataset(rows, 3)[0]
     with pytest.raises(ValueError, match=r"batch_functions has 1 entries.*2 fields"):
-        BatchDataset(Ragged(), 3, batch_functions=[ragged])[0]
+        BatchDataset(rows, 3, batch_functions=[ragged])[0]
 
 
 def test_shuffled_rows_are_gathered() -> None:
@@ -93,12 +105,81 @@ def test_shuffled_rows_are_gathered() -> None:
 
 def test_senseless_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        BatchDataset(Plain(), 0)
+        BatchDataset(Plain(X, Y), 0)
     with pytest.raises(ValueError, match=r"policy must be one of .*got 'all'"):
-        BatchDataset(Plain(), 2, "all")  # type: ignore[arg-type]
+        BatchDataset(Plain(X, Y), 2, "all")  # type: ignore[arg-type]
 
 
 def test_no_samples_make_no_batch() -> None:
     batches = BatchDataset(TensorDataset([np.zeros((0, 2))]), 3)
     assert len(batches) == 0
     assert list(batches) == []
+
+
+BASE = TensorDataset([np.arange(10, 20)])
+
+
+def values(dataset: ResampleDataset) -> list[int]:
+    return [int(value) for (value,) in dataset]
+
+
+def test_indices_decide_order_and_repetition() -> None:
+    dataset = ResampleDataset(BASE, [3, 3, 0])
+    assert values(dataset) == [13, 13, 10]
+    assert [dataset[i][0] for i in (0, -1)] == [13, 10]
+    with pytest.raises(IndexError):
+        dataset[3]
+
+
+def test_a_function_decides() -> None:
+    assert values(ResampleDataset(BASE, lambda i: 9 - i)) == list(range(19, 9, -1))
+    assert values(ResampleDataset(BASE, lambda i: i // 2, n=4)) == [10, 10, 11, 11]
+
+
+def test_the_indices_are_copied() -> None:
+    indices = np.array([1, 2])
+    dataset = ResampleDataset(BASE, indices)
+    indices[:] = 0
+    assert values(dataset) == [11, 12]
+
+
+def test_no_indices_are_fine() -> None:
+    assert values(ResampleDataset(BASE, [])) == []
+
+
+@pytest.mark.parametrize("indices", [[10], [-1], [0.5], [[0, 1]], [True, False]])
+def test_wrong_indices_are_refused(indices: list[int]) -> None:
+    with pytest.raises(ValueError, match="got"):
+        ResampleDataset(BASE, indices)
+
+
+def test_n_belongs_to_a_function() -> None:
+    with pytest.raises(ValueError, match="n goes with a function"):
+        ResampleDataset(BASE, [1], n=1)
+
+
+def test_a_shuffle_holds_every_sample_once() -> None:
+    shuffled = values(ShuffleDataset(BASE, seed=3))
+    assert sorted(shuffled) == list(range(10, 20))
+    assert shuffled != sorted(shuffled)
+
+
+def test_the_same_seed_draws_the_same_orders() -> None:
+    first, second = ShuffleDataset(BASE, seed=3), ShuffleDataset(BASE, seed=3)
+    orders = []
+    for _ in range(3):
+        assert values(first) == values(second)
+        orders.append(tuple(values(first)))
+        first.resample()
+        second.resample()
+    assert len(set(orders)) == 3
+    assert values(ShuffleDataset(BASE, seed=4)) != list(orders[0])
+
+
+def test_set_seed_starts_anew() -> None:
+    dataset = ShuffleDataset(BASE, seed=3)
+    order = values(dataset)
+    dataset.resample()
+    dataset.set_seed(3)
+    dataset.resample()
+    assert values(dataset) == order

@@ -1,12 +1,25 @@
-"""Prefetching changes when a sample is made, and nothing else."""
+"""Prefetching by threads and processes changes when a sample is made, and nothing else."""
 
+import os
+import signal
+import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flashlight_py.dataset import BatchDataset, Dataset, PrefetchDataset, TensorDataset
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(leaves_nothing: None) -> Iterator[None]:
+    """Look for what is left once multiprocessing's own tracker, which it keeps, has ended."""
+    yield
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 class Recording(Dataset):
@@ -26,13 +39,6 @@ class Recording(Dataset):
         if index == self.bad:
             raise LookupError(f"sample {index} is broken")
         return (index,)
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
@@ -80,13 +86,143 @@ def test_indexing_works_without_threads() -> None:
         dataset[5]
 
 
-def test_batches_can_be_prefetched() -> None:
-    x = np.arange(10)
-    batches = PrefetchDataset(BatchDataset(TensorDataset([x]), 4), 2, 2)
-    np.testing.assert_array_equal(np.concatenate([batch for (batch,) in batches]), x)
+class Failing(Dataset):
+    """Samples (index, process); ``bad`` raises, or ends its process."""
+
+    def __init__(self, size: int, bad: int = -1, how: str = "") -> None:
+        self.size, self.bad, self.how = size, bad, how
+
+    def __len__(self) -> int:
+        return self.size
+
+    def get(self, index: int) -> Any:
+        if index == self.bad:
+            WAYS[self.how]()
+        return (index, os.getpid(), threading.Lock() if self.how == "unpicklable" else None)
 
 
-@pytest.mark.parametrize(("threads", "prefetch_size"), [(-1, 1), (1, 0)])
-def test_senseless_arguments_are_refused(threads: int, prefetch_size: int) -> None:
-    with pytest.raises(ValueError, match="got threads="):
-        PrefetchDataset(Recording(1), threads, prefetch_size)
+class StrangeError(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__("strange")
+
+
+def broken() -> None:
+    raise LookupError("broken")
+
+
+def strange() -> None:
+    raise StrangeError(1, 2)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+WAYS: dict[str, Any] = {
+    "raise": broken,
+    "strange": strange,
+    "kill": kill,
+    "exit": lambda: sys.exit(3),
+    "unpicklable": lambda: None,
+}
+
+
+def noisy(sample: Any, rng: np.random.Generator) -> Any:
+    return (sample[0] + rng.integers(1000, size=sample[0].shape), *sample[1:])
+
+
+def rows() -> Dataset:
+    x = np.arange(40).reshape(20, 2)
+    return BatchDataset(TensorDataset([x, np.arange(20)]), 3)
+
+
+def samples(dataset: Dataset) -> list[Any]:
+    return [[field.tolist() for field in sample] for sample in dataset]
+
+
+def test_the_same_for_any_workers() -> None:
+    kinds = [(0, "threads"), (1, "threads"), (3, "threads"), (1, "processes"), (2, "processes")]
+    for epoch in (0, 3):
+        found = []
+        for threads, workers in kinds:
+            ahead = PrefetchDataset(rows(), threads, 4, workers, transform=noisy, seed=5)  # type: ignore[arg-type]
+            ahead.set_epoch(epoch)
+            found.append(samples(ahead))
+        assert found[1:] == found[:-1]
+        assert found[0] == [[x.tolist() for x in ahead[index]] for index in range(len(ahead))]
+        assert found[0] != samples(rows())
+        ahead.set_epoch(epoch + 1)
+        assert found[0] != [[x.tolist() for x in ahead[index]] for index in range(len(ahead))]
+
+
+def test_processes_make_the_samples() -> None:
+    dataset = PrefetchDataset(Failing(8), 2, 4, "processes")
+    made = list(dataset)
+    assert [index for index, *_ in made] == list(range(8))
+    assert os.getpid() not in {process for _, process, _ in made}
+    assert list(PrefetchDataset(Failing(0), 2, 4, "processes")) == []
+
+
+ENDS: dict[str, tuple[type[Exception], str]] = {
+    "raise": (LookupError, "broken"),
+    "strange": (RuntimeError, "sample 3 raised what cannot be pickled: (?s:.*)StrangeError"),
+    "exit": (RuntimeError, "sample 3 would end this process: (?s:.*)<lambda>(?s:.*)SystemExit: 3"),
+    "kill": (RuntimeError, "a worker process ended before sample"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_ends_of_workers(how: str) -> None:
+    error, message = ENDS[how]
+    found = []
+    with pytest.raises(error, match=message) as caught:
+        found += PrefetchDataset(Failing(6, 3, how), 1, 1, "processes")
+    if how == "raise":
+        assert "in broken" in str(caught.value.__cause__)  # the worker's traceback
+    assert [index for index, *_ in found] == [0, 1, 2]
+
+
+def test_an_error_waits_for_its_turn() -> None:
+    iterator = iter(PrefetchDataset(Failing(6, 3, "raise"), 2, 6, "processes"))
+    assert [next(iterator)[0] for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(LookupError, match="broken"):
+        next(iterator)
+
+
+def test_samples_that_cannot_travel() -> None:
+    with pytest.raises(TypeError, match="pickle"):
+        list(PrefetchDataset(Failing(2, 9, "unpicklable"), 1, 1, "processes"))
+    with pytest.raises(TypeError, match=r"PrefetchDataset: .* pickled.*lambda") as caught:
+        list(PrefetchDataset(rows(), 1, 1, "processes", transform=lambda x, rng: x))
+    assert caught.value.__cause__ is not None
+
+
+def test_a_deleted_current_folder_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError, match=r"^PrefetchDataset: the current folder, .* was de"):
+        list(PrefetchDataset(rows(), 1, 1, "processes"))
+
+
+def test_leaving_halfway_ends_the_processes() -> None:
+    for index, *_ in PrefetchDataset(Failing(100), 2, 4, "processes"):
+        if index == 2:
+            break
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": -1}, "got threads="),
+        ({"prefetch_size": 0}, "got threads="),
+        ({"workers": "fibres"}, "workers must be one of"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_senseless_arguments_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PrefetchDataset(rows(), **{"threads": 1, "prefetch_size": 1, **options})
+    with pytest.raises(ValueError, match="epoch >= 0"):
+        PrefetchDataset(rows(), 1, 1).set_epoch(-1)

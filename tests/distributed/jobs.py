@@ -4,11 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.distributed import processes
 
-__all__ = ["ended", "free_port", "start"]
+__all__ = ["all_ended", "ended", "free_port", "start"]
 
 ROOT = Path(__file__).parents[2]
 # From the failure to the end of a job. Without a notice the others would wait for minutes.
@@ -34,6 +35,19 @@ def start(command: list[str], env: dict[str, str] | None = None) -> subprocess.P
         text=True,
         start_new_session=True,
     )
+
+
+def all_ended(
+    started: Sequence[subprocess.Popen[str]], seconds: float = SOON
+) -> list[tuple[int, str, str]]:
+    """Return the exit codes, the outputs and the errors of ranks that end soon; kill the rest."""
+    try:
+        written = [process.communicate(timeout=seconds) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [(process.returncode, *each) for process, each in zip(started, written, strict=True)]
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:

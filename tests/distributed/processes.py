@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from flashlight_py.distributed.failures import flight_record
@@ -45,6 +46,14 @@ def members(groups: set[int]) -> set[int]:
             if os.getpgid(pid) in groups:
                 found.add(pid)
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """False too for a zombie, which whoever adopted it may leave unburied: it has no command."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def await_end(pids: set[int], seconds: float) -> None:

@@ -34,7 +34,7 @@ LARGE = 200_000
 PREAMBLE, BEGINNING = 48, 16
 
 ROOT = Path(__file__).parents[2]
-LINKS = ("links", "attempt", "proof", "pair", "descriptors", "line")
+LINKS = ("links", "proof", "pair", "descriptors", "line")
 
 
 class Raw:

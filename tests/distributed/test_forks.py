@@ -16,7 +16,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.calls import journal
 from tests.distributed.conformance import on_ranks
 
 VERBS: list[Callable[[ProcessGroup], Any]] = [

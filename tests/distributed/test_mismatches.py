@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.exchange import exchange_bytes
-from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed.conformance import in_places, on_ranks, world_of
 from tests.distributed.harness import run_ranks

@@ -13,9 +13,9 @@ import pytest
 import flashlight_py as fl
 from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.calls import journal
+from flashlight_py.distributed.calls.journal import Record
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.failures.journal import Record
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.distributed.work import Work

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import in_places, on_ranks, ranks_in
 from tests.distributed.told import told, told_later, told_now_or_later

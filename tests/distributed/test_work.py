@@ -17,7 +17,7 @@ import pytest
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
 from flashlight_py.distributed.backends.mpi.backend import Operation
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.failures.journal import Journal
+from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.verbs import BARRIER
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
 from flashlight_py.errors import (

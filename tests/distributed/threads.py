@@ -43,9 +43,6 @@ class Table(Store):
         time.sleep(self._pause)
         return Roster.of([self._shared[self._round - 1][rank] for rank in range(self.size)])
 
-    def close(self) -> None:
-        """Nothing is left."""
-
 
 def connected(keys: list[bytes], pause: float = 0.0) -> list[Any]:
     """Connect a group of threads, each with a key; returns each one's result or error.

@@ -6,16 +6,17 @@ import importlib.util
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import flashlight_py as fl
 from flashlight_py import _native, doctor
 from flashlight_py.doctor import FAILED, MISSING, OK, WARNING, Finding
+from tests.launch import launcher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -227,18 +228,9 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # As a user runs it --------------------------------------------------------------------------------
 
 
-def run(
-    *options: object, python: Path = Path(sys.executable), **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(python), "-m", "flashlight_py.doctor", *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env={**os.environ, **variables},
-        cwd="/",
-    )
+def run(*options: object, python: Path = Path(sys.executable), **variables: str) -> Any:
+    command = [python, "-m", "flashlight_py.doctor", *options]
+    return launcher.run(command, timeout=110, env={**os.environ, **variables}, cwd="/")
 
 
 def states(output: str) -> dict[str, str]:

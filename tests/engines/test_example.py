@@ -6,11 +6,12 @@ import importlib.util
 import os
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch.launcher import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "engines.py")
@@ -23,16 +24,14 @@ def digest(engine: str, folder: Path, *program: str) -> tuple[str, str]:
     """Return the SHA-256 of the parameters, and what was written to the standard error."""
     flrun = ["-m", "flashlight_py.launch", "-n", "2", "--max-restarts", "3"]
     launcher = flrun if engine == "flrun" else []
-    done = subprocess.run(
-        [sys.executable, *launcher, *(program or [EXAMPLE]), engine, "--folder", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run(
+        [sys.executable, *launcher, *(program or [EXAMPLE]), engine, "--folder", folder],
+        code=0,
+        timeout=None,
         cwd=folder,
         env={**os.environ, **LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0"}
         | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": str(folder)},
     )
-    assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "SHA-256" in line]
     return line.rpartition(" ")[2], done.stderr
 
@@ -47,12 +46,6 @@ def skip_without(engine: str) -> None:
         pytest.skip(f"needs 'flashlight-py[{engine}]'")
     if engine == "spark" and shutil.which("java") is None:
         pytest.skip("needs Java: apt-get install default-jre-headless")
-
-
-@pytest.mark.parametrize("engine", ["flrun", "dask", "ray", "spark"])
-def test_it_ends_with_the_bits_of_spawn(engine: str, tmp_path: Path, undisturbed: str) -> None:
-    skip_without(engine)
-    assert digest(engine, tmp_path)[0] == undisturbed
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("FLASHLIGHT_TEST_KILLS", "1"))))

@@ -14,6 +14,7 @@ import pytest
 import flashlight_py as fl
 from tests.engines import tasks
 from tests.engines.engines import MARKS, SIZE, ended, ray_cluster
+from tests.engines.killed import EXAMPLE, killing
 
 ray = pytest.importorskip("ray", reason="needs 'flashlight-py[ray]'")
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -97,19 +98,18 @@ def test_a_worker_that_raises_ends_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("FLASHLIGHT_TEST_KILLS", "2"))))
 def test_a_killed_trainer_goes_on_to_the_same_bits(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    train_or_die = killing(EXAMPLE, 1 + draw.randrange(20), draw.randrange(SIZE))
+
     def train(config: dict[str, Any]) -> None:
         mark = Path(config["folder"], "started")  # and what a rank ends with
         os.environ["FLASHLIGHT_RESTART_COUNT"] = str(int(mark.exists()))
         fl.barrier()
         mark.touch()
-        bits = tasks.train(fl.get_world_rank(), *config.values())
-        mark.write_bytes(bits)
+        mark.write_text(train_or_die(fl.get_world_rank(), config["folder"]))
 
     for name in ("undisturbed", "killed", "ray"):
         (tmp_path / name).mkdir()
-    draw = random.Random(seed)
-    expected = fl.spawn(tasks.train_alone, (str(tmp_path / "undisturbed"),), SIZE)
-    at, victim = draw.randrange(20), draw.randrange(SIZE)
-    folder = str(tmp_path / "killed")
-    fit(tmp_path / "ray", train, 1, folder=folder, kill_at=at, victim=victim)
-    assert (tmp_path / "killed" / "started").read_bytes() == expected[0]
+    expected = fl.spawn(killing(EXAMPLE, -1, -1), (str(tmp_path / "undisturbed"),), SIZE)
+    fit(tmp_path / "ray", train, 1, folder=str(tmp_path / "killed"))
+    assert (tmp_path / "killed" / "started").read_text() == expected[0]

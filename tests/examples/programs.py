@@ -1,9 +1,10 @@
 """How examples are started: alone, by flrun, by mpirun."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.launch.launcher import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ALONE = (sys.executable, "-W", "error")
@@ -13,7 +14,5 @@ DEADLINE = 100.0
 
 def output(start: tuple[object, ...], program: str | Path, *options: object) -> str:
     """Return what an example prints, without flrun's numbers of the ranks; it must end well."""
-    command = [str(part) for part in (*start, EXAMPLES / program, *options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run([*start, EXAMPLES / program, *options], code=0, timeout=DEADLINE)
     return re.sub(r"^\[\d+\] ", "", done.stdout, flags=re.MULTILINE)

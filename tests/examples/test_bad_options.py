@@ -1,11 +1,11 @@
 """Options that no example can use end it with one line, and not with a traceback."""
 
 import re
-import subprocess
 
 import pytest
 
 from tests.examples.programs import ALONE, EXAMPLES, FLRUN, output
+from tests.launch.launcher import run
 
 NO_FOLDER = "the folder of /no/folder/p.png does not exist"
 TAGI = "--num-epochs and --batch-size are from 1 on, --seed from 0"
@@ -101,11 +101,9 @@ for call in calls:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_example_refuses_options_in_one_line(name: str) -> None:
-    command = [*ALONE, "-c", CALLS, str(EXAMPLES / f"{name}.py")]
-    done = subprocess.run(
-        [*command, *REFUSED[name]], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+    command = [*ALONE, "-c", CALLS, EXAMPLES / f"{name}.py"]
+    done = run([*command, *REFUSED[name]], code=0)
+    assert done.stdout == ""
     errors = done.stderr.split("\0")
     lines = [error.strip().splitlines()[-1] for error in errors[:-1]]
     for line, complaint in zip(lines, REFUSED[name].values(), strict=True):
@@ -115,9 +113,7 @@ def test_an_example_refuses_options_in_one_line(name: str) -> None:
 @pytest.mark.parametrize("name", ["cifar_resnet", "digits_cnn", "tiny_gpt", "heat"])
 def test_an_example_refuses_less_than_one_for_each_rank(name: str) -> None:
     option = "--cells" if name == "heat" else "--batch-size"
-    command = [*FLRUN, "2", str(EXAMPLES / f"{name}.py"), option, "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
+    done = run([*FLRUN, 2, EXAMPLES / f"{name}.py", option, 1], code=1)
     assert re.search(rf"{option}: expected (at least )?2.*, got 1", done.stderr)
     assert "Traceback" not in done.stderr
 

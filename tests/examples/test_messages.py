@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed.jobs import free_port
+from tests.distributed.jobs import all_ended, free_port
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
 
 
@@ -78,15 +78,11 @@ def test_a_rank_that_dies_is_named_with_its_task(tmp_path: Path) -> None:
         )
         for rank in range(3)
     ]
-    try:
-        errors = [rank.communicate(timeout=DEADLINE)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    (dead,) = [number for number, rank in enumerate(ranks) if rank.returncode == -9]
+    codes, _, errors = zip(*all_ended(ranks, DEADLINE), strict=True)
+    dead = codes.index(-9)
     assert re.search(rf"Who has which task: {{.*{dead}: \(7, 0\.58", errors[0]), errors[0]
     for rank in {0, 1, 2} - {dead}:
-        assert ranks[rank].returncode == 1
+        assert codes[rank] == 1
         assert re.search(rf"PeerLostError: .*rank {dead}\b", errors[rank]), errors[rank]
 
 

@@ -1,13 +1,12 @@
 """The models of examples/: alone, under flrun and mpirun, the same bits on any number of ranks."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.examples import programs
-from tests.examples.programs import ALONE, EXAMPLES, FLRUN
+from tests.examples.programs import ALONE, FLRUN
 
 # Options that make few and small steps of each.
 SMALL = {
@@ -32,17 +31,15 @@ def digest(text: str) -> str:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in PLAIN)) for name in SMALL]
 )
-def test_leaves_have_the_same_bits_on_any_number_of_ranks(name: str) -> None:
-    """Captured and eager."""
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, ["--capture"]), *(pytest.param(n, [], marks=pytest.mark.slow) for n in (1, 3, 4))],
+)
+def test_leaves_have_the_same_bits_on_any_number_of_ranks(
+    name: str, ranks: int, options: list[str]
+) -> None:
     alone = digest(output(ALONE, name, "--leaves", 8))
-    assert digest(output((*FLRUN, 2), name, "--leaves", 8, "--capture")) == alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_leaves_on_three_and_four_ranks(name: str) -> None:
-    found = {digest(output((*FLRUN, ranks), name, "--leaves", 8)) for ranks in (1, 3, 4)}
-    assert len(found) == 1
+    assert digest(output((*FLRUN, ranks), name, "--leaves", 8, *options)) == alone
 
 
 def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
@@ -75,6 +72,5 @@ def test_digits_are_learned(tmp_path: Path) -> None:
     text = output(ALONE, "digits_cnn", *options, "--folder", tmp_path / "run")
     assert float(re.findall(r"accuracy ([\d.]+)%", text)[-1]) >= 98.5
     picture = tmp_path / "losses.png"
-    plot = [*ALONE, EXAMPLES / "plot_losses.py", picture, tmp_path / "run"]
-    subprocess.run(plot, check=True, timeout=60)
+    programs.output(ALONE, "plot_losses.py", picture, tmp_path / "run")
     assert picture.stat().st_size > 10_000

@@ -1,12 +1,13 @@
 """The notebook runs from its first cell to the last, and interrupting a cell ends the ranks."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.launch.launcher import run
 
 pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
@@ -51,21 +52,13 @@ manager.shutdown_kernel(now=True)
 """
 
 
-def run(program: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def output_of(program: str, *arguments: object) -> str:
+    return str(run([sys.executable, "-c", program, *arguments], code=0, timeout=100).stdout)
 
 
 @pytest.mark.slow
 def test_the_notebook_runs() -> None:
-    cells: list[dict[str, Any]] = json.loads(run(EXECUTE, str(NOTEBOOK)))["cells"]
+    cells: list[dict[str, Any]] = json.loads(output_of(EXECUTE, NOTEBOOK))["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     printed = "".join("".join(output.get("text", "")) for output in outputs)
     for rank in range(2):
@@ -83,4 +76,4 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 
 @pytest.mark.slow
 def test_interrupting_a_cell_ends_the_ranks() -> None:
-    assert run(INTERRUPT) == "KeyboardInterrupt\n"
+    assert output_of(INTERRUPT) == "KeyboardInterrupt\n"

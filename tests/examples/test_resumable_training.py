@@ -1,84 +1,118 @@
-"""examples/ResumableTraining.py: killed at any moment and started again, it ends the same.
+"""examples/ResumableTraining.py --leaves 8: killed at random, on any ranks, the same bits.
 
-KILLS=50 in the environment kills more often than the few times of an ordinary test run.
+KILLS=50 in the environment tries more rounds than an ordinary test run.
 """
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.distributed.jobs import free_port
-from tests.examples.programs import ALONE, DEADLINE, EXAMPLES
+from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
+from tests.launch.launcher import LAUNCH
 
-RANKS = 2
-KILLS = int(os.environ.get("KILLS", "3"))
-
-
-@contextmanager
-def started(*options: object) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the ranks of a world of their own; kill -9 whoever is still there at the end."""
-    world = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    command = [*ALONE, str(EXAMPLES / "ResumableTraining.py"), *map(str, options)]
-    processes = []
-    for rank in range(RANKS):
-        env = {**os.environ, **world, "RANK": str(rank)}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, env=env, **pipes))  # type: ignore[call-overload]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.send_signal(signal.SIGKILL)
-        for process in processes:
-            process.communicate()
+PROGRAM = EXAMPLES / "ResumableTraining.py"
+EPOCHS, SAVES = 3, 37  # 150 steps, of which every 4th is saved
+JOB = ("--leaves", "8", "--epochs", str(EPOCHS), "--save-every", "4")
+ROUNDS = int(os.environ.get("KILLS", "20"))
 
 
-def trained(folder: Path, *options: object) -> tuple[str, dict[str, np.ndarray]]:
-    """Train to the end; return what rank 0 printed and the parameters."""
-    result = folder.with_suffix(".npz")
-    with started("--folder", folder, "--result", result, *options) as processes:
-        outputs = [process.communicate(timeout=DEADLINE) for process in processes]
-        assert [process.returncode for process in processes] == [0] * RANKS, outputs
-    with np.load(result) as saved:
-        return outputs[0][0], dict(saved)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: Any) -> str:
+    """The SHA-256 of an undisturbed run of one process."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    return digest(output(ALONE, PROGRAM, "--folder", folder, *JOB))
+
+
+def digest(text: str) -> str:
+    return text.partition("SHA-256 of the parameters: ")[2].strip()
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The processes that train in ``folder``: those of the launcher have no rank."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            entries = (process / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended meanwhile
+            continue
+        if bytes(folder) in words and any(entry.startswith(b"RANK=") for entry in entries):
+            found.append(int(process.name))
+    return found
+
+
+def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) -> tuple[str, int]:
+    """Run the launcher, and kill a random rank at random moments; return what it printed."""
+    command = [*LAUNCH, "-n", str(ranks), *options, str(PROGRAM), "--folder", str(folder), *JOB]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    killed = 0
+    lines: list[str] = []
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, **pipes) as launcher:
+        try:
+            for _ in range(kills):
+                moment = random.integers(2, 2 + SAVES // (2 * kills + 1))
+                lines += [launcher.stdout.readline() for _ in range(moment)]
+                time.sleep(random.uniform(0, 0.01))  # the moment is what is tried here
+                if victims := ranks_of(folder):
+                    os.kill(victims[random.integers(len(victims))], signal.SIGKILL)
+                    killed += 1
+            rest, errors = launcher.communicate(timeout=DEADLINE)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, errors
+    return "".join(lines) + rest, killed
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_parameters_end_the_same(tmp_path: Path) -> None:
-    job = ("--epochs", 6, "--save-every", 3)
-    _, expected = trained(tmp_path / "undisturbed", *job)
-    random = np.random.default_rng(3)
-    folder = tmp_path / "killed"
-    for _ in range(KILLS):
-        with started("--folder", folder, *job) as processes:
-            # All kills together leave something to do: 100 lines are printed, 90 read at most.
-            for _ in range(random.integers(1, max(2, 90 // KILLS))):
-                processes[0].stdout.readline()
-            time.sleep(random.uniform(0, 0.003))  # the moment is what is tried here
-    output, found = trained(folder, *job)
-    assert 0 < int(output.partition("\n")[0].removeprefix("Going on from step ")) < 300
-    assert "Done after step 300\n" in output
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert array.tobytes() == found[name].tobytes(), name
-    assert len(list(folder.iterdir())) == 3
+def test_the_launcher_goes_on_with_fewer_ranks_and_the_same_bits(
+    tmp_path: Path, expected: str
+) -> None:
+    random = np.random.default_rng(0)
+    text, killed = disturbed(tmp_path / "run", random, 3, 1, "--min-n", "2")
+    assert killed == 1
+    assert "Going on from step" in text
+    assert digest(text) == expected
 
 
-def last_line(output: str) -> str:
-    return output.splitlines(keepends=True)[-1]
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(ROUNDS))
+def test_random_kills_and_numbers_of_ranks_change_no_bit(
+    tmp_path: Path, expected: str, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    folder = tmp_path / "run"
+    for _ in range(2):  # ended as a whole somewhere, and started again with another number of ranks
+        command = [*LAUNCH, "-n", str(random.integers(1, 9)), str(PROGRAM)]
+        with subprocess.Popen(
+            [*command, "--folder", str(folder), *JOB], stdout=subprocess.PIPE, text=True
+        ) as launcher:
+            for _ in range(random.integers(1, 10)):
+                launcher.stdout.readline()
+            launcher.kill()
+    kills, ranks = int(random.integers(1, 4)), int(random.integers(2, 9))
+    how = ("--max-restarts", str(kills))
+    if random.random() < 0.5:
+        how, kills = ("--min-n", "1"), min(kills, ranks - 1)
+    text, _ = disturbed(folder, random, ranks, kills, *how)
+    assert digest(text) == expected
 
 
 @pytest.mark.slow
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
-    first, expected = trained(tmp_path / "run", "--epochs", 1, "--save-every", 50)
-    assert first == "Starting\nSaved step 50\nDone after step 50\n" + last_line(first)
-    again, found = trained(tmp_path / "run", "--epochs", 1, "--save-every", 50)
-    assert again == "Going on from step 50\nDone after step 50\n" + last_line(first)
-    assert all((found[name] == expected[name]).all() for name in expected)
+    """Without leaves; its last line has the parameters' SHA-256."""
+    result = tmp_path / "result.npz"
+    job = ("--folder", tmp_path / "run", "--result", result, "--epochs", 1, "--save-every", 50)
+    first, again = (output((*FLRUN, 2), PROGRAM, *job) for _ in range(2))
+    last = first.splitlines(keepends=True)[-1]
+    assert first == f"Starting\nSaved step 50\nDone after step 50\n{last}"
+    assert again == f"Going on from step 50\nDone after step 50\n{last}"
+    with np.load(result) as saved:
+        assert len(saved.files) == 4

@@ -51,13 +51,6 @@ def accuracies(*options: object, ranks: int = 1) -> list[float]:
 
 
 @pytest.mark.slow
-def test_digits_are_learnt_on_two_ranks() -> None:
-    found = accuracies("--num-epochs", 3, ranks=2)
-    assert len(found) == 3
-    assert found[-1] >= 97
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "epochs", "goal"), [("mlp", 10, 98.0), ("cnn", 5, 98.3)], ids=["mlp", "cnn"]
 )
@@ -84,20 +77,14 @@ def errors_of_resnet(*options: object, ranks: int = 2) -> tuple[str, list[float]
 
 
 @pytest.mark.slow
-def test_a_small_resnet_learns_digits_and_says_so() -> None:
-    first, errors = errors_of_resnet(*("--model", "small", "--num-epochs", 2, "--batch-size", 32))
-    assert first == "Data: digits, enlarged; 1437 images to learn, 360 to test"
-    assert len(errors) == 2
-    assert errors[1] < 15
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--sync-batch-norm",)], ids=["local", "sync"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_best_epoch_of_a_small_resnet(ranks: int, more: tuple[str, ...]) -> None:
     """A single epoch may fail by far, as it is known of such networks; the best one counts."""
     job = ("--model", "small", "--num-epochs", 5, "--batch-size", 64 // ranks, *more)
-    _, errors = errors_of_resnet(*job, ranks=ranks)
+    first, errors = errors_of_resnet(*job, ranks=ranks)
+    assert first == "Data: digits, enlarged; 1437 images to learn, 360 to test"
+    assert len(errors) == 5
     assert min(errors) <= 6
 
 

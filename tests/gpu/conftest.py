@@ -36,8 +36,3 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 @pytest.fixture(params=[1, 2, 4])
 def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
     return pool(request.param, **world(request.param))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left(leaves_nothing: None) -> None:
-    """Use ``leaves_nothing`` for each test of this folder."""

@@ -1,7 +1,6 @@
 """examples/DistributedTraining.py on GPUs has the losses that it has on the CPU."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.conftest import one_gpu_for_several
+from tests.launch.launcher import run
 
 pytestmark = pytest.mark.gpu
 
@@ -25,10 +25,7 @@ def losses(size: int, device: str) -> list[float]:
     command = [sys.executable, "-m", "flashlight_py.launch", "-n", str(size), "--no-python"]
     if device == "cuda" and cupy.cuda.runtime.getDeviceCount() < size:
         command += ["sh", "-c", f'{SHARING} exec "$@"', "sh"]
-    done = subprocess.run(
-        [*command, *program], capture_output=True, text=True, timeout=25, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run([*command, *program], code=0, timeout=25)
     return [float(text) for text in re.findall(r"Mean Squared Error: (\S+)", done.stdout)]
 
 

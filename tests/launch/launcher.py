@@ -27,21 +27,19 @@ def write(folder: Path, program: str, name: str = "program.py") -> Path:
     return file
 
 
-def launch(
-    *arguments: object, code: int | None = None, timeout: float = 30.0, **options: Any
-) -> Any:
-    """Run to the end, with what it prints as text; ``code`` is the expected exit code."""
+def launch(*arguments: object, timeout: float = 30.0, **options: Any) -> Any:
+    """Run the launcher to the end: see ``run``."""
     if "input" not in options:
         options.setdefault("stdin", subprocess.DEVNULL)
-    done = run([*LAUNCH, *arguments], timeout=timeout, **options)
-    assert code in (None, done.returncode), (done.returncode, done.stderr)
-    return done
+    return run([*LAUNCH, *arguments], timeout=timeout, **options)
 
 
-def run(command: Sequence[object], check: bool = False, **options: Any) -> Any:
-    """Run a command to the end, with what it prints as text."""
+def run(command: Sequence[object], code: int | None = None, **options: Any) -> Any:
+    """Run a command to the end, with what it prints as text; ``code`` is the expected exit code."""
     options = {"capture_output": True, "text": True, "timeout": 60.0, **options}
-    return subprocess.run([*map(str, command)], check=check, **options)
+    done = subprocess.run([*map(str, command)], check=False, **options)
+    assert code in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
+    return done
 
 
 def begin(*arguments: object, **options: Any) -> subprocess.Popen[Any]:

@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -279,28 +277,3 @@ def test_so_have_the_ranks_of_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(first) == len(second) == 1
     assert first != second
     assert {address for address, _ in first | second} == {"127.0.0.1"}
-
-
-def test_slurms_variables_are_enough(tmp_path: Path) -> None:
-    """What ``srun -n 2 python program.py`` sets, for both tasks."""
-    program = write(tmp_path, ALL_REDUCE)
-    common = {
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NODEID": "0",
-    }
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, program],
-            env={**os.environ, **common, "SLURM_PROCID": f"{i}", "SLURM_LOCALID": f"{i}"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    found = [task.communicate(timeout=30)[0] for task in tasks]
-    assert found == ["0 2 None \n", "1 2 None \n"]

@@ -75,28 +75,6 @@ def test_notes_that_are_none(temporary_folder: Path) -> None:
 
 # Hosts of which nothing is heard any more ---------------------------------------------------------
 
-STOPPING = """
-import os, signal
-if os.environ["FLASHLIGHT_RESTART_COUNT"] == "0":
-    if os.environ["RANK"] == "1":
-        os.kill(os.getppid(), signal.SIGSTOP)
-    signal.pause()
-print("of", os.environ["WORLD_SIZE"])
-"""
-
-
-@pytest.mark.slow
-def test_an_agent_that_is_silent_is_lost_with_its_ranks(tmp_path: Path, ssh: str) -> None:
-    """Stopped as a machine that hangs; the connection stands."""
-    program = write(tmp_path, STOPPING)
-    options = ("--hosts", "a,b:2", "--ssh", ssh, "--lost-after", 2, "--min-n", 1)
-    done = launch(*options, program)
-    assert done.stdout == "[0] of 1\n", done.stderr
-    lost, again = done.stderr.splitlines()
-    assert lost.startswith("flrun: rank 1 of 3 on b is lost: nothing has come from host b since ")
-    assert lost.endswith(" (2 s); the other ranks were ended")
-    assert again == "flrun: starting again with 1 rank(s), for the 1st time"
-
 
 @pytest.mark.slow
 def test_whoever_waits_for_a_reader_is_not_silent(tmp_path: Path, ssh: str) -> None:

@@ -142,16 +142,8 @@ class Waiting:
         os.kill(self.process.pid, number)
         output, errors = self.process.communicate(timeout=20)
         processes.await_end(self.ranks, 5.0)
-        assert not [rank for rank in self.ranks if is_alive(rank)]
+        assert not [rank for rank in self.ranks if processes.is_alive(rank)]
         return output, errors
-
-
-def is_alive(pid: int) -> bool:
-    """False too for a zombie, which whoever adopted it may leave unburied: it has no command."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("where", ["in a collective", "in the function"])

@@ -1,19 +1,14 @@
-"""torch as an oracle, which lives in another interpreter: one process for a session of tests.
+"""torch as an oracle, in an interpreter of its own."""
 
-``python tests/nn/oracle.py`` in that interpreter reads pickled tasks from its input and answers
-each by one pickle.
-"""
-
-import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from tests import oracles
 
-class Oracle:
+
+class Oracle(oracles.Oracle):
     """``oracle(code, grads, **arrays)`` runs ``code`` in torch, which sets ``y``.
 
     The code has ``torch``, ``F`` (torch.nn.functional), ``nn`` and the arrays as tensors, those in
@@ -22,26 +17,9 @@ class Oracle:
     fixed weights from 0.5 to 1.5, as in ``gradcheck``.
     """
 
-    def __init__(self, python: str) -> None:
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen([python, __file__], stdin=pipe, stdout=pipe)
-
     def __call__(self, code: str, grads: Sequence[str] = (), **arrays: Any) -> dict[str, Any]:
-        assert self._process.stdin
-        assert self._process.stdout
-        pickle.dump((code, list(grads), arrays), self._process.stdin)
-        self._process.stdin.flush()
-        answer = pickle.load(self._process.stdout)
-        if isinstance(answer, str):
-            raise AssertionError(f"torch could not run this:\n{code}\n{answer}")
-        return answer  # type: ignore[no-any-return]
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def close(self) -> None:
-        self._process.communicate()
+        answer: dict[str, Any] = self.ask(code=code, grads=list(grads), arrays=arrays)
+        return answer
 
 
 def weights_of(y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -65,7 +43,9 @@ def compare(
             np.testing.assert_allclose(leaf.grad, theirs[name], rtol, atol, err_msg=name)
 
 
-def _answer(torch: Any, code: str, grads: list[str], arrays: dict[str, Any]) -> dict[str, Any]:
+def _answer(code: str, grads: list[str], arrays: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
     tensors = {
         name: torch.tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value
         for name, value in arrays.items()
@@ -83,23 +63,8 @@ def _answer(torch: Any, code: str, grads: list[str], arrays: dict[str, Any]) -> 
     return {name: x.detach().numpy() if torch.is_tensor(x) else x for name, x in found.items()}
 
 
-def _serve() -> None:
+if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever torch may print
-    while True:
-        try:
-            code, grads, arrays = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            answer: Any = _answer(torch, code, grads, arrays)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-            answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, answers)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    _serve()
+    oracles.answer_requests(_answer)

@@ -66,13 +66,14 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "dropout": (lambda x: F.dropout(x, 0.3), (ROWS,)),
 }  # fmt: skip
 BY_NAME = pytest.mark.parametrize("name", FUNCTIONS)
+Convert = Callable[[np.ndarray], np.ndarray]
 
 
-def found(name: str, dtype: str) -> list[np.ndarray]:
-    """Return result and gradients."""
-    function, arrays = FUNCTIONS[name]
+def found(name: str, convert: Convert) -> list[np.ndarray]:
+    """Return result and gradients of converted arrays."""
+    function, arrays = {**FUNCTIONS, **OTHERS}[name]
     fl.set_seed(0)
-    variables = [fl.param(array.astype(dtype)) for array in arrays]
+    variables = [fl.param(convert(array)) for array in arrays]
     result = function(*variables)
     result.backward(weights_of(result.array))
     return [result.array, *(v.grad for v in variables)]
@@ -83,16 +84,17 @@ def found(name: str, dtype: str) -> list[np.ndarray]:
 def test_kernels_do_what_array_operations_do(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_kernels = found(name, dtype)
+    by_kernels = found(name, lambda x: x.astype(dtype))
     monkeypatch.setattr(native, "_kernel", lambda name: None)
+    in_numpy = found(name, lambda x: x.astype(dtype))
     digits = {"float16": 1e-3, "float32": 1e-5, "float64": 1e-12}[dtype]
-    for one, other in zip(by_kernels, found(name, dtype), strict=True):
+    for one, other in zip(by_kernels, in_numpy, strict=True):
         assert one.dtype == other.dtype == dtype
         size = float(np.abs(other).max())
         np.testing.assert_allclose(one, other, rtol=digits, atol=digits * max(1, size))
 
 
-STRANGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+STRANGE: dict[str, Convert] = {
     "swapped": lambda x: x.astype(x.dtype.newbyteorder()),
     "unaligned": lambda x: (
         np.frombuffer(b" " + x.tobytes(), "u1")[1:].view(x.dtype).reshape(x.shape)
@@ -103,22 +105,15 @@ STRANGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("way", STRANGE)
 @pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
 def test_arrays_may_be_unaligned_or_of_another_byte_order(name: str, way: str) -> None:
-    function, arrays = {**FUNCTIONS, **OTHERS}[name]
-    both = []
-    for each in (arrays, [STRANGE[way](array) for array in arrays]):
-        fl.set_seed(0)
-        variables = [fl.param(array) for array in each]
-        result = function(*variables)
-        result.backward(weights_of(result.array))
-        both.append([result.array, *(v.grad for v in variables)])
+    strange = found(name, STRANGE[way])
     if name != "dropout" or way == "unaligned":  # without a kernel it draws other numbers
-        for one, other in zip(*both, strict=True):
+        for one, other in zip(strange, found(name, lambda x: x), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
 def test_results_and_gradients_lie_as_the_input(name: str) -> None:
-    result, gradient = found(name, "float32")[:2]
+    result, gradient = found(name, lambda x: x.astype("float32"))[:2]
     strides = FUNCTIONS[name][1][0].astype("float32").strides
     assert result.strides == strides
     assert gradient.strides == strides

@@ -53,6 +53,8 @@ def rnn(kind: str, **options: Any) -> Row:
 
 
 ROWS = [
+    Row("linear", lambda: fl.nn.Linear(6, 3), "nn.Linear(6, 3)", (X,)),
+    Row("linear_without", lambda: fl.nn.Linear(6, 3, False), "nn.Linear(6, 3, False)", (X,)),
     Row("relu", fl.nn.ReLU, "nn.ReLU()", (X,)),
     Row("tanh", fl.nn.Tanh, "nn.Tanh()", (X,)),
     Row("sigmoid", fl.nn.Sigmoid, "nn.Sigmoid()", (X,)),
@@ -333,8 +335,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: fl.nn.Embedding(7, 2)(fl.input(np.array([7]))), IndexError),
     r"embedding: .* index 9223372036854775808 in": (
         lambda: F.embedding(ONES, np.array([2**63], "u8")), IndexError),
-    r"categorical_cross_entropy: .* \(2, 3\), got target 3 in shape \(2,\)": (
-        lambda: F.categorical_cross_entropy(ONES, np.array([0, 3])), ValueError),
     r"embedding: expected a weight \[rows, dim\], got \(3,\)": (
         lambda: F.embedding(FLAT, np.zeros(1, int)), ValueError),
     r"topk: there are no 4 along axis -1 of shape \(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
@@ -403,6 +403,9 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"expected log probabilities \[batch, time, classes\] .* got shape \(0, 2, 4\)": (
         lambda: F.connectionist_temporal_classification(np.ones((0, 2, 4)), np.ones((0, 1), int)),
         ValueError),
+    r"ratio must be at least 0 and below 1, got 1": (lambda: fl.nn.Dropout(1), ValueError),
+    r"in_features must be .* got 0": (lambda: fl.nn.Linear(0, 1), ValueError),
+    r"out_features must be .* got -1": (lambda: fl.nn.Linear(1, -1), ValueError),
     r"RNN: kind must be one of tanh, gru, lstm, got 'relu'": (
         lambda: fl.nn.RNN("relu", 1, 1), ValueError),
     r"RNN: hidden_size must be at least 1, got 0": (lambda: fl.nn.RNN("gru", 1, 0), ValueError),
@@ -429,13 +432,22 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         fl.nn.RNN("gru", 2, 2), fl.nn.PositionEmbedding(2, 2), fl.nn.Transformer(2, 1),
         fl.nn.PReLU(2), fl.nn.Linear(2, 2), fl.nn.Conv2D(2, 2, 1), fl.nn.LayerNorm(2),
         fl.nn.Conv1D(2, 2, 1), fl.nn.Upsample(), fl.nn.Upsample(mode="bilinear"),
+        fl.nn.ReLU(), fl.nn.Tanh(), fl.nn.Sigmoid(), fl.nn.LogSoftmax(), fl.nn.Dropout(),
+        fl.nn.View((-1,)), fl.nn.Sequential(fl.nn.Linear(2, 2), fl.nn.Dropout()),
     ],
 )  # fmt: skip
 def test_lists_are_rejected_and_arrays_taken(layer: Any) -> None:
     with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
         layer([[[1.0, 2.0]]])
-    shape = (2, 2, 2, 2) if type(layer) is fl.nn.Conv2D else (2, 2, 2)
-    layer(np.ones(shape, "float32"))
+    x = np.ones((2, 2, 2, 2) if type(layer) is fl.nn.Conv2D else (2, 2, 2), "float32")
+    layer(x)
+    layer.eval()(x)
+
+
+def test_losses_take_arrays() -> None:
+    x, labels = F.log_softmax(fl.param(X)), np.arange(4)
+    for found, given in ((fl.nn.CategoricalCrossEntropy(), labels), (fl.nn.MeanSquaredError(), Y)):
+        np.testing.assert_array_equal(found(x, given).array, found(x, fl.input(given)).array)
 
 
 EMPTY: dict[str, Callable[..., Any]] = {

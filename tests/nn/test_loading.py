@@ -11,6 +11,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.device import floating
 from flashlight_py.safetensors import pieces
+from tests.parallel import trees
 
 
 class Tensor:
@@ -31,11 +32,6 @@ class Tensor:
         if self.dtype == "torch.bfloat16":
             raise TypeError("Got unsupported ScalarType BFloat16")
         return self.array
-
-
-class OnlyDlpack:
-    def __init__(self, array: Any) -> None:
-        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
 
 
 class Tied(fl.nn.Module):
@@ -62,7 +58,7 @@ KINDS: dict[str, Any] = {
     "float16": lambda x: x.astype(np.float16),
     "tensors": Tensor,
     "bfloat16 tensors": lambda x: Tensor(x.astype(np.float32), "torch.bfloat16"),
-    "dlpack": OnlyDlpack,
+    "dlpack": trees.Tensor,
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from tests.distributed.conformance import on_ranks
 from tests.nn.oracle import Oracle, weights_of
 from tests.nn.oracle import compare as compare_with_torch
 from tests.tape.steps import compare, training
@@ -126,40 +127,28 @@ def test_sines_are_added_to_positions() -> None:
     np.testing.assert_allclose(added[:, 1::2], np.cos(angles), rtol=1e-5, atol=1e-6)
 
 
-def synchronized(rank: int, size: int, rows: list[slice]) -> Any:
-    """Return result, gradients and statistics of this rank's rows."""
-    layer = fl.nn.BatchNorm(4, sync=True).astype("float64")
-    x = fl.param(BATCHES[0][rows[rank]])
-    y = layer(x)
-    y.backward(weights_of(BATCHES[0])[rows[rank]])
-    parameters = [fl.all_reduce(v.grad) for v in layer.params()]
-    return y.array, x.grad, *parameters, layer.running_mean, layer.running_var
-
-
-def with_one_value(rank: int, size: int) -> None:
-    """The others have none: all raise, and nothing is tracked."""
+@on_ranks(("shm", 2))
+def test_one_value_of_all_ranks_is_refused(rank: int, size: int) -> None:
+    """The other ranks have none: all raise, and nothing is tracked."""
     layer = fl.nn.BatchNorm(4, sync=True)
     with pytest.raises(ValueError, match="needs more than one value per channel"):
         layer(fl.input(np.ones((int(rank == 0), 4), np.float32)))
     assert fl.all_reduce(layer.running_var)[0] == size
 
 
-def test_one_value_of_all_ranks_is_refused(pool: Any) -> None:
-    pool(2).run(with_one_value)
-
-
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_ranks_have_a_batch_together(pool: Any, first: int) -> None:
+@on_ranks(("shm", 2))
+def test_ranks_have_a_batch_together(rank: int, size: int, first: int) -> None:
     """Also of different sizes: as one process with the whole batch."""
-    one = fl.nn.BatchNorm(4).astype("float64")
-    x = fl.param(BATCHES[0])
-    y = one(x)
-    y.backward(weights_of(BATCHES[0]))
-    rows = [slice(0, first), slice(first, 5)]
-    parts = pool(2).run(synchronized, rows)
-    parameters = [v.grad for v in one.params()]
-    for rank, part in enumerate(parts):
-        whole = y.array[rows[rank]], x.grad[rows[rank]], *parameters
-        expected = *whole, one.running_mean, one.running_var
-        for ours, theirs in zip(part, expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+    rows, found = slice(first, 5) if rank else slice(0, first), []
+    for sync in (False, True):
+        layer = fl.nn.BatchNorm(4, sync=sync).astype("float64")
+        given = rows if sync else slice(None)
+        x = fl.param(BATCHES[0][given])
+        y = layer(x)
+        y.backward(weights_of(BATCHES[0])[given])
+        grads = [fl.all_reduce(v.grad) if sync else v.grad for v in layer.params()]
+        own = (y.array, x.grad) if sync else (y.array[rows], x.grad[rows])
+        found.append([*own, *grads, layer.running_mean, layer.running_var])
+    for whole, together in zip(*found, strict=True):
+        np.testing.assert_allclose(together, whole, rtol=1e-10, atol=1e-12)

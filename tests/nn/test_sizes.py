@@ -1,7 +1,9 @@
-"""Sizes are integers of any kind, those of NumPy too, and nothing else."""
+"""Sizes, initial values and names of layers."""
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import nn
 from flashlight_py.autograd import functions as F
-from flashlight_py.nn import Module
+from flashlight_py.autograd import input
+from flashlight_py.nn import Module, init
+from flashlight_py.random import set_seed
 
 # Made by a kind of integer: the layer, and the shape of an input.
 OF_SIZES: dict[str, tuple[Callable[[Any], Module], tuple[int, ...]]] = {
@@ -74,3 +78,47 @@ def test_functions_take_integers_of_numpy() -> None:
     for wrong in (True, 2.0, np.float32(2), np.True_):
         with pytest.raises(ValueError, match="groups must divide"):
             F.conv2d(x, weight, groups=wrong)  # type: ignore[arg-type]
+
+
+def test_initial_values_of_linear_are_flashlight_s() -> None:
+    set_seed(0)
+    layer = nn.Linear(50, 400)
+    assert nn.Linear(3, 2, bias=False).bias is None
+    for array, bound in ((layer.weight.array, math.sqrt(3 / 50)), (layer.bias.array, 50**-0.5)):
+        assert array.dtype == "float32"
+        assert np.abs(array).max() <= bound
+        assert np.abs(array).max() > 0.95 * bound
+        assert array.mean() == pytest.approx(0, abs=bound / 10)
+
+
+@pytest.mark.parametrize(
+    ("draw", "std"),
+    [
+        (lambda n: init.uniform(n, -1, 1), math.sqrt(1 / 3)),
+        (lambda n: init.normal(n, 0, 2), 2),
+        (lambda n: init.kaiming_uniform(n, 25), 0.2),
+        (lambda n: init.kaiming_normal(n, 25), 0.2),
+        (lambda n: init.glorot_uniform(n, 20, 30), 0.2),
+        (lambda n: init.glorot_normal(n, 20, 30), 0.2),
+    ],
+)
+def test_initial_values_have_the_promised_spread(draw: Any, std: float) -> None:
+    set_seed(0)
+    array = draw((100, 200))
+    assert array.dtype == "float32"
+    assert array.shape == (100, 200)
+    assert array.std() == pytest.approx(std, rel=0.03)
+    assert array.mean() == pytest.approx(0, abs=std / 20)
+
+
+def test_dropout_acts_while_training_only() -> None:
+    set_seed(0)
+    x, layer = input(np.ones(1000, "float32")), nn.Dropout(0.5)
+    assert set(layer(x).array.tolist()) == {0.0, 2.0}
+    assert layer.eval()(x) is x
+
+
+def test_all_layers_are_listed_also_before_they_are_imported() -> None:
+    code = "from flashlight_py import nn; names = dir(nn)\n"
+    code += "assert {*nn.__all__} <= {*names} and len({*names}) == len(names)"
+    subprocess.run([sys.executable, "-c", code], check=True)

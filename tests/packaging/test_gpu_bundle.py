@@ -2,17 +2,16 @@
 
 import importlib.util
 import io
-import os
 import re
-import subprocess
 import sys
-import time
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.distributed import processes
+from tests.launch import launcher
 from tests.packaging.building import ROOT, empty_environment, environment, run
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -63,11 +62,8 @@ def test_bundle_is_complete_and_goes_as_far_as_it_can_without_a_gpu(
 
 def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    command = [sys.executable, str(ROOT / "scripts" / "gpu_bundle"), str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--wheel", __file__], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
+    command = [sys.executable, ROOT / "scripts" / "gpu_bundle", tmp_path]
+    done = launcher.run([*command, "--wheel", __file__], code=1)
     assert "is no bundle" in done.stderr
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
@@ -134,7 +130,8 @@ def test_what_fails_or_hangs_stops_nothing_else_and_leaves_nothing(
     assert "ValueError: of this stage" in page
     assert f"| a | table | {tmp_path / 'environment' / 'cupy'}" in page
     child = int(page.partition("child ")[2].split()[0])
-    assert ends(child)
+    processes.await_end({child}, 10.0)
+    assert not processes.is_alive(child)
     printed = capsys.readouterr().out
     assert page in printed
     assert f"\n  child {child}\nhangs: timed out" in printed
@@ -182,18 +179,6 @@ def test_a_contender_that_cannot_be_installed_is_named(
     assert missing in capsys.readouterr().out
 
 
-def ends(pid: int) -> bool:
-    """Wait until a process that is none of our children is gone."""
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_stages_are_chosen_by_name(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
@@ -221,12 +206,6 @@ def test_all_stages_together_take_at_most_eight_minutes(program: ModuleType) -> 
 @pytest.mark.parametrize("script", ["gpu_kernels.py", "all_reduce.py", "overlap.py"])
 def test_benchmarks_say_that_there_is_no_gpu(script: str) -> None:
     device = [] if script.startswith("gpu_") else ["--device", "cuda"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), *device],
-        capture_output=True,
-        text=True,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        check=False,
-    )
-    assert done.returncode == 77, done.stderr
+    command = [sys.executable, ROOT / "benchmarks" / script, *device]
+    done = launcher.run(command, code=77, env=environment(CUDA_VISIBLE_DEVICES=""))
     assert done.stdout.startswith("no GPU: ")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.jobs import all_ended
 from tests.packaging.building import Wheel, copy_of_sources, empty_environment, environment, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -86,13 +87,9 @@ def train_on_two_ranks(python: Path, folder: Path, backend: str) -> list[str]:
         )
         for rank in range(2)
     ]
-    try:
-        libraries = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    return libraries
+    codes, libraries, _ = zip(*all_ended(ranks, 60), strict=True)
+    assert codes == (0, 0)
+    return [each.strip() for each in libraries]
 
 
 def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:

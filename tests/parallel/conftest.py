@@ -1,4 +1,4 @@
-"""Every test here starts processes, so every test here is checked for what it leaves behind."""
+"""What tests in this process, a rank by itself, undo."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,6 @@ import pytest
 from flashlight_py import random
 from flashlight_py.distributed.start import blas
 from flashlight_py.parallel import fully_sharded
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left(leaves_nothing: None) -> None:
-    """Use ``leaves_nothing`` for each test of this folder."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,12 @@
-"""A rank's share of any data: neighbouring elements, nobody's twice, usable like the data."""
+"""A rank's share of any data, and data, meters and profiles of groups."""
 
+import copy
+import json
 import operator
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashlight_py as fl
+from flashlight_py.dataset.shares import epoch_order
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_ranks
 
@@ -37,6 +43,7 @@ def test_every_element_is_in_one_share_and_in_order(data: list[int], size: int) 
     parts = shares(data, size)
     assert list(chain(*parts)) == data
     lengths = [len(part) for part in parts]
+    assert lengths == sorted(lengths, reverse=True)
     assert max(lengths) - min(lengths) <= 1
     assert [part[i] for part in parts for i in range(len(part))] == data
 
@@ -167,3 +174,140 @@ def test_wrong_indices_raise() -> None:
         part["a"]
     with pytest.raises(TypeError, match=r"type OnlyGet, has no slices.*single elements"):
         fl.DistributedDataContainer(OnlyGet())[1:2]
+
+
+RANKS = [2, 0]  # of a world of three, so that no rank of the group is the one in the world
+ROWS = fl.dataset.TensorDataset([np.arange(10)])
+MAKERS: dict[str, Callable[..., Any]] = {
+    "DistributedSampler": partial(fl.DistributedSampler, 10),
+    "ShardedDataset": partial(fl.ShardedDataset, ROWS, 4),
+    "DistributedDataContainer": partial(fl.DistributedDataContainer, range(10)),
+}
+
+
+def raised(error: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def samples(data: Any) -> list[int]:
+    return [int(i) for item in data for i in (item[0] if isinstance(item, tuple) else [item])]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@on_ranks(("shm", 3))
+def test_group_decides_the_share(rank: int, size: int, name: str) -> None:
+    """Rank 1 of the world is no member, calls nothing in the group and is not waited for."""
+    make, group = MAKERS[name], fl.new_group(RANKS)
+    if not group.is_member:
+        words = raised(ValueError, lambda: make(group=group))
+        assert "not in the group of the world's ranks [2, 0]" in words
+        return
+    message = raised(ValueError, lambda: make(rank=0, size=1, group=group))
+    assert "rank=0, size=1 and a group" in message
+    assert group.rank == RANKS.index(rank)
+    data, place = make(group=group), {"rank": group.rank, "size": group.size}
+    expected = samples(make(**place))
+    assert samples(data) == samples(copy.deepcopy(data)) == expected
+    assert sorted(fl.all_gather(np.array(expected), group=group)) == list(range(10))
+    group.close()
+    assert "this group is closed" in raised(fl.errors.GroupClosedError, lambda: samples(data))
+
+
+@pytest.mark.parametrize("name", ["DistributedSampler", "ShardedDataset"])
+@on_ranks(("shm", 3))
+def test_epochs_are_compared_in_the_group_only(rank: int, size: int, name: str) -> None:
+    make, group = MAKERS[name], fl.new_group(RANKS)
+    if not group.is_member:
+        return
+    data = make(seed=3, group=group)
+    data.set_epoch(2)
+    state = data.state_dict()
+    assert state == {"n": 10, "shuffle": True, "seed": 3, "epoch": 2, "consumed": 0}
+    data.load_state_dict({**state, "consumed": 4})
+    own = samples(data)
+    left = fl.all_gather(np.array(own), group=group)
+    assert sorted(left) == sorted(epoch_order(10, 3, 2)[4:])
+    differing = (
+        lambda: make(seed=group.rank, group=group),
+        lambda: data.set_epoch(3 + group.rank),
+        lambda: data.load_state_dict({**state, "consumed": group.rank}),
+    )
+    errors = [raised(fl.errors.MismatchError, call) for call in differing]
+    assert (data.epoch, data.consumed, samples(data)) == (2, 10, own)  # as it was
+    # Arguments that one rank refuses are an error on the other rank, too.
+    error: type[Exception] = fl.errors.MismatchError if group.rank else ValueError
+    for arguments in ({"seed": -1}, {"rank": 0, "size": 1}):
+        call = partial(make, group=group, **({} if group.rank else arguments))
+        errors += [raised(error, call)]
+    for text, what in zip(errors, ("seed", "epoch", "consumed"), strict=False):
+        assert text.startswith(f"rank {group.rank} of 2: the ranks pass a {name} different")
+        assert f"{what} (rank(s) 0: " in text
+        assert "Pass the same on every rank of this group (ranks 2, 0" in text
+    other = f"rank 0 called {name}, and refused its arguments"
+    own = ("seed must be at least 0, got -1", "and a group") if group.rank == 0 else (other, other)
+    assert [words in text for words, text in zip(own, errors[3:], strict=True)] == [True, True]
+
+
+@on_ranks(("shm", 3))
+def test_worker_processes_have_the_share_of_the_group(rank: int, size: int) -> None:
+    group = fl.split(rank % 2)
+    data = fl.ShardedDataset(ROWS, 4, shuffle=False, group=group)
+    own = samples(fl.dataset.PrefetchDataset(data, 1, 2, "processes"))
+    assert sorted(fl.all_gather(np.array(own), group=group)) == list(range(10))
+
+
+VALUES = np.random.default_rng(3).standard_normal(60)
+
+
+@on_ranks(("single", 1), ("shm", 2), ("shm", 4))
+def test_a_synchronised_meter_has_seen_what_all_have_seen(rank: int, size: int) -> None:
+    average, squares = fl.meter.AverageValueMeter(), fl.meter.MSEMeter()
+    for value in VALUES[rank::size]:
+        average.add(value)
+        squares.add(np.array([value]), np.array([0.0]))
+    before = average.value()
+    results = [fl.sync_meter(average) for _ in range(3)]
+    assert results[0] == results[1] == results[2]
+    assert average.value() == before
+    mean, variance, weight = results[0]
+    assert mean == pytest.approx(VALUES.mean(), rel=1e-12)
+    assert variance == pytest.approx(VALUES.var(ddof=1), rel=1e-12)
+    assert weight == 60
+    assert fl.sync_meter(squares) == pytest.approx((VALUES**2).mean(), rel=1e-12)
+    with pytest.raises(TypeError, match="Meter"):
+        fl.sync_meter(3.0)  # type: ignore[arg-type]
+
+
+@on_ranks(("shm", 3))
+def test_sync_meter_adds_the_meters_of_the_group(rank: int, size: int) -> None:
+    meter, group = fl.meter.AverageValueMeter(), fl.new_group(RANKS)
+    meter.add(float(rank))
+    if group.is_member:
+        assert fl.sync_meter(meter, group=group) == (1.0, 2.0, 2.0)
+    else:
+        words = raised(ValueError, lambda: fl.sync_meter(meter, group=group))
+        assert "not in the group" in words
+
+
+def profiled(rank: int, size: int, path: str) -> None:
+    group = fl.new_group(RANKS)
+    profile = fl.profile(path, group=group)
+    if not group.is_member:
+        assert "not in the group" in raised(ValueError, profile.start)
+        return
+    with profile:
+        group.all_reduce(np.zeros(3))
+
+
+def test_profile_of_a_group_has_its_ranks_as_the_world_numbers_them(
+    pool: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    pool(3).run(profiled, str(path))
+    trace = json.loads(path.read_text())
+    calls = [e for e in trace["traceEvents"] if e.get("cat") == "collective"]
+    assert {e["pid"] for e in calls if e["name"] == "all_reduce"} == {0, 2}
+    assert {s["rank"] for s in trace["otherData"]["summary"]} == {0, 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

@@ -1,12 +1,14 @@
-"""Gradients over ranks: buffers, flags, dtypes, scopes, errors. test_ways.py trains in all ways."""
+"""Gradients over ranks: buffers, flags, scopes, errors, new parameters. test_ways.py trains."""
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import on_ranks
+from flashlight_py.errors import DistributedError
+from tests.distributed.conformance import on_ranks, ranks_in
 
 
 def build(seed: int = 0) -> Any:
@@ -155,3 +157,221 @@ def test_a_gradient_that_is_not_finite_is_named(rank: int, size: int, how: dict[
 def test_all_ranks_look_at_their_gradients_or_none(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError, match="check_finite"):
         fl.distribute_module_grads(build(), check_finite=rank == 1)
+
+
+ranks = ranks_in(("shm", 2), slow=[("gloo", 3), ("hierarchical", 4)])
+
+
+class Net(fl.nn.Module):
+    """Two layers by name, others in a list; a scale that is not trained."""
+
+    def __init__(self) -> None:
+        fl.set_seed(0)
+        self.first, self.last = fl.nn.Linear(3, 3), fl.nn.Linear(3, 1)
+        self.middle = [fl.nn.Linear(3, 3)]
+        self.scale = fl.Variable(np.ones(1, np.float32), calc_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for layer in self.middle:
+            x = layer(x)
+        return self.last(x) * self.scale
+
+
+def backward(model: fl.nn.Module) -> None:
+    rank = fl.get_world_rank()
+    model(fl.input(np.full((2, 3), rank + 1, np.float32))).sum().backward()
+
+
+def replace_one(model: Net) -> None:
+    model.first.weight = fl.Variable(np.ones((3, 3), np.float32), calc_grad=True)
+
+
+def replace_all(model: Net) -> None:
+    fresh = Net()
+    model.first, model.last, model.middle = fresh.first, fresh.last, fresh.middle
+
+
+def replace_in_list(model: Net) -> None:
+    model.middle[0] = fl.nn.Linear(3, 3)
+
+
+def append(model: Net) -> None:
+    model.middle.append(fl.nn.Linear(3, 3))
+
+
+def unfreeze(model: Net) -> None:
+    model.scale.calc_grad = True
+
+
+CHANGES = {each.__name__: each for each in (replace_one, replace_all, replace_in_list)} | {
+    each.__name__: each for each in (append, unfreeze)
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks()
+def test_a_new_parameter_is_refused_until_the_module_is_distributed_again(
+    rank: int, size: int, change: str
+) -> None:
+    model = Net()
+    fl.distribute_module_grads(model)
+    backward(model)
+    CHANGES[change](model)
+    name = "'scale'.*" * (change == "unfreeze")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{name}would not be reduced"):
+            backward(model)
+    fl.distribute_module_grads(model)
+    backward(model)
+    grads = [param.grad for param in model.params() if param.grad is not None]
+    assert len(grads) == len([p for p in model.params() if p.calc_grad])
+    for grad in grads:
+        assert np.array_equal(grad, fl.all_gather(grad[None])[0])
+
+
+@on_ranks()
+def test_a_new_parameter_of_a_sharded_module_is_refused(rank: int, size: int) -> None:
+    model = Net()
+    fl.fully_shard(model, across_hosts=True)
+    backward(model)
+    replace_in_list(model)
+    with pytest.raises(ValueError, match="would not be reduced"):
+        backward(model)
+
+
+@on_ranks()
+def test_all_ranks_know_of_a_new_parameter_on_one(rank: int, size: int) -> None:
+    model = Net()
+    fl.distribute_module_grads(model)
+    if rank == 0:
+        replace_all(model)
+    words = "parameter 'first.weight' was assigned"
+    with pytest.raises(ValueError if rank == 0 else DistributedError, match=words):
+        backward(model)
+    fl.barrier()
+
+
+@on_ranks()
+def test_parameters_may_be_frozen_removed_and_ignored(rank: int, size: int) -> None:
+    model = Net()
+    fl.distribute_module_grads(model, ignore=["last.weight"])
+    model.middle.clear()
+    model.first.bias.calc_grad = False
+    backward(model)
+    model.eval()
+    model.train()
+    backward(model)
+    assert not np.array_equal(*fl.all_gather(model.last.weight.grad.ravel()[None])[:2])
+
+
+@pytest.mark.parametrize(("average", "found"), [(False, [6, 4, None]), (True, [2, 4 / 3, None])])
+@on_ranks(("shm", 3))
+def test_sums_and_means_and_gradients_that_are_missing(
+    rank: int, size: int, average: bool, found: list[Any]
+) -> None:
+    params = [fl.param(np.zeros(3, np.float32)), fl.param(np.zeros((2, 2))), fl.param(np.zeros(1))]
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(params, 1.0), average=average)
+    params[0].grad = np.full(3, rank + 1, np.float32)
+    if rank == 1:
+        params[1].grad = np.full((2, 2), 4.0)
+    optimizer.step()
+    assert [None if p.grad is None else p.grad.ravel()[0] for p in params] == found
+
+
+@on_ranks(("shm", 2))
+def test_any_updates_can_be_reduced(rank: int, size: int) -> None:
+    """As a Bayesian network does: the changes of means and variances, without any gradient."""
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0))
+    means, variances = np.full((2, 3), rank, np.float32), np.full(4, rank + 1.0)[::-1]
+    updates = (means, fl.Variable(variances), np.full((), 1j * rank))
+    result = optimizer.reduce(updates)
+    assert all(one is other for one, other in zip(result, updates, strict=True))
+    assert optimizer.reduce([]) == []
+    assert (means == 0.5).all()
+    assert (variances == 1.5).all()
+    assert updates[2] == 0.5j
+
+
+@on_ranks(("shm", 2))
+def test_updates_of_several_buckets(rank: int, size: int) -> None:
+    """More than a bucket of 20 MiB, so that several travel."""
+    updates = [np.full(3 << 20, rank + number, np.float32) for number in range(3)]
+    fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0)).reduce(updates)
+    assert all((update == number + 0.5).all() for number, update in enumerate(updates))
+
+
+@on_ranks(("shm", 2))
+def test_parameters_and_updates_that_differ_are_refused(rank: int, size: int) -> None:
+    params = [fl.param(np.zeros(2)), fl.param(np.zeros([(2, 3), (3, 2)][rank]))]
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(params, 1.0))
+    updates = [np.full(2, rank, np.float64)] * 1 + [np.zeros(1)] * rank
+    where = f"rank {rank} of 2: DistributedOptimizer"
+    kinds = "(rank(s) 0: float64 (2, 3); rank(s) 1: float64 (3, 2))"
+    words = re.escape(f"{where}: parameters differ in number 1 {kinds}")
+    with pytest.raises(fl.errors.MismatchError, match=words):
+        optimizer.step()
+    kinds = "(rank(s) 0: nothing; rank(s) 1: float64 (1,))"
+    words = re.escape(f"{where}.reduce: updates differ in number 1 {kinds}")
+    with pytest.raises(fl.errors.MismatchError, match=words):
+        optimizer.reduce(updates)
+    assert (updates[0] == rank).all()
+
+
+def test_everything_else_is_the_inner_optimizers() -> None:
+    inner = fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 0.5, momentum=0.9)
+    outer = fl.DistributedOptimizer(inner)
+    assert outer.optimizer is inner
+    assert outer.params is inner.params
+    outer.lr = 0.25
+    assert inner.lr == outer.lr == 0.25
+    outer.params[0].grad = np.ones(2)
+    outer.step()
+    assert outer.state_dict()["velocity"][0] is inner.state_dict()["velocity"][0]
+    other = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 1, 0.9))
+    other.load_state_dict(outer.state_dict())
+    assert other.state_dict()["velocity"][0].tolist() == [1, 1]
+    assert other.lr == 0.25
+    outer.zero_grad()
+    assert inner.params[0].grad is None
+    assert repr(outer) == "DistributedOptimizer(SGDOptimizer, average=True)"
+    with pytest.raises(ValueError, match="at least 0"):
+        outer.lr = -1
+
+
+def test_what_cannot_be_wrapped() -> None:
+    inner = fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 0.5)
+    with pytest.raises(TypeError, match="got DistributedOptimizer"):
+        fl.DistributedOptimizer(fl.DistributedOptimizer(inner))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got str"):
+        fl.DistributedOptimizer("sgd")  # type: ignore[arg-type]
+
+
+def test_updates_that_cannot_be_reduced() -> None:
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 0.5))
+    same = np.zeros(2)
+    with pytest.raises(ValueError, match="twice"):
+        optimizer.reduce([same, same])
+    with pytest.raises(TypeError, match="got float"):
+        optimizer.reduce([1.5])
+    with pytest.raises(TypeError, match=r"DistributedOptimizer\.reduce: the average of int64"):
+        optimizer.reduce([np.zeros(2, np.int64)])
+
+
+@pytest.mark.parametrize("first", ["module", "optimizer"])
+def test_gradients_are_not_reduced_twice(first: str) -> None:
+    model = fl.nn.Linear(2, 1)
+    inner = fl.optim.SGDOptimizer(model.params(), 0.5)
+    if first == "module":
+        fl.distribute_module_grads(model)
+        with pytest.raises(ValueError, match="of a module under distribute_module_grads"):
+            fl.DistributedOptimizer(inner)
+        return
+    outer = fl.DistributedOptimizer(inner)
+    outer.step()
+    fl.distribute_module_grads(model)
+    with pytest.raises(ValueError, match=r"parameter 0 \(shape \(1, 2\)\) is of a module under"):
+        outer.step()
+    model.params()[0].clear_grad_hook()
+    with pytest.raises(ValueError, match="parameter 1 "):
+        outer.step()

@@ -6,25 +6,14 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.nn.test_dtypes import DTYPES, OPTIMIZERS, model_of
+from tests.nn.test_dtypes import DTYPES, OPTIMIZERS, model_of, train
 
 
 def training(rank: int, size: int, dtype: str, optimizer: str, sharded: bool) -> Any:
     model = model_of(dtype)
-    if sharded:
-        fl.fully_shard(model)
-    else:
-        fl.distribute_module_grads(model)
-    steps = OPTIMIZERS[optimizer](model.params())
-    x = np.random.default_rng(0).standard_normal((16, 6)).astype(model.params()[0].dtype)
-    labels = np.arange(16) % 3
-    for _ in range(4):
-        steps.zero_grad()
-        mine = slice(rank * 16 // size, (rank + 1) * 16 // size)
-        found = model(fl.input(x[mine]))
-        criterion = fl.nn.CategoricalCrossEntropy()
-        criterion(found, fl.input(labels[mine])).backward()
-        steps.step()
+    (fl.fully_shard if sharded else fl.distribute_module_grads)(model)
+    rows = slice(rank * 16 // size, (rank + 1) * 16 // size)
+    train(model, OPTIMIZERS[optimizer](model.params()), 4, rows)
     return {name: array.astype(np.float64) for name, array in model.state_dict().items()}
 
 

@@ -99,12 +99,20 @@ def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator
         assert all(param.grad is None for param in model.params())
 
 
-def goes_on(rank: int, size: int, way: str, cases: list[dict[int, str]]) -> None:
+CASES = [{1: place} for place in PLACES]
+CASES += [{0: PLACES[0], 1: PLACES[1]}, {0: PLACES[1], 1: PLACES[0]}, {0: PLACES[1]}]
+CASES += [dict.fromkeys(range(8), PLACES[1])]
+IN_ALL_WAYS = pytest.mark.parametrize("way", WAYS)
+
+
+@IN_ALL_WAYS
+@on_ranks()
+def test_all_ranks_know_and_go_on(rank: int, size: int, way: str) -> None:
     model = Net()
     WAYS[way](model)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.0)
     wanted: list[Any] = []
-    for places in [{}, *cases]:
+    for places in [{}, *CASES]:
         if places:
             with failing(model, rank, places, way):
                 one_pass(model)
@@ -119,13 +127,6 @@ def goes_on(rank: int, size: int, way: str, cases: list[dict[int, str]]) -> None
         for mine, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(mine, other, rtol=1e-12)
     assert fl.all_reduce(np.ones(1))[0] == size
-
-
-def test_all_ranks_know_and_go_on(ranks: Any) -> None:
-    cases = [{1: place} for place in PLACES]
-    cases += [{0: PLACES[0], 1: PLACES[1]}, {0: PLACES[1], 1: PLACES[0]}, {0: PLACES[1]}]
-    cases += [dict.fromkeys(range(8), PLACES[1])]
-    ranks.run_each(goes_on, [(way, cases) for way in WAYS])
 
 
 @on_ranks()
@@ -151,7 +152,9 @@ def test_leaves(rank: int, size: int) -> None:
         assert found == wanted
 
 
-def refused(rank: int, size: int, way: str) -> None:
+@IN_ALL_WAYS
+@on_ranks()
+def test_a_refusal_at_the_end_of_a_pass(rank: int, size: int, way: str) -> None:
     """Rank 1 has a gradient that cannot be sent, which is found when the pass has ended."""
     model = Net()
     model.spare = fl.param(np.ones(2))
@@ -165,11 +168,9 @@ def refused(rank: int, size: int, way: str) -> None:
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-def test_a_refusal_at_the_end_of_a_pass(ranks: Any) -> None:
-    ranks.run_each(refused, [(way,) for way in WAYS])
-
-
-def changed(rank: int, size: int, way: str) -> None:
+@IN_ALL_WAYS
+@on_ranks()
+def test_a_changed_parameter_is_noticed_on_all_ranks(rank: int, size: int, way: str) -> None:
     """Rank 1 has changed a parameter since its forward pass; a pass before has left gradients."""
     model = Net()
     WAYS[way](model)
@@ -186,17 +187,16 @@ def changed(rank: int, size: int, way: str) -> None:
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-def test_a_changed_parameter_is_noticed_on_all_ranks(ranks: Any) -> None:
-    ranks.run_each(changed, [(way,) for way in WAYS])
-
-
 LOSSES: dict[str, Callable[[Net, Net, Any], Any]] = {
     "product": lambda a, b, x: a(x) * b(x),
     "chain": lambda a, b, x: b(a(x)),
 }
 
 
-def share_a_loss(rank: int, size: int, way: str, loss: str) -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("way", ["in buckets", "by themselves", "collected", "sharded"])
+@on_ranks()
+def test_two_modules_of_one_loss(rank: int, size: int, way: str, loss: str) -> None:
     """Two modules in one loss: each gets to its end, and the exception is that of the pass."""
     models, x = [Net(), Net()], fl.input(np.ones((2, 6)))
     for model in models:
@@ -213,12 +213,9 @@ def share_a_loss(rank: int, size: int, way: str, loss: str) -> None:
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-def test_two_modules_of_one_loss(ranks: Any) -> None:
-    ways = ["in buckets", "by themselves", "collected", "sharded"]
-    ranks.run_each(share_a_loss, [*itertools.product(ways, LOSSES)])
-
-
-def across(rank: int, size: int, way: str) -> None:
+@IN_ALL_WAYS
+@on_ranks()
+def test_an_error_that_another_group_knows_of(rank: int, size: int, way: str) -> None:
     """What another group knows of, this one does not: a pass whose own message has failed there."""
     pair, model = fl.new_group([0, 1]), Net()
     WAYS[way](model)
@@ -234,10 +231,6 @@ def across(rank: int, size: int, way: str) -> None:
         record(y.array, (y, pair_differs)).backward()
     one_pass(model)
     assert fl.all_reduce(np.ones(1))[0] == size
-
-
-def test_an_error_that_another_group_knows_of(ranks: Any) -> None:
-    ranks.run_each(across, [(way,) for way in WAYS])
 
 
 def two_dimensional(rank: int, size: int, way: str) -> None:

@@ -1,6 +1,9 @@
-"""Differentiable collectives and messages: gradients are those of the sum of all ranks' losses."""
+"""Differentiable collectives and messages: gradients of the sum of all ranks' losses; errors."""
 
+import contextlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.parallel import gradcheck_over_ranks
 from tests.distributed.conformance import on_ranks
+from tests.distributed.harness import run_outcomes
 
 D = fl.functional
 
@@ -19,11 +23,6 @@ WORLDS = [("single", 1), *SEVERAL]
 
 def numbers(rank: int, *shape: int) -> Any:
     return np.random.default_rng([rank, *shape]).standard_normal(shape)
-
-
-def uneven(rank: int, size: int) -> Any:
-    """As many rows as the rank's number, so none on rank 0."""
-    return numbers(rank, rank, 2)
 
 
 def place() -> tuple[int, int]:
@@ -48,58 +47,40 @@ def one_after_the_other(x: Any) -> Any:
     return D.reduce_scatter(D.all_gather(F.exp(y * x)) * y[0, 0])
 
 
-# What each rank computes, and from what.
-CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[Any]]]] = {
-    "all_reduce sum": (D.all_reduce, lambda r, n: [numbers(r, 2, 3)]),
-    "all_reduce avg": (
-        lambda x: F.exp(D.all_reduce(x, 0.7, op="avg")) * x,
-        lambda r, n: [numbers(r, 2, 3)],
-    ),
-    "all_reduce scalar": (lambda x: D.all_reduce(F.sum(x)), lambda r, n: [numbers(r, 4)]),
-    "all_gather": (lambda x: F.exp(D.all_gather(x)), lambda r, n: [numbers(r, 2, 2)]),
-    "all_gather uneven": (
-        lambda x: F.exp(D.all_gather(x)),
-        lambda r, n: [numbers(r, 2 * r + 1, 2)],
-    ),
-    "all_gather of nothing on rank 0": (
-        lambda x: F.exp(D.all_gather(x)),
-        lambda r, n: [uneven(r, n)],
-    ),
-    "all_gather of nothing at all": (D.all_gather, lambda r, n: [np.zeros((0, 2))]),
-    "all_gather scalar": (lambda x: D.all_gather(F.sum(x * x)), lambda r, n: [numbers(r, 3)]),
-    "all_gather transposed": (
-        lambda x: D.all_gather(F.transpose(x)) * 2.0,
-        lambda r, n: [numbers(r, 3, 2)],
-    ),
+Shape = tuple[int, ...] | Callable[[int, int], tuple[int, ...]]
+# What each rank computes, and from an array of which shape; some have another one on each rank.
+CASES: dict[str, tuple[Callable[..., Any], Shape]] = {
+    "all_reduce sum": (D.all_reduce, (2, 3)),
+    "all_reduce avg": (lambda x: F.exp(D.all_reduce(x, 0.7, op="avg")) * x, (2, 3)),
+    "all_reduce scalar": (lambda x: D.all_reduce(F.sum(x)), (4,)),
+    "all_gather": (lambda x: F.exp(D.all_gather(x)), (2, 2)),
+    "all_gather uneven": (lambda x: F.exp(D.all_gather(x)), lambda r, n: (2 * r + 1, 2)),
+    "all_gather of nothing on rank 0": (lambda x: F.exp(D.all_gather(x)), lambda r, n: (r, 2)),
+    "all_gather of nothing at all": (D.all_gather, (0, 2)),
+    "all_gather scalar": (lambda x: D.all_gather(F.sum(x * x)), (3,)),
+    "all_gather transposed": (lambda x: D.all_gather(F.transpose(x)) * 2.0, (3, 2)),
     "reduce_scatter sum": (
-        lambda x: F.exp(D.reduce_scatter(x, scale=0.5)),
-        lambda r, n: [numbers(r, 2 * n, 2)],
-    ),
-    "reduce_scatter avg": (lambda x: D.reduce_scatter(x, op="avg"), lambda r, n: [numbers(r, n)]),
-    "broadcast": (lambda x: F.exp(D.broadcast(x)) * x, lambda r, n: [numbers(r, 3)]),
+        lambda x: F.exp(D.reduce_scatter(x, scale=0.5)), lambda r, n: (2 * n, 2)),
+    "reduce_scatter avg": (lambda x: D.reduce_scatter(x, op="avg"), lambda r, n: (n,)),
+    "broadcast": (lambda x: F.exp(D.broadcast(x)) * x, (3,)),
     "broadcast from the last": (
-        lambda x: F.sin(D.broadcast(x, fl.get_world_size() - 1)),
-        lambda r, n: [numbers(r, 2, 2)],
-    ),
-    "all_to_all": (lambda x: F.exp(D.all_to_all(x)), lambda r, n: [numbers(r, 2 * n, 2)]),
+        lambda x: F.sin(D.broadcast(x, fl.get_world_size() - 1)), (2, 2)),
+    "all_to_all": (lambda x: F.exp(D.all_to_all(x)), lambda r, n: (2 * n, 2)),
     "all_to_all uneven": (
         lambda x: F.exp(D.all_to_all(x, rows=parts(*place()))) * float(place()[0] + 1),
-        lambda r, n: [numbers(r, sum(parts(r, n)), 2)],
-    ),
-    "two in one graph": (two_in_one_graph, lambda r, n: [numbers(r, 2, 2)]),
-    "one after the other": (one_after_the_other, lambda r, n: [numbers(r, 2, 2)]),
-    "twice the same": (
-        lambda x: D.all_reduce(x) * D.all_reduce(x * x),
-        lambda r, n: [numbers(r, 3)],
-    ),
-}
+        lambda r, n: (sum(parts(r, n)), 2)),
+    "two in one graph": (two_in_one_graph, (2, 2)),
+    "one after the other": (one_after_the_other, (2, 2)),
+    "twice the same": (lambda x: D.all_reduce(x) * D.all_reduce(x * x), (3,)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(*WORLDS)
 def test_gradients_are_those_of_all_ranks_losses(rank: int, size: int, name: str) -> None:
-    function, arrays = CASES[name]
-    gradcheck_over_ranks(function, arrays(rank, size))
+    function, shape = CASES[name]
+    shape = shape(rank, size) if callable(shape) else shape
+    gradcheck_over_ranks(function, [numbers(rank, *shape)])
 
 
 @on_ranks(*WORLDS)
@@ -346,3 +327,115 @@ def test_gradcheck_finds_a_wrong_gradient_and_raises_on_every_rank(rank: int, si
         assert words in str(caught.value)
     with pytest.raises(TypeError, match="float64"):
         gradcheck_over_ranks(lambda x: x, [np.ones(1, np.float32)])
+
+
+by_backend = pytest.mark.parametrize("backend", ["gloo", "shm"])
+
+
+def stay_away(rank: int, size: int, message: bool, fifo: Path) -> str:
+    """Rank 1 has no use for its result, so it never runs a backward pass."""
+    x = fl.param(np.ones(2))
+    if rank == 1:
+        D.recv(x, 0) if message else D.all_reduce(x)
+        fifo.read_bytes()  # ends when rank 0 has given up
+        for _ in range(2):  # in shared memory the first still sees what rank 0 has called
+            with contextlib.suppress(fl.errors.DistributedError):
+                fl.barrier()
+        return ""
+    y = D.send(x, 1) if message else D.all_reduce(x)
+    try:
+        with pytest.raises(fl.errors.CollectiveTimeoutError) as caught:
+            F.sum(y).backward()
+    finally:
+        fifo.write_bytes(b"")
+    assert x.grad is None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [pytest.param("gloo", True, marks=pytest.mark.slow), ("shm", False)],
+)
+def test_a_rank_without_a_backward_pass_is_named(
+    backend: str, message: bool, tmp_path: Path
+) -> None:
+    fifo = tmp_path / "given up"
+    os.mkfifo(fifo)
+    params = {"BACKEND": backend, "TIMEOUT": 1}
+    first, second = run_outcomes(stay_away, 2, message, fifo, params=params)
+    assert first.ok, first.report()
+    assert second.ok, second.report()
+    assert "rank 0 of 2" in first.value
+    assert "rank 1 did not" in first.value
+
+
+def after_a_mismatch(run: Callable[[], Any], x: Any) -> str:
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        run()
+    assert x.grad is None
+    x.zero_grad()
+    F.sum(D.all_reduce(x)).backward()  # the group lives on, and all count alike
+    assert x.grad.tolist() == [2, 2]
+    return str(caught.value)
+
+
+def skip_one(rank: int, size: int) -> str:
+    """Rank 1 has no use for its second result: its first must not meet rank 0's second."""
+    x = fl.param(np.ones(2))
+    results = [D.all_reduce(x), D.all_reduce(x)]
+    loss = F.sum(results[0] * 3.0 if rank else results[0] * results[1])
+    return after_a_mismatch(loss.backward, x)
+
+
+@on_ranks(("gloo", 2), ("shm", 2))
+def test_a_forward_pass_is_distinguished_from_a_backward_pass(rank: int, size: int) -> None:
+    """Rank 1 goes on with the next forward pass instead of a backward pass."""
+    x = fl.param(np.ones(2))
+    loss = F.sum(D.all_reduce(x))
+    message = after_a_mismatch((lambda: D.all_reduce(x)) if rank else loss.backward, x)
+    assert "rank 0 called all_reduce(int64" in message
+    assert "rank 1 called all_reduce(float64" in message
+
+
+def other_order(rank: int, size: int) -> str:
+    """Two passes, in another order on each rank."""
+    x = fl.param(np.ones(2))
+    losses = [F.sum(D.all_reduce(x)), F.sum(D.all_reduce(x) * 2.0)]
+    return after_a_mismatch(losses[rank].backward, x)
+
+
+NUMBERS = {skip_one: (2, 1), other_order: (1, 2)}
+
+
+@by_backend
+@pytest.mark.parametrize("function", NUMBERS)
+def test_ranks_at_different_collectives_report_which(
+    pool: Any, backend: str, function: Any
+) -> None:
+    messages = pool(2, params={"BACKEND": backend}).run(function)
+    for rank, message in enumerate(messages):
+        assert f"[functional.all_reduce] rank {rank} of 2" in message
+    numbers = [
+        [int(text.split()[0].strip(".,")) for text in message.split("backward pass of number ")[1:]]
+        for message in messages
+    ]
+    assert numbers[0] == numbers[1]
+    first, second = NUMBERS[function]
+    assert numbers[0][0] - numbers[0][1] == first - second
+
+
+def crossed_messages(rank: int, size: int) -> str:
+    """Each rank waits for the other message's gradient; they must not take each other's."""
+    x = fl.param(np.ones(20_000))  # a send of little has ended when it returns
+    ends = [(D.recv(x, 0) * 1.0 if rank else D.send(x, 1)) for _ in range(2)]
+    with pytest.raises(fl.errors.DistributedError) as caught:
+        F.sum(ends[rank]).backward()
+    assert x.grad is None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
+def test_gradients_of_two_messages_are_not_mixed_up(backend: str) -> None:
+    params = {"BACKEND": backend, "TIMEOUT": 1}
+    outcomes = run_outcomes(crossed_messages, 2, params=params)
+    assert all(outcome.ok for outcome in outcomes), [each.report() for each in outcomes]

@@ -75,23 +75,12 @@ def test_training_ends_near_where_it_ends_without(
         assert reports[0][0] < WORSE[name] * exact, name
 
 
-@on_ranks(("shm", 2))
-def test_a_function_is_a_hook(rank: int, size: int) -> None:
-    """One that only reduces gives the bits of no hook."""
-    gradients = []
-    for hook in (None, lambda bucket: bucket.all_reduce(bucket.flat)):
-        model = build()
-        fl.distribute_module_grads(model, hook=hook)
-        backward(model, rank, size)
-        gradients.append(b"".join(param.grad.tobytes() for param in model.params()))
-    assert gradients[0] == gradients[1]
-
-
 @pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
 @on_ranks(("shm", 2))
 def test_a_full_bucket_starts_while_the_pass_goes_on(
     rank: int, size: int, inline_bytes: int
 ) -> None:
+    """The hook is a function that only reduces: it gives the bits of no hook."""
     reports = []  # for each bucket its number, and which gradients were there
 
     def hook(bucket: Any) -> Any:

@@ -79,11 +79,11 @@ def gradients(model: Any, x: Any, y: Any) -> list[Any]:
     return [param.grad for param in model.params()]
 
 
-def check(results: list[Any], expected: list[Any]) -> None:
+def check(results: list[Any], expected: list[Any], tolerance: float = 1e-10) -> None:
     for got in results:
         for mine, first, want in zip(got, results[0], expected, strict=True):
             np.testing.assert_array_equal(mine, first)
-            np.testing.assert_allclose(mine, want, rtol=0, atol=1e-10)
+            np.testing.assert_allclose(mine, want, rtol=0, atol=tolerance)
 
 
 @contextlib.contextmanager
@@ -122,11 +122,10 @@ def test_training_equals_one_process_with_weights(
     check(world.run(train, schedule), alone(schedule))
 
 
-@by_backend
-def test_it_can_be_used_again(pool: Any, backend: str) -> None:
+@on_ranks(("gloo", 3), ("shm", 3))
+def test_it_can_be_used_again(rank: int, size: int) -> None:
     schedules = (1, 3, 0), (2, 2, 2), (0, 0, 1)
-    world = pool(3, params={"BACKEND": backend})
-    check(world.run(train, *schedules), alone(*schedules))
+    check(fl.all_gather_object(train(rank, size, *schedules)), alone(*schedules))
 
 
 # How rank 0 and rank 1 train, and what the sum of their gradients is divided by.
@@ -138,27 +137,18 @@ SUMS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
 }
 
 
-def train_with(rank: int, size: int, schedule: tuple[int, ...], kind: str) -> Any:
-    return train(rank, size, schedule, **SUMS[kind][0]())
-
-
 @pytest.mark.parametrize("kind", SUMS)
-def test_without_counts_or_with_a_scale_of_ones_own(pool: Any, kind: str) -> None:
-    schedule, (_, total) = (1, 3), SUMS[kind]
-    check(pool(2).run(train_with, schedule, kind), alone(schedule, weighted=False, total=total))
+@on_ranks(("shm", 2))
+def test_without_counts_or_with_a_scale_of_ones_own(rank: int, size: int, kind: str) -> None:
+    schedule, (how, total) = (1, 3), SUMS[kind]
+    found = fl.all_gather_object(train(rank, size, schedule, **how()))
+    check(found, alone(schedule, weighted=False, total=total))
 
 
-def train_compressed(rank: int, size: int, schedule: tuple[int, ...]) -> Any:
-    return train(rank, size, schedule, hook=fl.Float16Compression())
-
-
-def test_compressing_hooks_take_part(pool: Any) -> None:
-    first, *others = pool(3).run(train_compressed, (1, 3, 0))
-    for other in others:
-        for mine, theirs in zip(first, other, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-    for got, want in zip(first, alone((1, 3, 0)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-2)
+@on_ranks(("shm", 3))
+def test_compressing_hooks_take_part(rank: int, size: int) -> None:
+    found = train(rank, size, (1, 3, 0), hook=fl.Float16Compression())
+    check(fl.all_gather_object(found), alone((1, 3, 0)), 1e-2)
 
 
 def accumulate(rank: int, size: int, steps: int) -> Any:
@@ -198,7 +188,10 @@ def test_counts_of_accumulated_passes_add_up(pool: Any) -> None:
     check(pool(2).run(accumulate, 3), [param.array for param in model.params()])
 
 
-def adam_state(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_the_optimizers_state_is_that_of_the_rank_that_trained_to_the_last(
+    rank: int, size: int
+) -> None:
     model = build()
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.01 * (rank + 1))
     fl.distribute_module_grads(model)
@@ -207,17 +200,11 @@ def adam_state(rank: int, size: int) -> Any:
             optimizer.zero_grad()
             backward(model, *batch(rank, step))
             optimizer.step()
-    return optimizer.state_dict()
-
-
-def test_the_optimizers_state_is_that_of_the_rank_that_trained_to_the_last(pool: Any) -> None:
-    first, second = pool(2).run(adam_state)
-    assert first["lr"] == second["lr"] == 0.02
-    assert first["steps"] == second["steps"] == [1] * 4
-    assert type(first["steps"][0]) is int
-    for name in ("mean", "square"):
-        for mine, other in zip(first[name], second[name], strict=True):
-            np.testing.assert_array_equal(mine, other)
+    state = optimizer.state_dict()
+    assert (state["lr"], state["steps"]) == (0.02, [1] * 4)
+    assert type(state["steps"][0]) is int
+    for other in fl.all_gather_object(state):
+        np.testing.assert_equal(other, state)
 
 
 @on_ranks(("shm", 2))

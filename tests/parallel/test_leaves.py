@@ -1,7 +1,16 @@
 """Training leaf by leaf: the same bits on any number of ranks, and clear errors."""
 
+import contextlib
 import functools
+import gc
 import hashlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +19,10 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import random as numbers
-from flashlight_py.parallel import fully_sharded
+from flashlight_py.dataset.shares import contiguous_share
+from flashlight_py.distributed.start import blas
+from flashlight_py.parallel import agreement, fully_sharded
+from flashlight_py.parallel.leaf_tree import additions, fold, push, reduction, rows_needed, stack_of
 from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
 
 F = fl.autograd.functions
@@ -134,7 +146,7 @@ def test_a_thousand_steps_on_one_to_eight_ranks(
     assert set(found) == {after_a_thousand_steps(kind)}
 
 
-def gradients(rank: int, size: int, leaves: int, step: int) -> list[Any]:
+def gradients(leaves: int, step: int) -> list[Any]:
     fl.set_seed(1)
     model = Net("float64")
     model.dropout.ratio = 0.0
@@ -148,12 +160,14 @@ def gradients(rank: int, size: int, leaves: int, step: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_gradients_are_those_of_the_mean_over_the_whole_batch(ranks: Any, step: int) -> None:
-    expected = gradients(0, 1, 0, step)
-    for of_rank in ranks.run(gradients, 8, step):
-        assert [g is None for g in of_rank] == [False] * 5 + [True] * 2
-        for got, wanted in zip(of_rank[:5], expected[:5], strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
+@on_ranks()
+def test_gradients_are_those_of_the_mean_over_the_whole_batch(
+    rank: int, size: int, step: int
+) -> None:
+    found = gradients(8, step)
+    assert [g is None for g in found] == [False] * 5 + [True] * 2
+    for got, wanted in zip(found[:5], gradients(0, step)[:5], strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
 
 
 def test_going_on_with_other_numbers_of_ranks_ends_with_the_same_bits(
@@ -179,3 +193,267 @@ def test_leaves_of_a_sharded_module_take_the_place_of_its_own_sums(rank: int, si
     fl.fully_shard(model)  # back to sums over whole passes
     model(fl.input(np.ones((2, 3), np.float32))).mean().backward()
     assert model.params()[0].grad is not None
+
+
+def small(leaves: int | None = 4, **how: Any) -> Any:
+    fl.set_seed(0)
+    model = fl.nn.Linear(12, 3)
+    fl.distribute_module_grads(model, leaves=leaves, **how)
+    return model
+
+
+def one_step(model: Any, x: Any, y: Any) -> None:
+    for part in fl.leaves(model, x, y):
+        backward(model, *part)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"reducer": fl.InlineReducer(1.0)}, ValueError, "takes no reducer"),
+        ({"hook": fl.Float16Compression()}, ValueError, "takes no hook"),
+        ({"scale": 1.0}, ValueError, "takes no scale"),
+        ({"bucket_bytes": 1}, ValueError, "takes no bucket_bytes"),
+        ({"check_finite": True}, ValueError, "takes no check_finite"),
+        ({"leaves": 0}, ValueError, "leaves must be at least 1"),
+        ({"leaves": 2.5}, TypeError, "leaves must be"),
+    ],
+)
+def test_what_leaves_cannot_be_combined_with(how: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        small(**how)
+
+
+def test_other_ways_to_reduce_refuse_a_module_with_leaves() -> None:
+    model = small()
+    with pytest.raises(ValueError, match=r"no_sync: .* leaves=4.* larger global batch"):
+        fl.no_sync(model).__enter__()
+    with pytest.raises(ValueError, match=r"join: .* leaves=4"):
+        fl.join(model).__enter__()
+    with pytest.raises(ValueError, match="use one of both"):
+        fl.DistributedOptimizer(optimizer_of(model, "sgd")).step()
+    fl.distribute_module_grads(model)
+    with pytest.raises(ValueError, match=r"leaves: call distribute_module_grads\(module, leaves=8"):
+        fl.leaves(model, np.ones((4, 12)))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "words"),
+    [
+        ((), TypeError, "got none"),
+        ((np.ones(4), np.ones(5)), ValueError, "same number of rows.* got 4, 5"),
+        ((np.ones((0, 12)),), ValueError, "at least one; got 0"),
+        ((np.ones(()),), TypeError, r"ndarray of shape \(\)"),
+        (([1, 2],), TypeError, "of type list"),
+    ],
+)
+def test_arrays_that_are_no_batch(arrays: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        fl.leaves(small(), *arrays)
+
+
+def test_a_leaf_has_exactly_one_backward_pass() -> None:
+    model, (x, y) = small(), batch(0)
+    with pytest.raises(RuntimeError, match="without a backward pass for leaf 0 of 4"):
+        list(fl.leaves(model, x))
+    with pytest.raises(RuntimeError, match="outside of a loop over"):
+        backward(model, x, y)
+    loop = fl.leaves(model, x, y)
+    backward(model, *next(loop))
+    with pytest.raises(RuntimeError, match="a second backward pass for leaf 0 of 4"):
+        backward(model, x, y)
+    with pytest.raises(RuntimeError, match="a second backward pass"):  # also if that was caught
+        next(loop)
+    first, second = fl.leaves(model, x), fl.leaves(model, x)
+    next(first)
+    with pytest.raises(RuntimeError, match="is not over on this rank"):
+        next(second)
+
+
+def test_a_loop_that_is_left_leaves_no_gradient_and_everything_as_it_was() -> None:
+    fl.set_seed(0)
+    model = Net()
+    fl.distribute_module_grads(model, leaves=4)
+    x, y = batch(0)
+    for part in fl.leaves(model, x, y):
+        backward(model, *part)
+        break
+    assert all(param.grad is None for param in model.params())
+    assert model.count == 0
+    assert not model.mean.any()
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in fl.leaves(model, x, y):
+            _ = 1 / 0
+    drawn = numbers.generator().random()  # the package's own generator again
+    one_step(model, x, y)
+    assert model.count == 1
+    assert drawn != numbers.generator().random()
+
+
+def test_a_pass_that_failed_may_be_repeated() -> None:
+    model, (x, y) = small(), batch(0)
+    expected = None
+    for fails in (False, True):
+        for a, b in fl.leaves(model, x, y):
+            if fails:
+                loss = fl.nn.MeanSquaredError()(model(fl.input(a)), fl.no_grad(b))
+                with pytest.raises(ValueError, match="shape"):
+                    loss.backward(np.ones(7, np.float32))
+            backward(model, a, b)
+        expected = model.weight.grad.copy() if expected is None else expected
+    assert expected is not None
+    assert expected.tobytes() == model.weight.grad.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("order", r"array 0 \(rank\(s\) 0: .*first and last row.*; rank\(s\) 1"),
+        ("seed", r"random numbers \(rank"),
+        ("rows", r"rows \(rank\(s\) 0: 37; rank\(s\) 1: 36"),
+        ("step", r"step \(rank\(s\) 0: 0; rank\(s\) 1: 1"),
+        ("arguments", "expected arrays with the same number of rows"),
+    ],
+)
+@on_ranks(("shm", 2))
+def test_ranks_at_different_batches(rank: int, size: int, what: str, words: str) -> None:
+    model, (x, y) = small(), batch(0)
+    if what == "order" and rank == 1:
+        x, y = x[::-1], y[::-1]
+    if what == "seed" and rank == 1:
+        fl.set_seed(17)
+    if what == "rows" and rank == 1:
+        x, y = x[:-1], y[:-1]
+    if what == "arguments" and rank == 1:
+        y = y[:-1]
+    if what == "step" and rank == 1:
+        for _ in fl.leaves(model, x, y):
+            break
+    is_own = what == "arguments" and rank == 1
+    with pytest.raises(ValueError if is_own else fl.errors.MismatchError, match=words):
+        one_step(model, x, y)
+
+
+OTHER_CORE = """
+import sys
+import flashlight_py as fl
+fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, int(sys.argv[1]), 2, {"FILE_PATH": sys.argv[2]})
+try:
+    fl.distribute_module_grads(fl.nn.Linear(2, 2), leaves=8)
+except fl.errors.MismatchError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_another_core_type_of_openblas_is_found(tmp_path: Path) -> None:
+    if not blas.use_one_thread()[0]:
+        pytest.skip("NumPy's BLAS is no OpenBLAS")
+    command = [sys.executable, "-c", OTHER_CORE]
+    cores: list[dict[str, str]] = [{}, {"OPENBLAS_CORETYPE": "Nehalem"}]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "meet")],
+            env={**os.environ, **core},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, core in enumerate(cores)
+    ]
+    for process in processes:
+        text, _ = process.communicate(timeout=60)
+        assert re.search(r"BLAS core type differs \(rank\(s\) 0: .*; rank\(s\) 1: Nehalem on", text)
+
+
+def test_a_module_that_is_gone_takes_its_rows_along() -> None:
+    model = Net()
+    fl.distribute_module_grads(model, leaves=4)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("core", "BLAS core type differs.*Old on .*OPENBLAS_CORETYPE=Haswell"),
+        ("features", "CPU features.*Old on .*NPY_DISABLE_CPU_FEATURES"),
+        ("threads", "one thread.*not so on rank 1 on .*OMP_NUM_THREADS=1"),
+        ("leaves", r"leaves differs.*rank\(s\) 1: 5 on "),
+    ],
+)
+@on_ranks(("shm", 2))
+def test_ranks_with_other_arithmetic(rank: int, size: int, name: str, words: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and name in ("threads", "core"):
+            found = (2, "") if name == "threads" else (1, "Old")
+            patch.setattr(blas, "use_one_thread", lambda: found)
+        elif rank == 1 and name == "features":
+            patch.setattr(agreement, "_features", lambda: "Old")
+        error = ValueError if name == "threads" else fl.errors.MismatchError
+        with pytest.raises(error, match=words):
+            small(leaves=4 + rank if name == "leaves" else 4)
+
+
+def in_words(leaves: range, count: int) -> list[str]:
+    """What is on the stack of a rank that merges whenever it can."""
+    stack: list[range] = []
+    words: list[str] = []
+    for leaf in leaves:
+        words.append(str(leaf))
+        for _ in range(push(stack, range(leaf, leaf + 1), count)):
+            last = words.pop()
+            words[-1] = f"({words[-1]}+{last})"
+    return words
+
+
+def test_the_tree_of_eight_leaves() -> None:
+    assert in_words(range(8), 8) == ["(((0+1)+(2+3))+((4+5)+(6+7)))"]
+    assert in_words(range(6), 6) == ["(((0+1)+(2+3))+(4+5))"]
+    assert in_words(range(7), 7) == ["(((0+1)+(2+3))+((4+5)+6))"]
+    assert in_words(range(3, 6), 8) == ["3", "(4+5)"]
+
+
+@pytest.mark.parametrize("hosts", ["one", "two", "as many as ranks"])
+def test_any_number_of_ranks_adds_up_the_same_tree(hosts: str) -> None:
+    for count, ranks in itertools.product(range(1, 10), range(1, 12)):
+        per_host = {"one": ranks, "two": ranks // 2}.get(hosts, 1)
+        if not per_host or ranks % per_host:
+            continue
+        stacks = []
+        for rank in range(ranks):
+            leaves, depth = stack_of(count, rank, ranks)
+            assert [*itertools.chain(*leaves)] == [*contiguous_share(count, rank, ranks)]
+            assert depth <= rows_needed(count, ranks)
+            *merged, last = [*contiguous_share(count, rank, ranks)] or [None]
+            stacks.append([*in_words(merged, count), *([] if last is None else [str(last)])])
+            assert len(stacks[-1]) == len(leaves)
+        by_host, steps = reduction(count, ranks, per_host)
+        sums = []
+        for host, subtrees in enumerate(by_host):
+            for places, own_steps in subtrees:
+                parts = [stacks[host * per_host + place][row] for place, row in places]
+                sums.append(added(parts, own_steps))
+        assert added(sums, steps) == in_words(range(count), count)[0], (count, ranks)
+
+
+def added(sums: list[str], steps: Sequence[tuple[int, int]]) -> str:
+    for a, b in steps:
+        sums[a] = f"({sums[a]}+{sums[b]})"
+    return sums[0]
+
+
+def test_a_rank_holds_few_rows() -> None:
+    assert [rows_needed(8, ranks) for ranks in (1, 2, 3, 4, 5, 8, 9)] == [4, 3, 3, 2, 2, 1, 1]
+    assert additions([range(2), range(2, 3), range(3, 4)], 4) == [(1, 2), (0, 1)]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+def test_folding_adds_in_the_order_of_the_steps_into_all_targets(scale: float) -> None:
+    random = np.random.default_rng(0)
+    a, b, c = random.standard_normal((3, 40_000), dtype=np.float32)
+    expected = (a + (b + c)) * np.float32(scale)
+    other = np.zeros_like(a)
+    fold([a, b, c], [(1, 2), (0, 1)], scale, [a, other])
+    assert a.tobytes() == other.tobytes() == expected.tobytes()

@@ -10,26 +10,12 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks
-
-
-class Counting(fl.nn.Module):
-    """A layer, an array of state and a number of state."""
-
-    def __init__(self) -> None:
-        self.inside = fl.nn.Linear(3, 2)
-        self.add_buffer("seen", np.zeros(2, np.int64))
-        self.add_buffer("mean", np.float64(0.0))
-
-    def forward(self, x: Any) -> Any:
-        if self.training:
-            self.seen += len(x.array)
-            self.mean = self.mean + x.array.mean(dtype=np.float64)
-        return self.inside(x)
+from tests.parallel.trees import Counting
 
 
 def build(seed: int) -> Any:
     fl.set_seed(seed)
-    return Counting()
+    return Counting(3, 2)
 
 
 def state(model: Any) -> dict[str, Any]:
@@ -76,12 +62,12 @@ def test_gradients_and_parameters_of_a_group(rank: int, size: int) -> None:
         distribute()
         model.zero_grad()
         model(fl.input(np.full((1, 3), rank, np.float32))).backward(np.ones((1, 2), np.float32))
-        reported.append(model.inside.weight.grad.tolist())
+        reported.append(model.layer.weight.grad.tolist())
     model.zero_grad()
     plain = build(0)
     plain(fl.input(np.full((1, 3), rank, np.float32))).backward(np.ones((1, 2), np.float32))
     fl.all_reduce_gradients(plain, 0.5, group=group)
-    reported.append(plain.inside.weight.grad.tolist())
+    reported.append(plain.layer.weight.grad.tolist())
     group.close()
     assert reported == [[[1.0 + rank % 2] * 3] * 2] * 4
 
@@ -97,44 +83,35 @@ def test_broadcast_parameters_names_itself_and_the_parameter_that_differs(
     assert str(caught.value).startswith(start + kinds)
 
 
-def start(rank: int, size: int, how: str) -> list[str]:
+# How ranks start, of which the last two differ.
+STARTS = [*("broadcast", "averaged", "same seed", "ignored"),
+          *("distribute_module_grads", "DistributedOptimizer")]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", STARTS)
+@on_ranks(("shm", 3))
+def test_ranks_that_start_from_others_are_named_once(rank: int, size: int, how: str) -> None:
     model = build(rank if how != "same seed" else 0)
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1))
     if how == "averaged":
         fl.all_reduce_parameters(model)
     if how == "broadcast":
         fl.broadcast_parameters(model)
-    ignore = ["inside.weight", model.inside.bias] if how == "ignored" else []
+    ignore = ["layer.weight", model.layer.bias] if how == "ignored" else []
     if ignore:
         model.other = fl.param(np.zeros(1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fl.distribute_module_grads(model, ignore=ignore)
-    return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
-
-
-def start_an_optimizer(rank: int, size: int, how: str) -> list[str]:
-    model = build(rank)
-    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
+        if how == "DistributedOptimizer":
             optimizer.step()
-    return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
-
-
-@pytest.mark.parametrize("how", ["broadcast", "averaged", "same seed", "ignored"])
-def test_ranks_that_start_from_the_same_are_not_warned(pool: Any, how: str) -> None:
-    assert pool(3).run(start, how) == [[], [], []]
-
-
-@pytest.mark.parametrize("way", ["distribute_module_grads", "DistributedOptimizer"])
-def test_ranks_that_start_from_others_are_named_once(pool: Any, way: str) -> None:
-    function = start if way == "distribute_module_grads" else start_an_optimizer
-    first, *others = pool(3).run(function, "different")
-    assert others == [[], []]
-    assert len(first) == 1
-    assert first[0].startswith(f"test_parameters.py: {way}: rank 0 of 3: rank(s) 1, 2 start from ")
-    assert "fl.broadcast_parameters(module)" in first[0]
+            optimizer.step()
+        else:
+            fl.distribute_module_grads(model, ignore=ignore)
+    found = [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
+    assert len(found) == (rank == 0 and how in STARTS[-2:])
+    for text in found:
+        assert text.startswith(f"test_parameters.py: {how}: rank 0 of 3: rank(s) 1, 2 start from ")
+        assert "fl.broadcast_parameters(module)" in text
 
 
 @on_ranks(("shm", 2))
@@ -164,7 +141,8 @@ def test_buffers_are_those_of_rank_0_before_each_forward_pass_in_training(
     assert after == (first if rank == 0 else [[2, 2.0], [3, 3.0], [3, 3.0], [5, 5.0], [7]])
 
 
-def buffers_of_steps(rank: int, size: int) -> list[list[float]]:
+@on_ranks(("shm", 2))
+def test_buffers_are_given_also_if_a_rank_replaces_one(rank: int, size: int) -> None:
     """The plan of the buffers is kept, but not if a rank has replaced or reshaped one."""
     model, found = fl.nn.BatchNorm(2), []
     fl.distribute_module_grads(model)
@@ -178,13 +156,8 @@ def buffers_of_steps(rank: int, size: int) -> list[list[float]]:
         model.running_mean = np.zeros(3, np.float32)
     with pytest.raises(fl.errors.MismatchError, match=r'tree\["running_mean"\] \(rank\(s\) 0: '):
         model(x)
-    return found
-
-
-def test_buffers_are_given_also_if_a_rank_replaces_one(pool: Any) -> None:
-    first, second = pool(2).run(buffers_of_steps)
     mean = np.zeros(2)
-    for own, other in zip(first, second, strict=True):
+    for own, other in zip(*fl.all_gather_object(found), strict=True):
         np.testing.assert_allclose(own, mean * 0.9 + np.array([0.1, 0.2]), rtol=1e-6)
         np.testing.assert_allclose(other, mean * 0.9 + np.array([0.2, 0.4]), rtol=1e-6)
         mean = np.array(own)
@@ -199,20 +172,16 @@ def test_what_is_ignored_is_each_ranks_own(rank: int, size: int) -> None:
     model.own.register_grad_hook(lambda variable: fired.append(variable.shape))
     x = fl.input(np.full((1, 3), rank + 1, np.float32))
     (model(x)[0, :1] * model.own).backward(np.ones(1 + rank, np.float32))
-    weight = model.inside.weight.grad[0].tolist()
-    fl.distribute_module_grads(model, ignore=["own", "inside.bias", "seen", "mean"])
-    assert model.inside.bias.hook is None  # of the first call, which the second one replaced
+    weight = model.layer.weight.grad[0].tolist()
+    fl.distribute_module_grads(model, ignore=["own", "layer.bias", "seen", "mean"])
+    assert model.layer.bias.hook is None  # of the first call, which the second one replaced
     assert model.before_forward is None
-    optimizer = fl.optim.SGDOptimizer(model.inside.params(), 0.1 * (1 + rank), momentum=0.9)
+    optimizer = fl.optim.SGDOptimizer(model.layer.params(), 0.1 * (1 + rank), momentum=0.9)
     model.mean = np.float64(rank)
     with fl.join(model, optimizer):
         if rank:
             (model(x)[0, :1] * model.own).backward(np.ones(2, np.float32))
-    assert (model.own.shape, float(model.mean), optimizer.lr) == (
-        (1 + rank,),
-        rank + 2.0 * rank,
-        0.2,
-    )
+    assert (model.own.shape, float(model.mean), optimizer.lr) == ((1 + rank,), 3.0 * rank, 0.2)
     assert weight == [5.0] * 3  # (1 * 2 + 2 * 2 * 2) / 2
     assert model.own.grad.shape == (1 + rank,)
     assert fired == [(1 + rank,)] * (1 + rank)  # on rank 1 once more, in join

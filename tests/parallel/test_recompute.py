@@ -11,7 +11,7 @@ import flashlight_py as fl
 from flashlight_py import nn
 from flashlight_py.parallel import fully_sharded
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
-from tests.distributed.conformance import BACKENDS, ranks_in
+from tests.distributed.conformance import on_ranks, ranks_in
 
 ranks = ranks_in(("shm", 2), slow=[("gloo", 3)])
 
@@ -83,33 +83,23 @@ def by_leaves(again: Callable[[Any], Any]) -> list[bytes]:
     return [array.tobytes() for array in net.state_dict().values()]
 
 
-def same_bits_by_leaves(rank: int, size: int) -> list[bytes]:
+@on_ranks()
+def test_the_streams_of_leaves_are_replayed(rank: int, size: int) -> None:
     plain = by_leaves(lambda module: module)
     assert by_leaves(fl.recompute) == plain
-    return plain
+    assert fl.all_gather_object(plain) == [plain] * size
 
 
-def test_the_streams_of_leaves_are_replayed(ranks: Any) -> None:
-    first, *others = ranks.run(same_bits_by_leaves)
-    assert all(other == first for other in others)
-
-
-@mock.patch.object(fully_sharded, "SMALL_BYTES", 0)
-def same_bits_sharded(rank: int, size: int, how: str) -> None:
-    assert sharded(rank, fl.recompute, how) == sharded(rank, lambda module: module, how)
-
-
-def test_a_sharded_model_is_trained_as_before(pool: Any) -> None:
-    pool(2, **BACKENDS["shm"][1]).run_each(same_bits_sharded, [(how,) for how in SHARDED])
-
-
-def same_bits(rank: int, size: int, bucket_bytes: int) -> list[bytes]:
-    plain = trained(rank, lambda module: module, bucket_bytes)
-    assert trained(rank, fl.recompute, bucket_bytes) == plain
-    return plain[:-1]
+@pytest.mark.parametrize("how", SHARDED)
+@on_ranks(("shm", 2))
+def test_a_sharded_model_is_trained_as_before(rank: int, size: int, how: str) -> None:
+    with mock.patch.object(fully_sharded, "SMALL_BYTES", 0):
+        assert sharded(rank, fl.recompute, how) == sharded(rank, lambda module: module, how)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 64])
-def test_gradients_travel_as_before(ranks: Any, bucket_bytes: int) -> None:
-    first, *others = ranks.run(same_bits, bucket_bytes)
-    assert all(other == first for other in others)
+@on_ranks()
+def test_gradients_travel_as_before(rank: int, size: int, bucket_bytes: int) -> None:
+    plain = trained(rank, lambda module: module, bucket_bytes)
+    assert trained(rank, fl.recompute, bucket_bytes) == plain
+    assert fl.all_gather_object(plain[:-1]) == [plain[:-1]] * size

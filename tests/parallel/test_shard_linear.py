@@ -9,7 +9,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import nn
-from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.calls import journal
 from tests.distributed.conformance import on_ranks, ranks_in
 
 ranks = ranks_in(("shm", 2), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])

@@ -46,6 +46,29 @@ def test_the_marks_of_a_step_that_was_not_completed(sharded: Any) -> None:
     model(fl.input(np.zeros((1, 30), np.float32)))
 
 
+def test_all_parameters_of_a_module_change_together(
+    sharded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = sharded
+    (shards,), calls = optimizer._shards, []
+    changing = type(shards).changing
+    monkeypatch.setattr(
+        type(shards), "changing", lambda own, what: calls.append(what) or changing(own, what)
+    )
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    assert calls == ["SGDOptimizer.step"]
+
+
+def test_state_of_another_shape_is_refused(sharded: Any) -> None:
+    _, optimizer = sharded
+    state = optimizer.state_dict()
+    state["velocity"][0] = state["velocity"][0].reshape(-1)
+    words = r"'velocity' of parameter 0 has shape \(1200,\), expected \(40, 30\)"
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(state)
+
+
 def test_another_thread_waits_for_a_step_and_the_same_one_is_told(sharded: Any) -> None:
     """A step that goes on is no rank that has ended in it."""
     (model, optimizer), x = sharded, fl.input(np.zeros((1, 30), np.float32))

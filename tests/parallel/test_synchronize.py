@@ -14,13 +14,7 @@ from flashlight_py.distributed.start.world import current_world
 from flashlight_py.parallel.tree import plan_of
 from tests.distributed.conformance import on_ranks
 from tests.gpu import test_trees as gpu_trees
-from tests.parallel.trees import Box, Frozen, Point, everything, model_of, optimizer_of
-
-GLOO = {"params": {"BACKEND": "gloo"}}
-WORLDS = [(1, {}), (2, {}), (3, {}), (2, GLOO), (3, GLOO)]
-every_world = pytest.mark.parametrize(
-    ("size", "world"), WORLDS, ids=lambda w: str(w) if isinstance(w, int) else "gloo" * bool(w)
-)
+from tests.parallel.trees import Point, everything, model_of, optimizer_of
 
 
 def values(tree: Any) -> tuple[bytes, list[str]]:
@@ -35,30 +29,27 @@ def memory(tree: Any) -> list[int]:
     return [array.ctypes.data for array in plan_of(tree).arrays]
 
 
-def synchronize_everything(rank: int, size: int, root: int) -> None:
-    tree = everything(10 * rank + 3)
-    before = memory(tree)
-    own = tree["left alone"][1], tree["classes"][0].label
-    inside = {id(tree[name]) for name in tree if not isinstance(tree[name], tuple)}
-    result = fl.synchronize(tree, root)
-    assert result is tree
-    assert values(tree) == values(everything(10 * root + 3))
-    assert memory(tree) == before
-    assert (tree["left alone"][1], tree["classes"][0].label) == own
-    assert inside == {id(tree[name]) for name in tree if not isinstance(tree[name], tuple)}
-    assert tree["shared"][0] is tree["shared"][1]["again"]
-    assert tree["cycle"][1]["back"] is tree["cycle"]
-    assert type(tree["tuples"][1]) is Point
-    assert tree["classes"][2].square == tree["classes"][2].rate ** 2
-
-
-@every_world
-def test_everything_becomes_the_roots_in_place(pool: Any, size: int, world: Any) -> None:
+@on_ranks(("single", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
+def test_everything_becomes_the_roots_in_place(rank: int, size: int) -> None:
     for root in range(size):
-        pool(size, **world).run(synchronize_everything, root)
+        tree = everything(10 * rank + 3)
+        before = memory(tree)
+        own = tree["left alone"][1], tree["classes"][0].label
+        inside = {id(tree[name]) for name in tree if not isinstance(tree[name], tuple)}
+        result = fl.synchronize(tree, root)
+        assert result is tree
+        assert values(tree) == values(everything(10 * root + 3))
+        assert memory(tree) == before
+        assert (tree["left alone"][1], tree["classes"][0].label) == own
+        assert inside == {id(tree[name]) for name in tree if not isinstance(tree[name], tuple)}
+        assert tree["shared"][0] is tree["shared"][1]["again"]
+        assert tree["cycle"][1]["back"] is tree["cycle"]
+        assert type(tree["tuples"][1]) is Point
+        assert tree["classes"][2].square == tree["classes"][2].rate ** 2
 
 
-def count_transfers(rank: int, size: int) -> list[int]:
+@on_ranks(("shm", 2))
+def test_all_dtypes_share_a_transfer_and_shared_arrays_are_in_it_once(rank: int, size: int) -> None:
     """The bytes of each transfer, seen by a spy: there is no other way to count them."""
     module: Any = importlib.import_module("flashlight_py.parallel.synchronize")
     real, sizes = module.broadcast, []
@@ -75,11 +66,7 @@ def count_transfers(rank: int, size: int) -> list[int]:
     finally:
         module.broadcast = real
     assert (shared == 0).all()
-    return sizes
-
-
-def test_all_dtypes_share_a_transfer_and_shared_arrays_are_in_it_once(pool: Any) -> None:
-    assert pool(2).run(count_transfers) == [[8000 + 16 + len(pickle.dumps([1.5]))]] * 2
+    assert sizes == [8000 + 16 + len(pickle.dumps([1.5]))]
 
 
 @on_ranks(("shm", 2))
@@ -96,7 +83,10 @@ def test_arrays_on_gpus_travel_beside_those_on_the_cpu(pool: Any) -> None:
     ranks.run(gpu_trees.synchronize_with_the_cpu)
 
 
-def train_after(rank: int, size: int, kind: str, distributed: bool) -> list[Any]:
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("distributed", [False, True])
+@on_ranks(("shm", 3))
+def test_optimizers_go_on_alike(rank: int, size: int, kind: str, distributed: bool) -> None:
     """Ranks begin with other parameters and other states, and go on with the root's."""
     model = model_of(rank + 1.0)
     optimizer = optimizer_of(model, kind, rank + 1)
@@ -107,15 +97,9 @@ def train_after(rank: int, size: int, kind: str, distributed: bool) -> list[Any]
         for param in model.params():
             param.grad = np.ones_like(param.array)
         optimizer.step()
-    return [*(param.array.copy() for param in model.params()), optimizer.lr]
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-@pytest.mark.parametrize("distributed", [False, True])
-def test_optimizers_go_on_alike(pool: Any, kind: str, distributed: bool) -> None:
-    *others, root = pool(3).run(train_after, kind, distributed)
-    for other in others:
-        np.testing.assert_equal(other, root)
+    found = [*(param.array for param in model.params()), optimizer.lr]
+    for other in fl.all_gather_object(found):
+        np.testing.assert_equal(other, found)
 
 
 @on_ranks(("shm", 2))
@@ -130,10 +114,6 @@ def test_keys_may_be_in_another_order(rank: int, size: int) -> None:
 DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "shape": (lambda r: {"w": [1, np.zeros(2 + r)]}, 'tree["w"][1]', "float64 (3,)"),
     "dtype": (lambda r: (np.zeros(2, ["f4", "f8"][r]),), "tree[0]", "float64 (2,)"),
-    "length": (lambda r: [1] * (3 + r), "tree[3]", "int"),
-    "key": (lambda r: {"ab"[r]: 1}, 'tree["a"]', "nothing"),
-    "class": (lambda r: {"x": [Box, Frozen][r](1)}, 'tree["x"]', "Frozen"),
-    "number": (lambda r: Box([1, [1, 1.0][r]]), "tree.content[1]", "float"),
     "parameter": (lambda r: fl.nn.Linear(2, 3 + r), "tree.weight", "float32 (4, 2)"),
     "state": (lambda r: optimizer_of(model_of(0), ["sgd", "adam"][r], 1), "tree", "AdamOptimizer"),
 }

@@ -1,7 +1,9 @@
-"""TAGI on several ranks is TAGI on one with all the samples."""
+"""TAGI on several ranks is TAGI on one with all the samples; networks that are wrapped again."""
 
+import copy
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from flashlight_py.tagi import (
     Sequential,
 )
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.distributed.harness import run_outcomes
+from tests.distributed.harness import mpirun_command, run_outcomes, run_ranks
+from tests.launch.launcher import run, write
 
 BACKENDS = ["gloo", "shm"]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -151,38 +154,33 @@ def test_synchronised_normalisation_is_that_of_one_process(pool: Any, backend: s
     check_close(states[0], alone(normalised, 2), 2e-6)
 
 
-def statistics(rank: int, size: int) -> Any:
+@on_ranks(("shm", 2))
+def test_local_statistics_are_each_ranks_own_until_they_are_averaged(rank: int, size: int) -> None:
     model = DDPSequential(normalised(), average=False)
     train(model, range(3), lambda step: shares(rank, size, step), lambda step: total(size, step))
-    own = model.state_dict()["BatchNorm2d.1"]
+    first, second = fl.all_gather_object(model.state_dict()["BatchNorm2d.1"])
     model.average_statistics()
-    return own, model.state_dict()["BatchNorm2d.1"]
-
-
-def test_local_statistics_are_each_ranks_own_until_they_are_averaged(pool: Any) -> None:
-    (first, mean), (second, same) = pool(2).run(statistics)
+    means = model.state_dict()["BatchNorm2d.1"]
     for own, other in zip(first[:4], second[:4], strict=True):
         np.testing.assert_array_equal(own, other)  # parameters
-    for own, other, both, again in zip(first[4:], second[4:], mean[4:], same[4:], strict=True):
+    for own, other, mean in zip(first[4:], second[4:], means[4:], strict=True):
         assert not np.array_equal(own, other)
-        np.testing.assert_allclose(both, (own + other) / 2, rtol=1e-6)
-        np.testing.assert_array_equal(both, again)
+        np.testing.assert_allclose(mean, (own + other) / 2, rtol=1e-6)
+        np.testing.assert_array_equal(*fl.all_gather_object(mean))
 
 
-def one_step(rank: int, size: int, average: bool) -> Any:
-    fl.set_seed(0)
-    model = DDPSequential(dense(), average=average)
-    train(model, range(1), lambda _: slice(3 * rank, 3 * rank + 3), lambda _: 3 * size)
-    sums = [bucket.sums[: 2 * bucket.size].copy() for bucket in model.model.buckets]
-    return sums, model.state_dict()
-
-
-def test_averages_are_pytagis(pool: Any) -> None:
+@on_ranks(("shm", 2))
+def test_averages_are_pytagis(rank: int, size: int) -> None:
     """The sums over all samples divided by the number of ranks; without config, as with one."""
-    summed, averaged = (pool(2).run(one_step, average) for average in (False, True))
-    for total, mean in zip(summed[0][0], averaged[0][0], strict=True):
+    sums = []
+    for average in (False, True):
+        fl.set_seed(0)
+        model = DDPSequential(dense(), average=average)
+        train(model, range(1), lambda _: slice(3 * rank, 3 * rank + 3), lambda _: 3 * size)
+        sums.append([bucket.sums[: 2 * bucket.size].copy() for bucket in model.model.buckets])
+    for total, mean in zip(*sums, strict=True):
         np.testing.assert_allclose(mean, total / 2, rtol=1e-5, atol=1e-9)
-    check_same_bits([state for _, state in averaged])
+    check_same_bits(fl.all_gather_object(model.state_dict()))
 
 
 BOUND_AT = {255: 2.0, 256: 3.0}
@@ -355,3 +353,138 @@ def test_the_flight_record_has_a_call_for_each_bucket(pool: Any, tmp_path: Path)
     world = pool(2, env={"FLASHLIGHT_TRACE_DIR": str(tmp_path)})
     for record in world.run(recorded):
         assert record.count(f"{elements}") >= 3
+
+
+@on_ranks(("shm", 2))
+def test_networks_differ_by_their_settings_not_by_what_they_have_seen(rank: int, size: int) -> None:
+    for stride in (1, 2):
+        net = Sequential(Conv2d(1, 2, 2, stride=stride if rank else 1), Linear(4, 2))
+        if rank == 0:
+            net(np.zeros((1, 1, 3, 2)))
+        if stride == 1:
+            DDPSequential(net)
+            continue
+        with pytest.raises(fl.errors.MismatchError, match=r"stride=1(.|\n)*stride=2"):
+            DDPSequential(net)
+
+
+@on_ranks(("shm", 2))
+def test_a_network_may_be_wrapped_again_without_sync(rank: int, size: int) -> None:
+    fl.set_seed(rank)
+    net = normalised()
+    DDPSequential(net, sync=True)
+    model = DDPSequential(net, average=False)
+    with fl.join(model):  # messages of the first one's statistics would have no answer
+        train(model, range(2 + rank), lambda step: slice(rank, rank + 2), lambda _: 4)
+    check_same_bits(fl.all_gather_object(model.state_dict()))
+
+
+@on_ranks(("shm", 2))
+def test_the_network_s_own_backward_pass_is_refused(rank: int, size: int) -> None:
+    """Its sums would be this rank's alone, and the ranks' parameters differ from then on."""
+    fl.set_seed(rank)
+    net = dense()
+    DDPSequential(net, average=False)
+    own = copy.deepcopy(net)  # is no part of it
+    train(own, range(1), lambda _: slice(rank, rank + 2), lambda _: 4)
+    net(np.ones((2, 6)))
+    OutputUpdater().update(net.output_z_buffer, np.ones(6), 0.1, net.input_delta_z_buffer)
+    with pytest.raises(RuntimeError, match="trained by a DDPSequential; call its backward"):
+        net.backward()
+    one, other = fl.all_gather_object(own.state_dict()["Linear.0"][0])
+    assert not np.array_equal(one, other)
+
+
+def wrapped_too_early(rank: int, size: int, folder: str) -> None:
+    model = DDPSequential(dense())
+    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params={"FILE_PATH": folder})
+    with pytest.raises(RuntimeError, match="there are 2 ranks, and there were 1"):
+        train(model, range(1), lambda _: slice(None), lambda _: 4)
+    fl.distributed_shutdown()
+
+
+def test_a_network_that_was_wrapped_before_there_were_ranks_is_refused(tmp_path: Path) -> None:
+    run_ranks(wrapped_too_early, 2, str(tmp_path), init=None)
+
+
+@on_ranks(("shm", 2))
+def test_the_network_s_own_step_has_the_bound_of_all_samples(rank: int, size: int) -> None:
+    fl.set_seed(rank)
+    model = DDPSequential(dense(), average=False)
+    x = np.linspace(-1, 1, 18).reshape(3, 6)[rank : 2 * rank + 1]  # 1 sample, and 2
+    model(x)
+    OutputUpdater().update(
+        model.output_z_buffer, np.ones(3 * len(x)), 0.1, model.input_delta_z_buffer
+    )
+    model.backward()
+    model.eval()
+    model(np.ones((300, 6)))  # nothing of a step
+    model.model.step()
+    check_same_bits(fl.all_gather_object(model.state_dict()))
+
+
+class Trap(fl.tagi.ReLU):
+    """A layer that can raise on its way back."""
+
+    fails = False
+
+    def backward(self, *args: Any) -> Any:
+        if self.fails:
+            raise ValueError("on purpose amid them")
+        return super().backward(*args)
+
+
+@on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 4), slow=[("mpi", 3)])
+def test_a_failed_backward_pass(rank: int, size: int) -> None:
+    fl.set_seed(0)
+    trap = Trap()
+    net = fl.tagi.Sequential(fl.tagi.Linear(3, 8), trap, fl.tagi.Linear(8, 8), fl.tagi.Linear(8, 2))
+    model, updater = fl.tagi.DDPSequential(net, bucket_bytes=300), fl.tagi.OutputUpdater("cpu")
+    for failing_rank, words in ((None, ""), (1, "no deltas"), (0, "on purpose"), (None, "")):
+        model(np.full((4, 3), 1.0 + rank, np.float32))
+        if rank != failing_rank or words != "no deltas":
+            targets = np.ones((4, 2), np.float32)
+            updater.update(model.output_z_buffer, targets, 0.3, model.input_delta_z_buffer)
+        trap.fails = rank == failing_rank
+        if failing_rank is None:
+            model.backward()
+            model.step()
+            continue
+        error = (ValueError, RuntimeError) if rank == failing_rank else fl.errors.MismatchError
+        with pytest.raises(error, match=words):
+            model.backward()
+        trap.fails = False
+    parameters = np.concatenate([x.ravel() for each in net.state_dict().values() for x in each])
+    assert (fl.all_gather(parameters[None]) == parameters).all()
+
+
+SCRIPT_OF_PYTAGI = """
+import numpy as np
+from mpi4py import MPI
+import flashlight_py.tagi as pytagi
+from flashlight_py.tagi.nn import DDPConfig, DDPSequential, Linear, OutputUpdater, Sequential
+
+comm = MPI.COMM_WORLD
+rank, world_size = comm.Get_rank(), comm.Get_size()
+pytagi.manual_seed(42 + rank)
+config = DDPConfig(device_ids=[], backend="nccl", rank=rank, world_size=world_size)
+model = DDPSequential(Sequential(Linear(4, 2)), config, average=True)
+model(np.full(8, rank + 1, np.float32))
+OutputUpdater(model.get_device_with_index()).update(
+    model.output_z_buffer, np.ones(4), np.full(4, 0.1), model.input_delta_z_buffer
+)
+model.backward()
+model.step()
+model.barrier()
+weights = comm.gather(model.model.state_dict()["Linear.0"][0].tobytes(), root=0)
+if rank == 0:
+    print("equal" if len(set(weights)) == 1 else "apart")
+"""
+
+
+def test_a_script_of_pytagi_runs_with_other_imports(tmp_path: Path) -> None:
+    """It knows MPI, and nothing of distributed_init: the config says that there are several."""
+    pytest.importorskip("mpi4py")
+    script = write(tmp_path, SCRIPT_OF_PYTAGI)
+    done = run([*mpirun_command(2), sys.executable, "-W", "error", script])
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

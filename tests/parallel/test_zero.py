@@ -9,11 +9,10 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
-from flashlight_py.distributed.work import Done
 from flashlight_py.errors import MismatchError
-from flashlight_py.parallel import gathered_shards
 from flashlight_py.parallel.gathered_shards import Flat, Reduction, shard_by_gathering
 from tests.distributed.conformance import on_ranks, ranks_in
+from tests.gpu import test_training as gpu_training
 from tests.parallel.test_ways import RULES, Net, one_pass
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), slow=[("shm", 2), ("mpi", 3)])
@@ -22,8 +21,11 @@ ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), slow=[("shm", 2), ("mpi
 WIDTH, LAYERS = 256, 12
 
 
-def peak(rank: int, size: int) -> tuple[float, list[str]]:
-    """Return how many layers a backward pass makes memory for, and what it exchanges in turn."""
+@on_ranks()
+def test_two_layers_are_gathered_at_a_time_and_the_next_one_beforehand(
+    rank: int, size: int
+) -> None:
+    """The gradients of two more are there whole: those computed, and those on their way."""
     model = fl.nn.Sequential(*(fl.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     numbers = {param: number for number, param in enumerate(model.params())}
     shard_by_gathering(model)
@@ -53,18 +55,11 @@ def peak(rank: int, size: int) -> tuple[float, list[str]]:
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    return most / (WIDTH * WIDTH * 4), happened
-
-
-def test_two_layers_are_gathered_at_a_time_and_the_next_one_beforehand(ranks: Any) -> None:
-    """The gradients of two more are there whole: those computed, and those on their way."""
+    assert most / (WIDTH * WIDTH * 4) < LAYERS / size + 4.2
     forward = [f"gather {n}" for n in range(LAYERS)]
     backward = [f"{what} {n}" for n in range(LAYERS - 1, 0, -1) for what in ("gather", "reduce")]
     # The last layer is there from the forward pass; the weight of the first is not needed.
-    expected = [*forward, "reduce 11", *backward[2:], "reduce 0"]
-    for most, happened in ranks.run(peak):
-        assert most < LAYERS / ranks.size + 4.2
-        assert happened == expected
+    assert happened == [*forward, "reduce 11", *backward[2:], "reduce 0"]
 
 
 @on_ranks()
@@ -159,51 +154,8 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
         shard_by_gathering(plain)
 
 
-class OneRank:
-    """A group of this process, for arrays that the verbs of the CPU do not take."""
-
-    rank, size = 0, 1
-
-    def broadcast(self, x: Any, root: int) -> Any:
-        return x
-
-    def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
-        if out is None:
-            return x
-        out[...] = x
-        return Done(out)
-
-    def reduce_scatter(self, x: Any, scale: float, out: Any, async_op: bool) -> Any:
-        out[...] = x * scale
-        return Done(out)
-
-
-def test_stays_in_the_library_of_its_arrays(strict: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_shards, "group_or_world", lambda group: group)
-    monkeypatch.setattr(gathered_shards, "used_on_any_rank", lambda used, group: [*used])
-    random = np.random.default_rng(3)
-    first, second = random.standard_normal((8, 6)), random.standard_normal((2, 8))
-    x = random.standard_normal((4, 6))
-    states = []
-    for library in (np, strict):
-        model = fl.nn.Sequential(
-            fl.nn.Linear(6, 8, dtype="float64"), fl.nn.Tanh(), fl.nn.Linear(8, 2, dtype="float64")
-        )
-        arrays = first, np.linspace(-1, 1, 8), second, np.linspace(-1, 1, 2)
-        for param, array in zip(model.params(), arrays, strict=True):
-            param.data = library.asarray(array.copy())
-        if library is strict:
-            group: Any = OneRank()
-            shard_by_gathering(model, group)
-        optimizer = fl.optim.SGDOptimizer(model.params(), 0.01, 0.9)
-        for _ in range(2):
-            optimizer.zero_grad()
-            for _ in range(2):
-                F.sum(model(fl.input(library.asarray(x)))).backward()
-            optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        model.load_state_dict(model.state_dict())
-        arrays = [*model.state_dict().values(), *optimizer.state_dict()["velocity"]]
-        states.append([fl.device.to_device(array, "cpu") for array in arrays])
-    for got, expected in zip(states[1], states[0], strict=True):
-        np.testing.assert_allclose(got, expected, 0, 1e-12)
+def test_stays_in_the_library_of_its_arrays(pool: Any) -> None:
+    """With the stand-ins for CuPy and NCCL; tests/gpu does the same where there is a GPU."""
+    ranks = pool(2, env={"STAND_IN": "1"})
+    gpu_training.test_parameters_equal_those_of_one_process_on_the_cpu(ranks, "adam", True)
+    gpu_training.test_states_are_those_of_the_whole(ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from selectors import EVENT_READ, EVENT_WRITE, SelectorKey
 from typing import Any
 
@@ -128,8 +128,18 @@ class Selector(File):
         self.unregister(fileobj)
         return self.register(fileobj, events, data)
 
-    def get_map(self) -> _Keys:
-        return _Keys(self)
+    def get_map(self) -> Selector:
+        """Return what is registered: this object has the methods of a mapping that are used."""
+        return self
+
+    def __contains__(self, fileobj: Any) -> bool:
+        return self._number(fileobj) in self.keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def values(self) -> Iterable[SelectorKey]:
+        return self.keys.values()
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         self.world.spend(costs.SELECT)
@@ -166,22 +176,3 @@ class Selector(File):
         for file in self.files.values():
             file.selectors.remove(self)
         self.files, self.keys, self.ready = {}, {}, {}
-
-
-class _Keys:
-    """What a selector waits for."""
-
-    def __init__(self, selector: Selector) -> None:
-        self._selector = selector
-
-    def __contains__(self, fileobj: Any) -> bool:
-        return self._selector._number(fileobj) in self._selector.keys
-
-    def __len__(self) -> int:
-        return len(self._selector.keys)
-
-    def values(self) -> Iterable[SelectorKey]:
-        return self._selector.keys.values()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._selector.keys)

@@ -6,6 +6,7 @@ python -m tests.simulation.measure [RANKS]
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import selectors
 import socket
@@ -29,6 +30,7 @@ from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import Kind
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
+from tests.distributed.jobs import free_port
 from tests.simulation.scenario import Start, native_stood_in_for
 from tests.simulation.world import Host, Process, World, installed
 
@@ -98,23 +100,25 @@ def of_calls() -> dict[str, float]:
 def of_heartbeats(rounds: int = 2000) -> dict[str, float]:
     """Return kWake and kSend of heartbeats.cc: from a message until another process has it."""
     ours, theirs = socket.socketpair()
-    if os.fork() == 0:
-        ours.close()
-        while data := theirs.recv(64):
-            theirs.send(data)
-        os._exit(0)
-    theirs.close()
-    took = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        ours.send(bytes(48))
-        sent = time.perf_counter()
-        ours.recv(64)
-        took.append((time.perf_counter() - begun, sent - begun))
-    ours.close()
-    os.wait()
-    both, sending = (sorted(each)[rounds // 2] for each in zip(*took, strict=True))
-    return {"kWake": both / 2 - sending, "kSend": sending}
+
+    def talk(rank: int) -> dict[str, float]:
+        took = []
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            if rank == 1:
+                theirs.send(theirs.recv(64))
+                continue
+            ours.send(bytes(48))
+            sent = time.perf_counter()
+            ours.recv(64)
+            took.append((time.perf_counter() - begun, sent - begun))
+        if rank == 1:
+            return {}
+        both, sending = (sorted(each)[rounds // 2] for each in zip(*took, strict=True))
+        return {"kWake": both / 2 - sending, "kSend": sending}
+
+    found: dict[str, float] = in_processes(2, talk)[0]
+    return found
 
 
 def of_ranks(n: int = 512) -> dict[str, float]:
@@ -189,9 +193,6 @@ class _Threads(Store):
         self.barrier.wait()
         return roster
 
-    def close(self) -> None:
-        """Hold nothing."""
-
 
 def of_joining(size: int, join: Callable[[Store], Any], rounds: int = 20) -> float:
     """Return how long one of ``size`` ranks computes to ``join``; the median."""
@@ -219,8 +220,7 @@ def of_joining(size: int, join: Callable[[Store], Any], rounds: int = 20) -> flo
 
 def of_admitting(ranks: int = 1000) -> float:
     """Return how long rank 0 computes to let a rank in, besides what it asks the system."""
-    os.environ["FLASHLIGHT_SECRET"] = "s"
-    node = TcpStore("127.0.0.1", _port(), 0, ranks, 9.0).node
+    node = TcpStore("127.0.0.1", free_port(), 0, ranks, 9.0).node
     candidates = [_Candidate(rank, ranks) for rank in range(1, ranks)]
     node._candidates += candidates
     begun = time.process_time()
@@ -264,24 +264,35 @@ class _Candidate:
 
 def of_first_and_second() -> tuple[float, float]:
     """Return what a process that was forked computes for its first start, and for the next one."""
-    os.environ["FLASHLIGHT_SECRET"] = "s"
-    results, result = os.pipe()
-    ports = _port(), _port()
-    for rank in range(2):
-        if os.fork() == 0:
-            took = []
-            for each in range(2):
-                begun = time.process_time()
-                meet(rank, 2, ports[each])
-                took.append(time.process_time() - begun)
-            os.write(result, f"{took[0]} {took[1]}\n".encode())
-            os._exit(0)
-    os.close(result)
-    for _ in range(2):
-        os.wait()
-    with open(results) as file:
-        one, other = zip(*(map(float, line.split()) for line in file), strict=True)
-    return sum(one) / 2, sum(other) / 2
+    ports = free_port(), free_port()
+
+    def start_twice(rank: int) -> list[float]:
+        took = []
+        for port in ports:
+            begun = time.process_time()
+            meet(rank, 2, port)
+            took.append(time.process_time() - begun)
+        return took
+
+    one, other = in_processes(2, start_twice)
+    return (one[0] + other[0]) / 2, (one[1] + other[1]) / 2
+
+
+def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """Return the few numbers that ``work(rank)`` returns in each of ``count`` forked processes."""
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    started = [
+        fork.Process(target=lambda rank=rank: results.put((rank, work(rank))))
+        for rank in range(count)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+        assert process.exitcode == 0
+    found = dict(results.get() for _ in started)
+    return [found[rank] for rank in range(count)]
 
 
 class Kept(NamedTuple):
@@ -352,9 +363,6 @@ class _Replayed(Store):
         self._places.end()
         return roster
 
-    def close(self) -> None:
-        """Hold nothing."""
-
 
 class Seen(NamedTuple):
     """Of a start: seconds until all are up, and what rank 0 and another one compute, on average."""
@@ -364,41 +372,23 @@ class Seen(NamedTuple):
     other: float
 
 
-def _port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def real(ranks: int, begin: Callable[[int, int, int], Any], rounds: int = 5) -> Seen:
     """Have ``ranks`` processes of this machine begin together, at a port; return the least."""
-    os.environ["FLASHLIGHT_SECRET"] = "s"
-    found = [_real(ranks, begin, _port()) for _ in range(rounds)]
+    found = [_real(ranks, begin, free_port()) for _ in range(rounds)]
     return Seen(*map(min, zip(*found, strict=True)))
 
 
 def _real(ranks: int, begin: Callable[[int, int, int], Any], port: int) -> Seen:
-    going, go = os.pipe()
-    results, result = os.pipe()
-    for rank in range(ranks):
-        if os.fork() == 0:
-            os.close(go)
-            os.read(going, 1)
-            cpu = time.process_time()
-            begin(rank, ranks, port)
-            up, cpu = time.monotonic(), time.process_time() - cpu
-            os.write(result, f"{rank} {up} {cpu}\n".encode())
-            os._exit(0)
-    time.sleep(0.5)  # until all wait
-    begun = time.monotonic()
-    for end in (going, go, result):
-        os.close(end)
-    for _ in range(ranks):
-        os.wait()
-    with open(results) as file:
-        rows = sorted(tuple(map(float, line.split())) for line in file)
-    assert len(rows) == ranks, f"{len(rows)} of {ranks} came up"
-    up = max(up for _, up, _ in rows) - begun
-    return Seen(up, rows[0][2], sum(cpu for *_, cpu in rows[1:]) / (ranks - 1))
+    all_wait = multiprocessing.get_context("fork").Barrier(ranks)
+
+    def work(rank: int) -> tuple[float, float, float]:
+        all_wait.wait()
+        begun, cpu = time.monotonic(), time.process_time()
+        begin(rank, ranks, port)
+        return begun, time.monotonic(), time.process_time() - cpu
+
+    begun, up, computed = zip(*in_processes(ranks, work), strict=True)
+    return Seen(max(up) - min(begun), computed[0], sum(computed[1:]) / (ranks - 1))
 
 
 def meet(rank: int, size: int, port: int) -> None:
@@ -406,8 +396,8 @@ def meet(rank: int, size: int, port: int) -> None:
     initialize.meet(lambda: TcpStore("127.0.0.1", port, rank, size, 300.0), Settings())
 
 
-def exchange(times: int) -> Callable[[int, int, int], None]:
-    """Return what makes so many exchanges."""
+def exchanges(times: int) -> Callable[[int, int, int], None]:
+    """Return a function that makes ``times`` exchanges."""
 
     def begin(rank: int, size: int, port: int) -> None:
         store = TcpStore("127.0.0.1", port, rank, size, 300.0)
@@ -428,10 +418,12 @@ def simulated(ranks: int, begin: Callable[[int, int, int], Any] | None = None) -
 
 def main() -> None:
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+    os.environ["FLASHLIGHT_SECRET"] = "s"
     begins = of_beginnings()  # before anything has been joined here
     for name, value in {**begins, **of_calls(), **of_heartbeats(), **of_ranks()}.items():
         print(f"{name} = {value:.3g}")
-    for name, begin in (("1 exchange", exchange(1)), ("9 exchanges", exchange(9)), ("start", None)):
+    begins_of = {"1 exchange": exchanges(1), "9 exchanges": exchanges(9), "start": None}
+    for name, begin in begins_of.items():
         for where, seen in (
             ("real", real(ranks, begin or meet)),
             ("simulated", simulated(ranks, begin)),

@@ -544,14 +544,8 @@ def network_of(world: World) -> dict[str, Any]:
         return new
 
     def getaddrinfo(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
-        named = {each.name: each.address for each in (me().host, world.hosts[0])}
-        if (
-            host.startswith("host")
-            and host[4:].isdecimal()
-            and 0 < int(host[4:]) <= len(world.hosts)
-        ):
-            named[host] = world.hosts[int(host[4:]) - 1].address
-        meant = {"localhost": "127.0.0.1", **named}.get(host, host)
+        found = world.by_name.get(host)
+        meant = found.address if found else {"localhost": "127.0.0.1"}.get(host, host)
         if not meant.replace(".", "").isdecimal():
             raise gaierror(-2, "Name or service not known")
         return [(AF_INET, SOCK_STREAM, 6, "", (meant, port))]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.launch.launcher import run
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "build" / "simulation"
@@ -23,17 +24,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    make = ["make", "-s", "-C", str(Path(__file__).parent), f"OUT={OUT}"]
-    subprocess.run(make, check=True, capture_output=True, text=True)
+    run(["make", "-s", "-C", Path(__file__).parent, f"OUT={OUT}"], code=0)
     return OUT / "heartbeats"
 
 
 def simulate(program: Path, *arguments: object) -> str:
     """Return the last line, which says what was measured; a seed that goes wrong raises."""
-    command = [str(program), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return str(run([program, *arguments], code=0, timeout=None).stdout)
 
 
 def test_any_faults_of_64_ranks(program: Path) -> None:

@@ -190,6 +190,7 @@ class World:
         self._ready: deque[Fiber] = deque()  # those that go on now
         self.hosts: list[Host] = []
         self.by_address: dict[str, Host] = {}
+        self.by_name: dict[str, Host] = {}
         self.processes: dict[int, Process] = {}
         self.files: dict[int, Any] = {}  # by descriptor, which are unique in the world
         self.messages = 0
@@ -204,7 +205,7 @@ class World:
         if self.cores is not None:
             host.cores = [0.0] * self.cores
         self.hosts.append(host)
-        self.by_address[host.address] = host
+        self.by_address[host.address] = self.by_name[host.name] = host
         return host
 
     # Events and fibers ---------------------------------------------------------------------------

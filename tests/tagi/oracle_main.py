@@ -1,21 +1,17 @@
-"""What the oracle's process does: it answers requests with the real pytagi, until its input ends.
+"""What the oracle's process does: it answers requests with the real pytagi.
 
 It runs in the environment of pytagi, knows nothing of flashlight_py, and is started by ``oracle``.
-The descriptor of the line to its tests is its only argument.
+Tests call ``step`` for this package.
 """
 
-import sys
-import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import pytagi
-import pytagi.nn
+
+from tests.oracles import answer_requests
 
 DELTAS = ("delta_mu_w", "delta_var_w", "delta_mu_b", "delta_var_b")
-NAMES = {"np": np, "pytagi": pytagi, **{name: getattr(pytagi.nn, name) for name in dir(pytagi.nn)}}
 
 
 def flat(array: Any) -> np.ndarray:
@@ -41,25 +37,28 @@ def named_layers(layer: Any, suffix: str) -> Iterator[tuple[str, Any]]:
         yield f"{layer.get_layer_name()}.{suffix}", layer
 
 
-def observe(net: Any, request: dict[str, Any]) -> None:
+def names_of(library: Any) -> dict[str, Any]:
+    """Return the names that a program sees."""
+    layers = {name: getattr(library.nn, name) for name in dir(library.nn)}
+    return {"np": np, "pytagi": library, **layers}
+
+
+def observe(net: Any, updater: Any, request: dict[str, Any]) -> None:
     """Let the updater write the deltas of the outputs."""
-    updater, y = pytagi.nn.OutputUpdater("cpu"), flat(request["y"])
-    states, deltas = net.output_z_buffer, net.input_delta_z_buffer
+    y, states, deltas = flat(request["y"]), net.output_z_buffer, net.input_delta_z_buffer
     if request["heteros"]:
         updater.update_heteros(states, y, deltas)
-        return
-    errors = flat(request["var_y"])
-    if request["idx"] is None:
-        updater.update(states, y, errors, deltas)
+    elif request["idx"] is None:
+        updater.update(states, y, flat(request["var_y"]), deltas)
     else:
-        indices = np.ascontiguousarray(request["idx"], np.int32).ravel()
-        updater.update_using_indices(states, y, errors, indices, deltas)
+        indices = np.ravel(request["idx"])
+        updater.update_using_indices(states, y, flat(request["var_y"]), indices, deltas)
 
 
-def step(request: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that the last of some steps on one batch makes."""
-    pytagi.manual_seed(request["seed"])
-    net = eval(request["network"], dict(NAMES))
+def step(library: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that the last of some steps of ``library`` on one batch makes."""
+    library.manual_seed(request["seed"])
+    net, updater = eval(request["network"], names_of(library)), library.nn.OutputUpdater("cpu")
     net.set_threads(1)
     inputs = [flat(each) for each in (request["x"], request["var_x"]) if each is not None]
     net(*inputs)  # convolutions have no parameters before
@@ -69,50 +68,37 @@ def step(request: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"before": as_arrays(net.state_dict())}
     for _ in range(request["steps"]):
         mu, var = (np.array(each, np.float32) for each in net(*inputs))
-        observe(net, request)
+        observe(net, updater, request)
         buffer = net.input_delta_z_buffer  # backward() swaps the buffers: read before
-        deltas = [np.array(each[: mu.size]) for each in (buffer.delta_mu, buffer.delta_var)]
+        output_deltas = [np.array(each[: mu.size]) for each in (buffer.delta_mu, buffer.delta_var)]
         net.backward()
+        deltas = {
+            name: tuple(flat(getattr(layer, which)).copy() for which in DELTAS)
+            for number, each in enumerate(net.layers)
+            for name, layer in named_layers(each, str(number))
+            if name in answer["before"]
+        }
         net.step()
-    layers = [
-        pair for number, layer in enumerate(net.layers) for pair in named_layers(layer, str(number))
-    ]
-    after = as_arrays(net.state_dict())
     return answer | {
         "mu": mu,
         "var": var,
-        "output_deltas": tuple(map(flat, deltas)),
-        "deltas": {
-            name: tuple(flat(getattr(layer, which)) for which in DELTAS)
-            for name, layer in layers
-            if name in after
-        },
-        "after": after,
+        "output_deltas": tuple(map(flat, output_deltas)),
+        "deltas": deltas,
+        "after": as_arrays(net.state_dict()),
     }
 
 
-def run(request: dict[str, Any]) -> Any:
-    """Execute a program with the arrays that it names; return its ``result``, if any."""
-    space = NAMES | request["arrays"]
+def answer(**request: Any) -> Any:
+    """Do a step, or execute a program with the arrays that it names and return its ``result``."""
+    import pytagi
+    import pytagi.nn
+
+    if "network" in request:
+        return step(pytagi, request)
+    space = names_of(pytagi) | request["arrays"]
     exec(request["program"], space)
     return space.get("result")
 
 
-def main() -> None:
-    """Answer."""
-    line = Connection(int(sys.argv[1]))
-    while True:
-        try:
-            request = line.recv()
-        except EOFError:  # the tests have ended
-            return
-        try:
-            answer = step(request) if "network" in request else run(request)
-        except Exception:  # noqa: BLE001  (whatever it is, the test is shown it)
-            line.send(("error", traceback.format_exc()))
-        else:
-            line.send(("answer", answer))
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(answer)

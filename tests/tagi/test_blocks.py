@@ -153,21 +153,3 @@ def test_the_sums_are_complete_in_the_order_of_the_buckets() -> None:
     net.set_delta_z(numbers(3, 2), numbers(3, 2))
     net.backward()
     assert seen == [name for name, _ in net.named_layers()][::-1]
-
-
-def test_wrong_blocks() -> None:
-    with pytest.raises(TypeError, match="at least one layer"):
-        fl.tagi.LayerBlock()
-    with pytest.raises(TypeError, match=r"LayerBlock: expected layers of fl\.tagi, got str"):
-        fl.tagi.LayerBlock("ReLU")
-    with pytest.raises(TypeError, match=r"ResNetBlock: expected layers of fl\.tagi, got str"):
-        fl.tagi.ResNetBlock(fl.tagi.ReLU(), "ReLU")
-    block = fl.tagi.ResNetBlock(fl.tagi.Linear(4, 5))
-    with pytest.raises(ValueError, match=r"makes samples of shape \(5,\), its input has \(4,\)"):
-        fl.tagi.Sequential(block)
-    block = fl.tagi.ResNetBlock(fl.tagi.Linear(4, 5), fl.tagi.Linear(4, 6))
-    with pytest.raises(ValueError, match=r"shortcut, Linear\(4,6\), has \(6,\)"):
-        fl.tagi.Sequential(block)
-    row = fl.tagi.LayerBlock(fl.tagi.Linear(4, 5), fl.tagi.Linear(4, 5))
-    with pytest.raises(ValueError, match=r"main block, .*layer 1 of the block.*expected 4"):
-        fl.tagi.Sequential(fl.tagi.ResNetBlock(row))

@@ -1,4 +1,4 @@
-"""Convolutions beside draws, and beside their definition."""
+"""Linear layers, convolutions and pools beside draws, and beside their definition."""
 
 from typing import Any
 
@@ -66,28 +66,38 @@ def test_the_transpose_is_the_adjoint(geometry: tuple[int, ...]) -> None:
     equal((z * y).sum(), (x * back).sum(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def outputs(kind: Any, w: np.ndarray, b: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """Return what a layer of numbers makes of the units of each draw."""
+    if kind is nn.Linear:
+        return np.einsum("noi,ni->no", w.reshape(-1, 2, 3), units) + b
+    w = w.reshape(-1, 2, 2, 2, 2)
+    z = np.zeros((len(w), 2, 1, 2) if kind is nn.Conv2d else (len(w), 2, 3, 4))
+    for row, column in np.ndindex(2, 2):
+        part = w[:, :, :, row, column]
+        if kind is nn.Conv2d:
+            window = units[:, :, row : row + 1, column : column + 2]
+            z += np.einsum("noi,nihw->nohw", part, window)
+        else:
+            spread = np.einsum("nio,nihw->nohw", part, units)
+            z[:, :, row : row + 2, column : column + 3] += spread
+    return z + b[:, :, None, None]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d, nn.ConvTranspose2d])
 def test_moments_and_deltas_are_those_of_draws(kind: Any) -> None:
     """The outputs are exactly what draws have; the deltas exactly their covariances'."""
     tagi.manual_seed(3)
-    layer = kind(2, 2, 2, stride=1)
+    layer, shape = (kind(3, 2), (3,)) if kind is nn.Linear else (kind(2, 2, 2, stride=1), (2, 2, 3))
     net = nn.Sequential(layer)
     net.input_state_update = True
     rng = np.random.default_rng(0)
-    x, v = rng.standard_normal((1, 2, 2, 3)), rng.uniform(0.1, 0.5, (1, 2, 2, 3))
+    x, v = rng.standard_normal((1, *shape)), rng.uniform(0.1, 0.5, (1, *shape))
     mean, variance = net(x, v)
     draws = 200_000
-    w = rng.normal(layer.mu_w, np.sqrt(layer.var_w), (draws, 16)).reshape(draws, 2, 2, 2, 2)
+    w = rng.normal(layer.mu_w, np.sqrt(layer.var_w), (draws, layer.mu_w.size))
     b = rng.normal(layer.mu_b, np.sqrt(layer.var_b), (draws, 2))
-    units = rng.normal(x[0], np.sqrt(v[0]), (draws, 2, 2, 3))
-    z = np.zeros((draws, *mean.shape[1:])) + b[:, :, None, None]
-    for y_, x_ in np.ndindex(2, 2):
-        if kind is nn.Conv2d:
-            window = units[:, :, y_ : y_ + 1, x_ : x_ + 2]
-            z += np.einsum("noi,nihw->nohw", w[:, :, :, y_, x_], window)
-        else:
-            spread = np.einsum("nio,nihw->nohw", w[:, :, :, y_, x_], units)
-            z[:, :, y_ : y_ + 2, x_ : x_ + 3] += spread
+    units = rng.normal(x[0], np.sqrt(v[0]), (draws, *shape))
+    z = outputs(kind, w, b, units)
     equal(mean[0], z.mean(0), atol=0.02)
     equal(variance[0], z.var(0), rtol=0.02)
     # The posteriors by covariances with the outputs, each of which teaches by itself.
@@ -96,7 +106,7 @@ def test_moments_and_deltas_are_those_of_draws(kind: Any) -> None:
     z = (z - z.mean(0)).reshape(draws, -1)
     gain, surprise = 1 / (variance.ravel() + error), (y - mean).ravel()
     for own, (d, e) in (
-        (w.reshape(draws, -1), (layer.delta_mu_w, layer.delta_var_w)),
+        (w, (layer.delta_mu_w, layer.delta_var_w)),
         (b, (layer.delta_mu_b, layer.delta_var_b)),
         (units.reshape(draws, -1), _of_input(net, v)),
     ):
@@ -206,53 +216,81 @@ def test_a_layer_describes_itself_as_pytagi_s(text: str, expected: str) -> None:
     assert layer.get_layer_info() == expected
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.Conv2d(0, 1, 3), "numbers of channels must be at least 1, got 0, 1"),
-        (lambda: nn.Conv2d(1, 1, 0), "kernel_size and stride must be at least 1"),
-        (lambda: nn.Conv2d(1, 1, 3, padding_type=3), "padding_type must be 0, 1 or 2, got 3"),
-        (lambda: nn.Conv2d(1, 1, 3, padding=1, padding_type=0), "padding_type 0 is no padding"),
-        (lambda: nn.Conv2d(1, 1, 3, in_width=4), "in_width and in_height are both sizes"),
-        (lambda: nn.Conv2d(1, 1, 3, init_method="Glorot"), "init_method must be one of"),
-        (
-            lambda: nn.Sequential(nn.Conv2d(1, 1, 2, stride=2, in_width=4, in_height=5)),
-            r"layer 0, Conv2d\(1,1,0,0,2\), after the input: windows of 2, 2 apart, do not cover a "
-            "height of 5",
-        ),
-        (
-            lambda: nn.Sequential(nn.Conv2d(1, 1, 5, in_width=4, in_height=4)),
-            "do not cover a height of 4",
-        ),
-        (
-            lambda: nn.Sequential(nn.Conv2d(1, 1, 3))(np.zeros(16)),
-            "pass an array with the batch first",
-        ),
-        (
-            lambda: nn.Sequential(nn.Conv2d(1, 1, 3))(np.zeros((1, 16))),
-            "expected images .channels, height, width., got samples of shape .16,.; pass an array",
-        ),
-        (
-            lambda: nn.Sequential(nn.Conv2d(2, 1, 3))(np.zeros((1, 3, 5, 5))),
-            "expected 2 channels, got images of shape",
-        ),
-        (
-            lambda: nn.Sequential(
-                nn.Conv2d(1, 2, 3, in_width=6, in_height=5),
-                nn.Conv2d(2, 1, 2, in_width=3, in_height=4),
-            ),
-            r"in_height and in_width are \(4, 3\), got images of \(2, 3, 4\)",
-        ),
-        (
-            lambda: nn.Sequential(nn.Linear(5, 7), nn.Conv2d(1, 1, 3, in_width=4, in_height=4)),
-            r"expected 16 elements a sample, images of \(1, 4, 4\), got \(7,\)",
-        ),
-        (
-            lambda: nn.Sequential(nn.ConvTranspose2d(1, 1, 2, padding=2, in_width=2, in_height=2)),
-            "nothing is left of images",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+def inputs(height: int, width: int) -> tuple[np.ndarray, ...]:
+    """Return means, variances and slopes."""
+    rng = np.random.default_rng(0)
+    drawn = rng.uniform(0.1, 1, (3, 4, 2, height, width)).astype(F)
+    drawn[0] -= 0.5
+    return tuple(drawn)
+
+
+# kernel, stride, padding, its type, height, width
+POOLED = [(2, 2, 0, 0, 4, 6), (3, 1, 1, 1, 5, 4), (2, 2, 1, 1, 4, 6), (3, 2, 1, 2, 6, 8)]
+
+
+@pytest.mark.parametrize("geometry", POOLED)
+@pytest.mark.parametrize("kind", [nn.AvgPool2d, nn.MaxPool2d])
+@pytest.mark.parametrize("channel_first", [False, True])
+def test_a_pool_is_its_definition(
+    kind: Any, geometry: tuple[int, ...], channel_first: bool
+) -> None:
+    """Also where pytagi reads past its windows: padding with windows that touch."""
+    *arguments, height, width = geometry
+    layer = kind(*arguments)
+    channels, out_height, out_width = layer.connect((2, height, width))
+    states = inputs(height, width)
+    if channel_first:
+        states = channels_first(*states)
+    z = layer.forward(BaseHiddenStates(*states))
+    rng = np.random.default_rng(1)
+    d, e = rng.standard_normal((2, *z.mean.shape)).astype(F)
+    mean, variance = np.empty((2, *z.mean.shape))
+    back, back_e = np.zeros((2, *states[0].shape))
+    count, stride = layer.kernel_size**2, layer.stride
+    before = layer.padding if layer.padding_type == 1 else 0
+    m, v, slope = states
+    for at in np.ndindex(4, channels, out_height, out_width):
+        top, left = (at[2] * stride - before, at[3] * stride - before)
+        rows = slice(max(0, top), top + layer.kernel_size)
+        where = (*at[:2], rows, slice(max(0, left), left + layer.kernel_size))
+        if kind is nn.AvgPool2d:
+            mean[at], variance[at] = m[where].sum() / count, v[where].sum() / count**2
+            back[where] += d[at] / count
+            back_e[where] += e[at] / count**2
+        else:
+            best = np.unravel_index(m[where].argmax(), m[where].shape)
+            mean[at], variance[at] = m[where][best], v[where][best]
+            back[where][best] += d[at]
+            back_e[where][best] += e[at]
+    found = (z.mean, z.variance, *layer.backward(d, e, True))
+    expected = (mean, variance, back * slope, back_e * slope**2)
+    equal(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 4, 8])
+def test_the_mean_of_windows_that_touch_is_the_default(kernel: int) -> None:
+    """Pytagi ends the process, unless the window is the whole image."""
+    layer = nn.AvgPool2d(kernel)
+    assert layer.connect((3, 8, 8)) == (3, 8 // kernel, 8 // kernel)
+    assert layer.stride == kernel
+
+
+def test_moments_of_means_are_those_of_draws() -> None:
+    m, v, _ = inputs(4, 6)
+    mean, variance = nn.Sequential(nn.AvgPool2d(2))(m, v)
+    rng = np.random.default_rng(0)
+    draws = rng.normal(m, np.sqrt(v), (20_000, *m.shape))
+    pooled = draws.reshape(20_000, 4, 2, 2, 2, 3, 2).mean((4, 6))
+    equal(mean, pooled.mean(0), atol=0.02)
+    equal(variance, pooled.var(0), rtol=0.06)
+
+
+def test_the_largest_of_exact_inputs_is_exact() -> None:
+    mean, variance = nn.Sequential(nn.MaxPool2d(2, 2))(np.arange(16.0).reshape(1, 1, 4, 4))
+    equal((mean, variance), ([[[[5, 7], [13, 15]]]], np.zeros((1, 1, 2, 2))))
+
+
+def test_what_is_no_number_is_largest_only_alone() -> None:
+    x = np.full((1, 1, 2, 4), np.nan)
+    x[0, 0, 1, 1] = -3
+    equal(nn.Sequential(nn.MaxPool2d(2, 2))(x)[0], [[[[-3, np.nan]]]])

@@ -169,3 +169,30 @@ def test_a_run_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     for net in (whole, resumed):
         learn(net, x, 2)
     equal(results(resumed, x), results(whole, x))  # running statistics are part of it
+
+
+NORM = "Linear(3, 5), ReLU(), BatchNorm2d(5), Linear(5, 2, bias=False)"
+
+
+def test_a_checkpoint_of_a_network_that_diverged_is_refused(tmp_path: Path) -> None:
+    net, other = network(NORM), network(NORM, 1)
+    net.layers[2].statistics()[1][...] = np.inf
+    path = fl.save(tmp_path, net)
+    expected = other.state_dict()
+    with pytest.raises(
+        ValueError, match=r"'BatchNorm2d\.2': running_variance is not finite"
+    ) as found:
+        fl.load(tmp_path, other)
+    assert str(found.value).startswith(f"load: the module of {path}: ")
+    equal(other.state_dict(), expected)
+
+
+def test_another_network_s_checkpoint_is_refused(tmp_path: Path) -> None:
+    fl.save(tmp_path, network(NORM))
+    other = network(NORM.replace("5", "6"))
+    expected = other.state_dict()
+    with pytest.raises(ValueError, match=r"nothing was loaded: 'Linear\.0' has arrays of \[15, 15"):
+        fl.load(tmp_path, other)
+    with pytest.raises(ValueError, match=r"nothing was loaded: unexpected"):
+        fl.load(tmp_path, network("Linear(3, 5)"))
+    equal(other.state_dict(), expected)

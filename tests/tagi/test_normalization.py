@@ -1,15 +1,14 @@
 """Normalization over the batch and over samples: moments, deltas, statistics."""
 
-import threading
-
 import numpy as np
 import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi import nn, normalization
 from flashlight_py.tagi.states import BaseHiddenStates
+from tests.distributed.conformance import on_ranks
 from tests.tagi.helpers import channels_first, equal, in_numpy, needs_kernels, numbers
-from tests.tagi.oracle import oracle_run
+from tests.tagi.oracle import run_both
 
 REAL = np.float32
 IMAGES = (6, 3, 4, 5)  # rectangular
@@ -177,56 +176,35 @@ def test_statistics_are_exact_where_means_are_large() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 300])
-def test_two_parts_of_a_batch_added_up_are_the_whole(offset: int) -> None:
+@on_ranks(("shm", 2))
+def test_two_parts_of_a_batch_added_up_are_the_whole(rank: int, size: int, offset: int) -> None:
     """Of different sizes; one call of add_up for each pass, as each is a message."""
-    shape = (10, 3, 4, 5)
+    shape, calls = (10, 3, 4, 5), []
     x = states(*shape)
     x.mean += REAL(offset)
-    whole = drawn(fl.tagi.BatchNorm2d(3))
-    whole.connect(shape[1:])
-    expected = whole.forward(x)
     d, e = numbers(*shape, seed=3), -np.square(numbers(*shape, seed=4))
-    back = whole.backward(d, e, True)
+    whole, layer = (drawn(fl.tagi.BatchNorm2d(3)) for _ in range(2))
+    for each in (whole, layer):
+        each.connect(shape[1:])
+    expected = whole.forward(x)
+    wanted = expected.mean, expected.variance, *whole.backward(d, e, True)
 
-    parts = [slice(0, 7), slice(7, 10)]
-    layers = [drawn(fl.tagi.BatchNorm2d(3)) for _ in parts]
-    barrier, posted, calls = threading.Barrier(2), [None, None], [0, 0]
+    def add_up(sums: np.ndarray) -> None:
+        calls.append((sums.dtype, sums.shape))
+        fl.all_reduce(sums)
 
-    def work(rank: int) -> None:
-        def add_up(sums: np.ndarray) -> None:
-            assert sums.dtype == np.float64
-            assert sums.shape == (1 + 3 * 3,)
-            calls[rank] += 1
-            posted[rank] = sums.copy()
-            barrier.wait(60)
-            sums += posted[1 - rank]
-
-        layer, rows = layers[rank], parts[rank]
-        layer.connect(shape[1:])
-        layer.add_up = add_up
-        out = layer.forward(BaseHiddenStates(x.mean[rows], x.variance[rows], x.slope[rows]))
-        found = layer.backward(d[rows], e[rows], True)
-        results[rank] = (out.mean, out.variance, *found)
-
-    results: list = [None, None]
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert calls == [1, 1]
-    wanted = (expected.mean, expected.variance, *back)
-    for number, one in enumerate(wanted):
-        found = np.concatenate([result[number] for result in results])
-        equal(found, one, rtol=3e-6, atol=3e-6)
-    for layer in layers:
-        equal(layer.statistics(), whole.statistics(), rtol=1e-6)
-    equal(layers[0].batch_mean, layers[1].batch_mean)
-    close(sum(layer.weight.mean_sum for layer in layers), whole.weight.mean_sum)
-    close(sum(layer.weight.variance_sum for layer in layers), whole.weight.variance_sum)
-    layers[0].set_training(False)
-    layers[0].forward(x)  # asks nobody
-    assert calls == [1, 1]
+    layer.add_up = add_up
+    rows = slice(7, 10) if rank else slice(0, 7)
+    out = layer.forward(BaseHiddenStates(x.mean[rows], x.variance[rows], x.slope[rows]))
+    found = out.mean, out.variance, *layer.backward(d[rows], e[rows], True)
+    equal(found, [each[rows] for each in wanted], rtol=3e-6, atol=3e-6)
+    equal(layer.statistics(), whole.statistics(), rtol=1e-6)
+    equal(fl.broadcast(layer.batch_mean.copy(), 0), layer.batch_mean)
+    for sums in ("mean_sum", "variance_sum"):
+        close(fl.all_reduce(getattr(layer.weight, sums).copy()), getattr(whole.weight, sums))
+    layer.set_training(False)
+    layer.forward(x)  # asks nobody
+    assert calls == [(np.float64, (1 + 3 * 3,))]
 
 
 def test_a_single_unit_has_its_own_variance() -> None:
@@ -269,50 +247,24 @@ def test_a_network_keeps_the_statistics() -> None:
     equal(net(x), other(x))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fl.tagi.BatchNorm2d(0), "at least 1 feature, got 0"),
-        (lambda: fl.tagi.BatchNorm2d(2, eps=0), "eps must be above 0"),
-        (lambda: fl.tagi.BatchNorm2d(2, momentum=1.5), "momentum must be from 0 to 1, got 1.5"),
-        (lambda: fl.tagi.BatchNorm2d(2).connect((3, 4, 4)), r"expected 2 channels or features"),
-        (lambda: fl.tagi.LayerNorm((2, 3)), r"channels, width, height\).*got \(2, 3\)"),
-        (lambda: fl.tagi.LayerNorm((2, 3, 4)).connect((3, 2, 4)), r"of \(2, 3, 4\), got"),
-        (lambda: fl.tagi.LayerNorm(5).connect((4,)), r"\(features\) of \(5,\), got"),
-    ],
-)
-def test_wrong_arguments(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+EVALUATED = """
+net = Sequential(Linear(4, 3), BatchNorm2d(3), Linear(3, 2))
+if {load}:
+    net.load_state_dict(parameters)
+net.set_threads(2)
+parameters = net.state_dict()
+for x in batches:
+    net(x.ravel())
+statistics = {{k: [np.ravel(a) for a in t] for k, t in net.get_norm_mean_var().items()}}
+net.eval()
+result = parameters, *map(np.array, net(batches[0].ravel())), statistics
+"""
 
 
 @pytest.mark.slow
 def test_evaluation_is_the_same_as_pytagi() -> None:
     """On two threads: on one, its first batch replaces the running statistics."""
-    net = fl.tagi.Sequential(fl.tagi.Linear(4, 3), fl.tagi.BatchNorm2d(3), fl.tagi.Linear(3, 2))
-    batches = numbers(3, 8, 4)
-    mu, var, statistics = oracle_run(
-        """
-        net = Sequential(Linear(4, 3), BatchNorm2d(3), Linear(3, 2))
-        net.set_threads(2)
-        net.load_state_dict({k: tuple(a.tolist() for a in t) for k, t in params.items()})
-        for x in batches:
-            net(x.ravel())
-        statistics = {k: [np.ravel(a) for a in t] for k, t in net.get_norm_mean_var().items()}
-        net.eval()
-        result = (*map(np.array, net(batches[0].ravel())), statistics)
-        """,
-        params={name: entry[:4] for name, entry in net.state_dict().items()},
-        batches=batches,
-    )
-    for x in batches:
-        net(x)
-    found = net.get_norm_mean_var()
-    assert found.keys() == statistics.keys()
-    for one, two in zip(found["BatchNorm2d()_1"], statistics["BatchNorm2d()_1"], strict=True):
-        close(one[0], two)
-    net.eval()
-    close(net(batches[0].ravel()), (mu, var))
+    close(*run_both(EVALUATED, batches=numbers(3, 8, 4)))
 
 
 @pytest.mark.parametrize("images", [False, True])

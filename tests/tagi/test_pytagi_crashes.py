@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from flashlight_py.tagi import nn
 from tests.tagi.helpers import equal, network, observe
-from tests.tagi.oracle import OracleDied, oracle_run
 
 RNG = np.random.default_rng(0)
 
@@ -27,38 +25,6 @@ def step(net: nn.Sequential, x: Any, y: Any = None, var_x: Any = None) -> list[n
 
 
 CNN = "Conv2d(1, 4, 3, padding=1, in_width=8, in_height=8), ReLU(), AvgPool2d(2), Linear(64, 2)"
-
-# What is shown to be so there, that this is a test of something.
-ENDINGS = {
-    "a batch larger than the first one": """
-        net = Sequential(Linear(3, 4), ReLU(), Linear(4, 2))
-        net(np.zeros(3 * 2, np.float32))
-        net(np.zeros(3 * 20000, np.float32))
-    """,
-    "preinit_layer, then training a convolution": f"""
-        net = Sequential({CNN.replace("AvgPool2d(2)", "AvgPool2d(2, 2)")})
-        net.preinit_layer()
-        net(x)
-        OutputUpdater("cpu").update(net.output_z_buffer, np.zeros(12, np.float32),
-                                    np.ones(12, np.float32), net.input_delta_z_buffer)
-        net.backward()
-        net.step()
-    """,
-    "the default stride of AvgPool2d": f"Sequential({CNN})(x)",
-    "an activation as the first layer": "Sequential(ReLU(), Linear(3, 2))(x[:3])",
-    "the statistics of a LayerNorm": """
-        net = Sequential(Linear(8, 4), LayerNorm((4,)), Linear(4, 1))
-        net(x)
-        net.get_norm_mean_var()
-    """,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ENDINGS)
-def test_pytagi_s_process_ends_by(what: str) -> None:
-    with pytest.raises(OracleDied):
-        oracle_run(ENDINGS[what], x=IMAGES.ravel())
 
 
 def test_an_activation_may_be_the_first_layer() -> None:
@@ -91,14 +57,6 @@ def test_norms_report_their_statistics() -> None:
     assert list(net.get_norm_mean_var()) == ["BatchNorm2d()_2"]
 
 
-def test_two_activations_in_a_row_are_both_differentiated() -> None:
-    """There the second one's slope takes the place of the first one's."""
-    net = network("LeakyReLU(), LeakyReLU()")
-    mean, variance = net(np.array([[-2.0, 3.0]]), np.ones((1, 2)))
-    equal((mean, variance), ([[-0.02, 3]], [[1e-4, 1]]), 1e-6)
-    equal(net.output_z_buffer.jcb, [0.01, 1], 1e-6)
-
-
 def test_deltas_below_a_norm_behind_linear_layers_are_right() -> None:
     """BatchNorm2d behind a Linear behind a convolution: as behind a Linear alone."""
     behind = network(
@@ -117,15 +75,6 @@ def test_nothing_known_and_nothing_there_is_finite() -> None:
     step(network("MixtureReLU(), Linear(3, 2)"), np.zeros((2, 3)), var_x=np.zeros((2, 3)))
     padded = network("Embedding(5, 3, 4, padding_idx=0), MixtureReLU(), Linear(12, 2)")
     step(padded, np.array([[0, 0, 1, 2], [0, 0, 0, 0]]))
-
-
-def test_an_embedding_forgets_the_step_before() -> None:
-    net = network("Embedding(5, 3, 2), Linear(6, 1)")
-    once = np.array([[0, 1], [2, 3]])
-    step(net, once)
-    rows = net.layers[0].mu_w.reshape(5, 3).copy()
-    step(net, np.array([[4, 4], [4, 4]]))
-    equal(net.layers[0].mu_w.reshape(5, 3)[:4], rows[:4])
 
 
 def test_a_file_with_a_layer_norm_can_be_read_again(tmp_path: Path) -> None:

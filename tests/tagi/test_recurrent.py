@@ -1,12 +1,14 @@
-"""LSTM: beside pytagi, beside draws, and back through time beside derivatives."""
+"""LSTM: beside pytagi, beside draws, back through time, its states and its native code."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from flashlight_py import tagi
-from flashlight_py.tagi import nn
-from tests.tagi.helpers import equal, network, numbers, observe
-from tests.tagi.oracle import compare
+from flashlight_py.tagi import lstm, nn
+from tests.tagi.helpers import equal, needs_kernels, network, numbers, observe
+from tests.tagi.oracle import compare, run_both
 
 
 def sigmoid(z: np.ndarray) -> np.ndarray:
@@ -288,3 +290,159 @@ def test_an_lstm_learns_what_only_its_past_says() -> None:
         net.step()
     error = net(x[1600:])[0][:, 0] - x[1600:, 0]
     assert np.sqrt(np.mean(error**2)) < 0.4
+
+
+SERIES = """
+net = Sequential(LSTM(2, 4, 1), LSTM(4, 3, 1), Linear(3, 1))
+if {load}:
+    net.load_state_dict(parameters)
+net.set_threads(1)
+parameters = net.state_dict()
+updater, states, outputs = OutputUpdater("cpu"), [], []
+for number, (now, target) in enumerate(zip(x, y)):
+    if number == 7:
+        net.reset_lstm_states()
+    if number == 12:
+        net.set_lstm_states(states[4])
+    outputs.append([np.array(each) for each in net(now)])
+    if number not in (5, 9):
+        updater.update(net.output_z_buffer, target, error, net.input_delta_z_buffer)
+        net.backward()
+        net.step()
+    states.append({{k: [np.array(a) for a in v] for k, v in net.get_lstm_states().items()}})
+result = parameters, outputs, states
+"""
+
+
+@pytest.mark.slow
+def test_states_of_a_series_are_pytagi_s() -> None:
+    """Carried as posteriors, or as priors where nothing was observed; reset and set, too."""
+    given = {
+        "x": numbers(16, 2),
+        "y": numbers(16, 1, seed=1),
+        "error": np.full(1, 0.3, np.float32),
+    }
+    equal(*run_both(SERIES, **given), 1e-4, 1e-6)
+
+
+def test_states_are_carried_for_one_sample_of_one_time_step() -> None:
+    net = network("LSTM(1, 3, 1), LSTM(3, 2, 1)")
+    fresh = net.get_lstm_states()
+    assert [sorted(fresh), [each.size for each in fresh[1]]] == [[0, 1], [2] * 4]
+    assert not any(array.any() for states in fresh.values() for array in states)
+    x = numbers(1, 1)
+    outputs = [net(x)[0] for _ in range(3)]
+    assert all((a != b).any() for a, b in pairwise(outputs))
+    after = net.get_lstm_states()
+    equal(after[1][0], outputs[-1][0])
+    ahead = net(x)[0]
+    net.set_lstm_states(after)
+    equal(net(x)[0], ahead)
+    net.reset_lstm_states()
+    equal(net(x)[0], outputs[0])
+    net(np.concatenate([x, x]))  # two samples are no series: they begin with 0 ...
+    equal(net(np.concatenate([x, x]))[0][:1], outputs[0])
+    equal(net(x)[0], outputs[0])  # ... and clear what was carried
+    window = nn.Sequential(nn.LSTM(1, 3, 2))
+    assert window.get_lstm_states() == {}
+    equal(window(numbers(1, 2))[0], window(numbers(1, 2))[0])
+
+
+def test_posterior_variances_are_not_negative() -> None:
+    net = nn.Sequential(nn.LSTM(1, 2, 1))
+    net(np.ones((1, 1)))
+    net.set_delta_z(np.ones(2), np.full(2, -1e9))
+    net.backward()
+    states = net.get_lstm_states()[0]
+    assert (states[1] == 0).all()
+    assert (states[3] == 0).all()
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    net = nn.Sequential(nn.LSTM(1, 3, 1), nn.Linear(3, 1))
+    three = [np.ones(3)] * 4
+    with pytest.raises(ValueError, match=r"layer 1 is no LSTM with seq_len=1; those are 0"):
+        net.set_lstm_states({0: three, 1: three})
+    assert not net.get_lstm_states()[0][0].any()
+    with pytest.raises(ValueError, match=r"layer 0, LSTM\(1,3\): expected means and variances"):
+        net.set_lstm_states({0: [np.ones(2)] * 4})
+    three[1], three[2] = -np.ones(3), np.full(3, np.nan)
+    with pytest.raises(
+        ValueError, match=r"layer 0, .*: mean_c is not finite; variance_h has negative"
+    ):
+        net.set_lstm_states({0: three})
+    with pytest.raises(ValueError, match=r"layer 0: 1 of 3 elements are masked"):
+        net.set_lstm_states({0: [np.ma.masked_less(np.arange(3), 1)] * 4})
+    with pytest.raises(ValueError, match=r"LSTM\(1,3\): states: 1 of 3 elements are masked"):
+        net.layers[0].set_states([np.ma.masked_less(np.arange(3), 1)] * 4)
+    assert not net.get_lstm_states()[0][0].any()
+    with pytest.raises(ValueError, match="time_step is -1 or that of one of 0 smoothed time steps"):
+        net.get_lstm_states(0)
+
+
+def passes(layer: nn.LSTM, x: np.ndarray, variance: np.ndarray | None) -> list[np.ndarray]:
+    """Return everything that three passes make, and the states that go from one to the next."""
+    net = nn.Sequential(layer)
+    net.input_state_update = True
+    rng = np.random.default_rng(1)
+    made: list[np.ndarray] = []
+    for _ in range(3):
+        made += net(x, variance)
+        d = rng.standard_normal(made[-1].size).astype(np.float32)
+        net.set_delta_z(d, -d * d)
+        net.backward()
+        made += [layer.delta_mu_w, layer.delta_var_w, layer.delta_mu_b, layer.delta_var_b]
+        made += [*net.get_input_states(), *(a for s in net.get_lstm_states().values() for a in s)]
+    return made
+
+
+@needs_kernels
+@pytest.mark.parametrize("certain", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "steps", "inputs", "outputs", "bias"),
+    [(1, 1, 1, 1, True), (1, 1, 3, 17, False), (4, 7, 2, 5, True), (3, 2, 9, 16, False)],
+)
+def test_native_code_does_what_numpy_does(
+    monkeypatch: pytest.MonkeyPatch, rows: int, steps: int, inputs: int, outputs: int, bias: bool,
+    certain: bool,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(0)
+    # With some gates that are closed, some that are open, and some in between.
+    x = rng.standard_normal((rows, steps * inputs)) * rng.choice([0.1, 1, 30], (rows, 1))
+    variance = None if certain else rng.uniform(0, 0.3, x.shape)
+
+    def made() -> list[np.ndarray]:
+        tagi.manual_seed(2)
+        return passes(nn.LSTM(inputs, outputs, steps, bias), x, variance)
+
+    own = made()
+    monkeypatch.setattr("flashlight_py.tagi.native.native", lambda: None)
+    for number, (array, expected) in enumerate(zip(own, made(), strict=True)):
+        largest = np.abs(expected).max(initial=0)
+        np.testing.assert_allclose(array, expected, 1e-4, 2e-6 * largest, err_msg=str(number))
+
+
+@needs_kernels
+def test_large_ones_are_computed_with_the_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways are open to a layer of one size, and meet."""
+    monkeypatch.setattr(lstm, "SMALL", 4 * 6 * 8)
+    small = network("LSTM(2, 6, 3)")
+    x = np.ones((2, 6))
+    expected = small(x)
+    assert small.layers[0]._kept.by_sample
+    monkeypatch.setattr(lstm, "SMALL", 4 * 6 * 8 - 1)
+    equal(small(x), expected, 1e-5)
+    assert not small.layers[0]._kept.by_sample
+
+
+@needs_kernels
+def test_tanh_is_exact_and_nan_stays_nan() -> None:
+    """c = i g with open gates i and o is tanh(x), and h = tanh(tanh(x))."""
+    x = np.concatenate([np.linspace(-12, 12, 4001), [1e-8, -1e-30, 0, 88, -1e15, np.nan]])
+    net = nn.Sequential(nn.LSTM(1, 1, 1))
+    net.load_state_dict({"LSTM.0": ([0, 0, 0, 0, 1, 0, 0, 0], [0] * 8, [0, 60, 0, 60], [0] * 4)})
+    mean, variance = net(x[:, None].astype(np.float32))
+    exact = np.tanh(np.tanh(x.astype(np.float32).astype(float)))
+    equal(mean[:, 0], exact, 3e-7, 1e-14)
+    assert not variance[:-1].any()
+    assert np.isnan(variance[-1])

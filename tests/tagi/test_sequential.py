@@ -1,6 +1,7 @@
-"""Networks: what they take, what they return, what they refuse, what their state is."""
+"""Networks: what they take, what they return, what they refuse, what their state is, copies."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from flashlight_py import tagi
 from flashlight_py.errors import BackendUnavailableError
 from flashlight_py.tagi import nn
 from tests.tagi.helpers import equal, learn, observe
-from tests.tagi.oracle import oracle_run
+from tests.tagi.oracle import run_both
 
 X = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
 Y = np.random.default_rng(1).standard_normal((6, 2)).astype(np.float32)
@@ -100,12 +101,6 @@ def test_wrong_sizes_name_the_layer_and_change_nothing(x: Any, message: str) -> 
     equal(net(X)[0], expected)
 
 
-def test_a_layer_behind_others_is_named_with_the_one_before_it() -> None:
-    message = r"layer 2, Linear\(7,2\), after layer 1, ReLU\(\): expected 7 features .* \(8,\)"
-    with pytest.raises(ValueError, match=message):
-        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(7, 2))
-
-
 @pytest.mark.parametrize("x", [np.zeros((6, 4), complex), [["a"] * 4] * 6, None, [None] * 4])
 def test_inputs_are_real_numbers(x: Any) -> None:
     with pytest.raises(TypeError, match="mu_x: expected real numbers, got an array of"):
@@ -139,13 +134,6 @@ def test_an_input_that_is_masked_is_refused() -> None:
     equal(net(np.ma.array(X))[0], net(X)[0])
     with pytest.raises(ValueError, match=r"delta_mu: .* of 12 elements are masked"):
         net.set_delta_z(np.ma.array(Y, mask=Y > 0), Y)
-
-
-def test_a_network_is_of_layers() -> None:
-    with pytest.raises(TypeError, match=r"expected layers of fl\.tagi, got int as number 1"):
-        nn.Sequential(nn.ReLU(), 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="needs at least one layer"):
-        nn.Sequential()
 
 
 def test_a_backward_pass_needs_deltas_of_the_last_forward_pass() -> None:
@@ -278,6 +266,20 @@ def test_a_layer_s_arrays_can_be_set() -> None:
         layer.delta_mu_w = np.zeros(32)
 
 
+def test_parameters_that_are_assigned_are_numbers() -> None:
+    layer = nn.Linear(2, 2)
+    before = layer.var_w
+    for which, one in (("mu_w", np.nan), ("mu_b", -np.inf), ("var_w", np.inf), ("var_b", np.nan)):
+        values = np.full(getattr(layer, which).size, one)
+        with pytest.raises(ValueError, match=r"^Linear\(2,2\): \w+: .* is not finite"):
+            setattr(layer, which, values)
+    with pytest.raises(ValueError, match="variances are not negative, got -1"):
+        layer.var_w = -np.ones(4)
+    with pytest.raises(ValueError, match=r"Linear\(2,2\): weight: 1 of 4 elements are masked"):
+        layer.var_w = np.ma.masked_less(np.arange(4), 1)
+    equal(layer.var_w, before)
+
+
 def test_what_the_input_learns_is_asked_for() -> None:
     net = network()
     learn(net, X, Y)
@@ -291,29 +293,23 @@ def test_what_the_input_learns_is_asked_for() -> None:
 
 
 INPUTS_LEARN = """
-    net = Sequential(Linear(4, 8), ReLU(), Linear(8, 2))
-    net.set_threads(1)
-    net.input_state_update = True
-    net(x, v)
-    state = net.state_dict()
-    OutputUpdater("cpu").update(net.output_z_buffer, y, s, net.input_delta_z_buffer)
-    net.backward()
-    d, e = (np.array(each, np.float32) for each in net.get_input_states())
-    result = state, d, e
+net = Sequential(Linear(4, 8), ReLU(), Linear(8, 2))
+if {load}:
+    net.load_state_dict(parameters)
+net.set_threads(1)
+net.input_state_update = True
+parameters = net.state_dict()
+net(x, v)
+OutputUpdater("cpu").update(net.output_z_buffer, y, s, net.input_delta_z_buffer)
+net.backward()
+result = parameters, *[np.array(each, np.float32)[:24] for each in net.get_input_states()]
 """
 
 
 @pytest.mark.slow
 def test_the_input_learns_as_in_pytagi() -> None:
     v, s = np.full(24, 0.2, np.float32), np.full(12, 0.1, np.float32)
-    state, d, e = oracle_run(INPUTS_LEARN, x=X.ravel(), v=v, y=Y.ravel(), s=s)
-    net = network()
-    net.load_state_dict(state)
-    net.input_state_update = True
-    net(X, v)
-    observe(net, Y, s)
-    equal(net.get_input_states()[0], d[:24], rtol=1e-4, atol=1e-5)
-    equal(net.get_input_states()[1], e[:24], rtol=1e-4, atol=1e-5)
+    equal(*run_both(INPUTS_LEARN, x=X.ravel(), v=v, y=Y.ravel(), s=s), 1e-4, 1e-5)
 
 
 def chain(seed: int) -> tuple[nn.Sequential, nn.Sequential]:
@@ -387,3 +383,59 @@ def test_a_layer_stands_in_one_place() -> None:
     # What keeps nothing may be used again.
     net = nn.Sequential(nn.Linear(3, 3), relu, nn.Linear(3, 3), relu)
     assert net(np.ones((2, 3)))[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: nn.Conv2d(2, 3, 3), lambda: nn.BatchNorm2d(2), lambda: nn.LayerNorm((2, 4, 4))],
+)
+def test_inputs_that_are_one_sample_repeated(layer: Any) -> None:
+    image = np.random.default_rng(0).standard_normal((1, 2, 4, 4)).astype(np.float32)
+    repeated = np.broadcast_to(image, (5, 2, 4, 4))  # strides of 0
+    learnt = []
+    for x in (repeated, repeated.copy()):
+        tagi.manual_seed(0)
+        net = nn.Sequential(layer())
+        net.input_state_update = True
+        mean, _ = net(x, np.abs(x))
+        net.set_delta_z(mean, -np.abs(mean))
+        net.backward()
+        learnt.append((mean, *net.get_input_states(), net.layers[0].delta_mu_w))
+    equal(*learnt)
+
+
+def test_the_input_is_the_caller_s_again_after_the_forward_pass() -> None:
+    net, other = network(), network()
+    x = X.copy()
+    net(x)
+    x[...] = 100  # such as the next batch, read into the same memory
+    observe(net, Y)
+    net.step()
+    learn(other, X, Y)
+    equal(net.layers[0].mu_w, other.layers[0].mu_w)
+
+
+def test_a_network_may_be_evaluated_by_several_threads() -> None:
+    net = network(nn.BatchNorm2d(8))
+    net.eval()
+    inputs = [X + number for number in range(4)]
+    expected = [net(x)[0] for x in inputs]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            got = list(threads.map(lambda number: net(inputs[number % 4])[0], range(4000)))
+    finally:
+        sys.setswitchinterval(interval)
+    for number, mean in enumerate(got):
+        equal(mean, expected[number % 4])
+
+
+def test_layers_learn_in_the_last_network_made_of_them() -> None:
+    net = network()
+    part = nn.Sequential(*net.layers[:2])
+    with pytest.raises(RuntimeError, match="another network was made of the same layers"):
+        learn(net, X, Y)
+    before = net.layers[0].mu_w
+    learn(part, X, np.ones((6, 8)))
+    assert not np.array_equal(net.layers[0].mu_w, before)

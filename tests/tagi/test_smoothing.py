@@ -192,12 +192,6 @@ def test_time_steps_are_counted() -> None:
 
 
 def test_what_cannot_be_smoothed() -> None:
-    with pytest.raises(ValueError, match="SLSTM: seq_len must be 1, a time step of a series, got"):
-        nn.SLSTM(2, 4, 5)
-    with pytest.raises(ValueError, match="SLSTM: sizes and seq_len must be at least 1"):
-        nn.SLSTM(0, 4, 1)
-    with pytest.raises(ValueError, match=r"SLSTM\(2,4\): expected one sample, the next time step"):
-        nn.Sequential(nn.SLSTM(2, 4, 1))(np.ones((3, 2)))
     with pytest.raises(ValueError, match="the network has no SLSTM"):
         nn.Sequential(nn.LSTM(2, 4, 1), nn.SLinear(4, 1)).smoother()
     net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.Linear(4, 1))

@@ -1,5 +1,7 @@
-"""Metrics, data sets, windows, scales; and CUDA's questions where there is none."""
+"""Metrics, data sets, windows, scales; CUDA's questions where there is none; the page of names."""
 
+import functools
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -7,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flashlight_py as fl
 from flashlight_py import tagi
 from flashlight_py.tagi import cuda, metric
 from tests.tagi.helpers import equal
-from tests.tagi.oracle import oracle_run
+from tests.tagi.oracle import equal_programs
 
 RNG = np.random.default_rng(0)
 A, B, S = RNG.standard_normal(12), RNG.standard_normal(12), RNG.uniform(0.1, 1, 12)
@@ -19,22 +22,12 @@ A, B, S = RNG.standard_normal(12), RNG.standard_normal(12), RNG.uniform(0.1, 1, 
 @pytest.mark.slow
 def test_metrics_are_pytagi_s() -> None:
     program = """
-        from pytagi import metric
-        hole = b.copy()
+        hole, labels, metric = b.copy(), np.arange(12) % 3, pytagi.metric
         hole[3] = np.nan
-        labels = np.arange(12) % 3
         result = (metric.mse(a, hole), metric.rmse(a, b), metric.log_likelihood(a, hole, s),
                   metric.classification_error(labels, labels // 2))
     """
-    hole, labels = B.copy(), np.arange(12) % 3
-    hole[3] = np.nan
-    own = (
-        metric.mse(A, hole),
-        metric.rmse(A, B),
-        metric.log_likelihood(A, hole, S),
-        metric.classification_error(labels, labels // 2),
-    )
-    equal(own, oracle_run(program, a=A, b=B, s=S), rtol=1e-12)
+    equal_programs(program, 1e-12, a=A, b=B, s=S)
 
 
 def test_shapes_do_not_matter_but_sizes_do() -> None:
@@ -118,17 +111,11 @@ def test_images_of_files(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_files_of_images_are_read_as_pytagi_reads_them(tmp_path: Path) -> None:
     images, labels, _ = mnist(tmp_path)
-    file, _ = cifar(tmp_path)
-    utils = tagi.Utils()
-    own = utils.load_mnist_images(images, labels, 2), utils.load_cifar_images(file, 2)
     program = """
         utils = pytagi.Utils()
         result = utils.load_mnist_images(*mnist, 2), utils.load_cifar_images(cifar, 2)
     """
-    real = oracle_run(program, mnist=[str(images), str(labels)], cifar=str(file))
-    for a, b in zip(own, real, strict=True):
-        equal(a[0], b[0], rtol=1e-6)
-        equal(a[1], b[1])
+    equal_programs(program, 1e-6, mnist=[str(images), str(labels)], cifar=str(cifar(tmp_path)[0]))
 
 
 @pytest.mark.parametrize(
@@ -164,10 +151,8 @@ def test_windows_are_pytagi_s(
     shape: tuple[int, int], columns: list[int], seen: int, ahead: int, stride: int
 ) -> None:
     data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    own = tagi.Utils().create_rolling_window(data, columns, seen, ahead, shape[1], stride)
     program = "result = pytagi.Utils().create_rolling_window(data, *arguments)"
-    arguments = (columns, seen, ahead, shape[1], stride)
-    equal(own, oracle_run(program, data=data, arguments=arguments))
+    equal_programs(program, data=data, arguments=(columns, seen, ahead, shape[1], stride))
 
 
 def test_windows_of_what_is_missing_have_nan() -> None:
@@ -197,14 +182,10 @@ def test_windows_may_predict_several_columns() -> None:
 @pytest.mark.slow
 def test_covariances_and_schedules_are_pytagi_s() -> None:
     program = """
-        from pytagi import exponential_scheduler
         result = (pytagi.Utils().get_upper_triu_cov(2, 4, 0.3),
-                  [exponential_scheduler(2.0, 0.5, 0.9, i) for i in range(20)])
+                  [pytagi.exponential_scheduler(2.0, 0.5, 0.9, i) for i in range(20)])
     """
-    covariances, schedule = oracle_run(program)
-    equal(tagi.Utils().get_upper_triu_cov(2, 4, 0.3), covariances, rtol=1e-6)
-    own = [tagi.exponential_scheduler(2.0, 0.5, 0.9, i) for i in range(20)]
-    equal(own, schedule, rtol=1e-7)
+    equal_programs(program, 1e-6)
 
 
 def test_scales_lead_there_and_back() -> None:
@@ -244,3 +225,20 @@ def test_without_a_driver_cuda_s_answers_are_no() -> None:
     assert cuda.is_device_available(0) is False
     assert cuda.get_device_properties(0) == ""
     assert cuda.get_device_memory(0) == (0, 0)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from-pytagi.md").read_text()
+
+
+def test_every_name_of_the_table_exists() -> None:
+    table = PAGE.partition("## Names")[2].partition("\n## ")[0]
+    names = [n for row in re.findall(r"^\| (`.*?) \|", table, re.M) for n in row.split(", ")]
+    assert len(names) > 40
+    for name in names:
+        functools.reduce(getattr, name.strip("`").split("."), fl.tagi)
+
+
+def test_every_public_name_is_in_the_table() -> None:
+    own = {"BaseLayer"}  # pytagi's as well, but nothing that a script calls
+    listed = re.findall(r"`(\w+)`", PAGE.partition("## Names")[2].partition("\n## ")[0])
+    assert set(fl.tagi.nn.__all__) - own <= set(listed)

@@ -193,22 +193,3 @@ def regression(model: Any, optimizer: Any, before_step: Any = None) -> Callable[
     loss_of = fl.nn.MeanSquaredError()
     loss = lambda x, y: loss_of(model(fl.input(x)), fl.no_grad(y))  # noqa: E731
     return training(optimizer, loss, before_step)
-
-
-def optimizers() -> dict[str, Callable[[list[fl.Variable]], Any]]:
-    """Every optimizer, with options that use all of its rule."""
-    optim = fl.optim
-    return {
-        "sgd": lambda p: optim.SGDOptimizer(p, 0.1),
-        "sgd_decay": lambda p: optim.SGDOptimizer(p, 0.1, weight_decay=0.01),
-        "momentum": lambda p: optim.SGDOptimizer(p, 0.1, momentum=0.9, weight_decay=0.01),
-        "nesterov": lambda p: optim.SGDOptimizer(p, 0.1, momentum=0.9, nesterov=True),
-        "adam": lambda p: optim.AdamOptimizer(p, 0.1, weight_decay=0.01),
-        "adam_l2": lambda p: optim.AdamOptimizer(p, 0.1, weight_decay=0.01, decoupled=False),
-        "adagrad": lambda p: optim.AdagradOptimizer(p, 0.1, weight_decay=0.01),
-        "rmsprop": lambda p: optim.RMSPropOptimizer(p, 0.1),
-        "rmsprop_centered": lambda p: optim.RMSPropOptimizer(p, 0.1, use_first=True),
-        "adadelta": lambda p: optim.AdadeltaOptimizer(p, 0.1),
-        "amsgrad": lambda p: optim.AMSgradOptimizer(p, 0.1),
-        "novograd": lambda p: optim.NovogradOptimizer(p, 0.1),
-    }

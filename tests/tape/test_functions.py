@@ -17,7 +17,8 @@ import flashlight_py as fl
 from flashlight_py.tape import lowering, program
 from flashlight_py.tape.recording import Note
 from tests.autograd.cases import CASES, Case
-from tests.tape.steps import compare, is_same, optimizers, training
+from tests.optim.test_optimizers import RULES, Make
+from tests.tape.steps import compare, is_same, training
 
 F = fl.autograd.functions
 Array = np.ndarray[Any, Any]
@@ -48,12 +49,12 @@ def test_function(case: Case, dtype: str) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("name", optimizers())
-def test_optimizer(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("make_optimizer", RULES.values(), ids=RULES)
+def test_optimizer(make_optimizer: Make, dtype: str) -> None:
     def make() -> Any:
         fl.set_seed(3)
         model = fl.nn.Sequential(fl.nn.Linear(5, 7), fl.nn.Tanh(), fl.nn.Linear(7, 3)).astype(dtype)
-        optimizer = optimizers()[name](model.params())
+        optimizer = make_optimizer(model.params())
 
         def loss_of(x: np.ndarray, y: np.ndarray) -> Any:
             return F.categorical_cross_entropy(F.log_softmax(model(fl.input(x))), fl.input(y))

@@ -6,7 +6,6 @@ graphs: results and times are theirs.
 
 import collections
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -66,6 +65,12 @@ def gpu(values: Any) -> Any:
     return StandInArray(np.array(values))
 
 
+def stays_eager(step: Callable[[Any], Any], results: list[float], reason: str) -> None:
+    captured: Any = fl.capture(step)
+    assert [captured(gpu([1.0])).get()[0] for _ in results] == results
+    assert reason in captured.reason
+
+
 def test_an_argument_with_strides_is_copied_by_its_elements(driver: StandInDriver) -> None:
     captured: Any = fl.capture(lambda x: x * 1)
     every_second = gpu(np.arange(8.0))[::2]
@@ -85,10 +90,7 @@ def test_a_step_that_puts_another_array_into_a_variable_stays_eager(driver: Stan
         weight.data = weight.data - x
         return weight.data * 1
 
-    captured: Any = fl.capture(step)
-    results = [captured(gpu([1.0])).get()[0] for _ in range(4)]
-    assert results == [0.0, -1.0, -2.0, -3.0]
-    assert "weight.data gets another value" in captured.reason
+    stays_eager(step, [0.0, -1.0, -2.0, -3.0], "weight.data gets another value")
 
 
 @pytest.mark.parametrize("holds", ["object", "list", "dict"])
@@ -169,9 +171,8 @@ def test_draws_of_the_cpu_are_the_reason_to_stay_eager(driver: StandInDriver) ->
     fl.set_seed(7)
     expected = [fl.random.generator().random() for _ in range(4)]
     fl.set_seed(7)
-    captured: Any = fl.capture(lambda x: x * fl.random.generator().random())
-    assert [captured(gpu([1.0])).get()[0] for _ in range(4)] == expected
-    assert "random numbers are drawn on the CPU" in captured.reason
+    step = lambda x: x * fl.random.generator().random()  # noqa: E731
+    stays_eager(step, expected, "random numbers are drawn on the CPU")
 
 
 def test_a_step_stays_eager_if_the_memory_does_not_suffice_for_two(driver: StandInDriver) -> None:
@@ -180,9 +181,7 @@ def test_a_step_stays_eager_if_the_memory_does_not_suffice_for_two(driver: Stand
             raise MemoryError("out of memory allocating 512 bytes")
         return x * 2
 
-    captured: Any = fl.capture(step)
-    assert [captured(gpu([1.0])).get()[0] for _ in range(3)] == [2.0] * 3
-    assert "out of memory" in captured.reason
+    stays_eager(step, [2.0] * 3, "out of memory")
 
 
 @pytest.mark.parametrize("calls", [2, 4])
@@ -223,7 +222,7 @@ def test_the_scale_of_losses_on_a_gpu_follows_updates(driver: StandInDriver) -> 
 def agree(rank: int, size: int) -> tuple[int, str]:
     """Rank 0 is in two groups, rank 1 has a shorter batch, and rank 2 has a graph."""
     groups = [fl.new_group([0, 1]), fl.new_group([0, 2])]
-    graphs = Graphs(lambda: None, (), threading.Lock())
+    graphs = Graphs(lambda: None, ())
     mine: Any = [group for group in groups if group.is_member]
     graphs._groups = mine
     return graphs._agreed({0: 5, 1: 0, 2: 5}[rank]), graphs.reason

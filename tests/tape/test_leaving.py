@@ -148,6 +148,10 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
     "a schedule": (lambda: lambda x: SCHEDULE.step(), "a learning rate is set"),
     "a gradient": (lambda: lambda x: setattr(WEIGHT, "grad", x), "an argument becomes a gradient"),
     "a norm that is used": (norm_that_is_used, r"norm > 5  # read"),
+    "a seed": (lambda: lambda x: fl.set_seed(1), "generator of random numbers is set"),
+    "a state of draws": (
+        lambda: lambda x: x * len(fl.random.state_dict()), "state of the random generator is read",
+    ),
     "a draw": (
         partial(trained, lambda loss, x: fl.random.generator().random() * 0), r"test_leaving\.py",
     ),

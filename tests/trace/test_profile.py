@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.failures.journal import Record
+from flashlight_py.distributed.calls import journal
+from flashlight_py.distributed.calls.journal import Record
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.trace import profiling
 from tests.trace.validity import assert_valid
@@ -82,7 +82,7 @@ IN_CHILDREN = """
 import os, sys
 import numpy as np
 import flashlight_py as fl
-from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.calls import journal
 
 def profile_in_child(path):
     if os.fork() == 0:

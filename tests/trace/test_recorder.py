@@ -7,25 +7,19 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import BROADCAST
 from flashlight_py.distributed.work import Done
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError
+from tests.distributed.conformance import world_of
+
+EVERY_WORLD = pytest.mark.parametrize("world", ["shm", "gloo", "mpi", "hierarchical"])
 
 
-def two_hosts(rank: int) -> dict[str, str]:
-    """Ranks 0 and 1 share memory, and so do 2 and 3."""
-    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank // 2)}
-
-
-WORLDS: dict[str, dict[str, Any]] = {
-    "shm": {"params": {"BACKEND": "shm"}},
-    "gloo": {"params": {"BACKEND": "gloo"}},
-    "mpi": {"init": "mpi", "params": {"BACKEND": "mpi"}},
-    "hierarchical": {"env": two_hosts},
-}
+def ranks_of(pool: Any, world: str = "shm") -> Any:
+    return pool(4 if world == "hierarchical" else 2, **world_of(world))
 
 
 def here() -> str:
@@ -68,11 +62,10 @@ VERBS = [
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@EVERY_WORLD
 def test_every_verb_is_numbered_and_described(pool: Any, world: str) -> None:
-    size = 4 if world == "hierarchical" else 2
-    results = pool(size, **WORLDS[world]).run(all_verbs)
-    for rank, (before, calls, messages) in enumerate(results):
+    ranks = ranks_of(pool, world)
+    for rank, (before, calls, messages) in enumerate(ranks.run(all_verbs)):
         assert [call["verb"] for call in calls] == VERBS
         assert [call["number"] - before for call in calls] == list(range(1, len(VERBS) + 1))
         assert all(0 < call["started"] <= call["ended"] for call in calls)
@@ -84,9 +77,8 @@ def test_every_verb_is_numbered_and_described(pool: Any, world: str) -> None:
         assert calls[1]["async"]
         assert calls[3] | {"root": 1, "dtype": "float64", "shape": [2, 3]} == calls[3]
         assert calls[12].get("via") == ("all_reduce_multiple" if "line" in calls[12] else None)
-        assert (
-            messages[0] | {"verb": "sendrecv", "peer": (rank + 1) % size, "tag": 3} == messages[0]
-        )
+        sent = {"verb": "sendrecv", "peer": (rank + 1) % ranks.size, "tag": 3}
+        assert messages[0] | sent == messages[0]
 
 
 def enter_and_leave(rank: int, size: int) -> list[dict[str, Any]]:
@@ -99,10 +91,10 @@ def enter_and_leave(rank: int, size: int) -> list[dict[str, Any]]:
     return calls_since(before)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@EVERY_WORLD
 def test_calls_at_the_end_of_a_block_are_of_its_line_and_its_name(pool: Any, world: str) -> None:
     """And not of contextlib's, which calls ours there."""
-    for calls in pool(4 if world == "hierarchical" else 2, **WORLDS[world]).run(enter_and_leave):
+    for calls in ranks_of(pool, world).run(enter_and_leave):
         assert calls
         assert {call.get("via", "join") for call in calls} == {"join"}, calls
         assert all(call.get("line", here()).startswith(here()) for call in calls), calls
@@ -121,7 +113,7 @@ def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
 
 
 def test_a_failed_call_says_why_and_the_next_ones_count_on(pool: Any) -> None:
-    for calls in pool(2, **WORLDS["shm"]).run(mismatch):
+    for calls in ranks_of(pool).run(mismatch):
         assert [call["verb"] for call in calls] == ["all_reduce", "broadcast", "all_reduce"]
         assert all(call["error"].startswith("MismatchError: ") for call in calls[:2])
         assert all(call["line"].startswith(here()) for call in calls[:2])
@@ -144,7 +136,7 @@ def wait_in_vain(rank: int, size: int) -> list[dict[str, Any]]:
 
 
 def test_a_wait_that_ends_is_no_failure(pool: Any) -> None:
-    running, ended = pool(2, **WORLDS["shm"]).run(wait_in_vain)[0]
+    running, ended = ranks_of(pool).run(wait_in_vain)[0]
     assert "ended" not in running
     assert "error" not in running
     assert ended["ended"] > running["started"]
@@ -163,7 +155,7 @@ def in_groups(rank: int, size: int) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def test_groups_have_names_that_their_ranks_agree_on(pool: Any) -> None:
-    (names, calls), (others, _) = pool(2, **WORLDS["shm"]).run(in_groups)
+    (names, calls), (others, _) = ranks_of(pool).run(in_groups)
     assert names == others
     assert len(names) == 2
     assert [call["number"] for call in calls] == [1, 1]

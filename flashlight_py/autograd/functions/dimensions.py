@@ -502,19 +502,15 @@ def _matmul(x: Variable, y: Variable) -> Variable:
     # Sharded operands are read again in the backward pass, not kept.
     p = x.data if x.placement is None else None
     q = y.data if y.placement is None else None
-    if x.data.dtype.char not in NARROW or is_cupy(x.data):
-        return record_pair(
-            x.data @ y.data,
-            *(x, lambda grad: grad @ (y.data if q is None else q).swapaxes(-1, -2)),
-            *(y, lambda grad: (x.data if p is None else p).swapaxes(-1, -2) @ grad),
-        )
-    # Computed in float32, and widened once more in the backward pass.
-    out = widened(x.data) @ widened(y.data)
+    # Narrow ones are computed in float32, and widened once more in the backward pass.
+    is_narrow = x.data.dtype.char in NARROW and not is_cupy(x.data)
+    wide: Any = widened if is_narrow else lambda array: array
+    out = wide(x.data) @ wide(y.data)
     return record_pair(
-        narrowed(out, x.data) if y.data.dtype.char in NARROW else out,
-        *(x, lambda grad: grad @ widened(y.data if q is None else q).swapaxes(-1, -2)),
-        *(y, lambda grad: widened(x.data if p is None else p).swapaxes(-1, -2) @ grad),
-        through=widened,
+        narrowed(out, x.data) if is_narrow and y.data.dtype.char in NARROW else out,
+        *(x, lambda grad: grad @ wide(y.data if q is None else q).swapaxes(-1, -2)),
+        *(y, lambda grad: wide(x.data if p is None else p).swapaxes(-1, -2) @ grad),
+        through=widened if is_narrow else None,
     )
 
 

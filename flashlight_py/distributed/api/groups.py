@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from flashlight_py.device import Array
 from flashlight_py.distributed.api.verb_call import Group, native, refusing
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
 from flashlight_py.distributed.groups.grid import Grid, extents_of
 from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of
 from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.store import Roster, Store
-from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
+from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -159,10 +160,11 @@ def _founded(
 
     Texts and timeouts must be the same on all ranks, else every rank raises MismatchError.
     """
-    seconds, steps = check_seconds(verb, timeout), Steps(parent.backend(), verb)
+    seconds, backend = check_seconds(verb, timeout), parent.backend()
     with parent.journal.recording(verb):
         mine = json.dumps([choice, seconds, next(groups_so_far)]).encode()
-        choices, limits, counts = zip(*map(json.loads, exchange_bytes(steps, mine)), strict=True)
+        answers = map(json.loads, exchange_bytes(backend, mine, verb))
+        choices, limits, counts = zip(*answers, strict=True)
         texts = [
             (c if isinstance(c, str) else verb) + ("" if limit is None else f", timeout={limit!r}")
             for c, limit in zip(choices, limits, strict=True)
@@ -175,7 +177,7 @@ def _founded(
             )
         members, store, count = members_of(choices), None, None
         if parent.rank in members:
-            store, count = MemberStore(steps, members), counts[members[0]]
+            store, count = MemberStore(backend, verb, members), counts[members[0]]
         return cast("ProcessGroup", parent.subgroup(members, store, seconds, count))
 
 
@@ -189,8 +191,8 @@ class MemberStore(Store):
     0 in the place of its last digit that is not 0. So none has many connections.
     """
 
-    def __init__(self, backend: Backend, members: Sequence[int]) -> None:
-        self._backend, self._members = backend, list(members)
+    def __init__(self, backend: Backend, verb: str, members: Sequence[int]) -> None:
+        self._backend, self._verb, self._members = backend, verb, list(members)
         self.rank, self.size = self._members.index(backend.rank), len(self._members)
         span, self._below = 1, list[int]()
         while span < self.size and self.rank % (span * FAN) == 0:
@@ -212,20 +214,19 @@ class MemberStore(Store):
             self._send(member, roster.body)
         return roster
 
-    def close(self) -> None:
-        """Do nothing: the backend goes on."""
-
     def _send(self, peer: int, payload: bytes) -> None:
         data = np.frombuffer(bytearray(payload), np.uint8)
         for array in (np.array([data.size]), data):
-            self._backend.start(Call(SEND, array, peer=peer, tag=_TAG)).wait()
+            self._step(SEND, array, peer)
 
     def _receive(self, peer: int) -> bytes:
-        length = np.zeros(1, np.int64)
-        self._backend.start(Call(RECV, length, peer=peer, tag=_TAG)).wait()
-        data = np.empty(length[0], np.uint8)
-        self._backend.start(Call(RECV, data, peer=peer, tag=_TAG)).wait()
-        return data.tobytes()
+        length = self._step(RECV, np.zeros(1, np.int64), peer)
+        return self._step(RECV, np.empty(length[0], np.uint8), peer).tobytes()
+
+    def _step(self, verb: Verb, array: Array, peer: int) -> Array:
+        call = Call(verb, array, peer=peer, tag=_TAG, part_of=self._verb)
+        moved: Array = self._backend.start(call).wait()
+        return moved
 
 
 @native(BARRIER)

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.api.verb_call import Group, reason_of, refusing
-from flashlight_py.distributed.backends.exchange import BackendStore, Steps
+from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.groups.membership import of
@@ -62,7 +62,7 @@ def shared_empty(
         with members.journal.recording("shared_empty", like=(kind, extents)):
             if math.prod(extents) * kind.itemsize * backend.size < LITTLE:  # never refused
                 return shared_array(backend, extents, kind)
-            store = BackendStore(Steps(backend, "shared_empty"))
+            store = BackendStore(backend, "shared_empty")
             array: Array = made_together(store, lambda: shared_array(backend, extents, kind))
             return array
 
@@ -122,9 +122,9 @@ def host_array(
         layout = None
         if shape is not None:
             layout = Layout(_extents("host_array", shape), _checked(np.dtype(dtype)))
-        steps = Steps(members.backend(), "host_array")
+        store = BackendStore(members.backend(), "host_array")
         with members.journal.recording("host_array"):
-            return _array_of_host(BackendStore(steps), load, layout)
+            return _array_of_host(store, load, layout)
 
 
 def _extents(caller: str, shape: int | Sequence[int]) -> tuple[int, ...]:

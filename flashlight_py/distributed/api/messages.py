@@ -18,8 +18,8 @@ from flashlight_py.distributed.api.verb_call import (
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import Apart, check_rank
+from flashlight_py.distributed.calls.journal import SENDRECV
 from flashlight_py.distributed.calls.kinds import returned
-from flashlight_py.distributed.failures.journal import SENDRECV
 from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work

@@ -19,7 +19,7 @@ from flashlight_py.distributed.api.verb_call import (
     pack_apart,
     refusing,
 )
-from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.arrays import (
     WITH_TEXT,
     as_array,
@@ -342,10 +342,8 @@ def _agree(
     like, root = call.out, call.root
     kind = None if like is None else (in_text(like.dtype), like.shape[1:])
     mine = pickle.dumps((counts, root, kind))
-    calls = [
-        pickle.loads(each)
-        for each in exchange_bytes(Steps(members.backend(), "scatter(rows=...)"), mine)
-    ]
+    texts = exchange_bytes(members.backend(), mine, "scatter(rows=...)")
+    calls = list(map(pickle.loads, texts))
     measure = calls[root]
     if any(each[:2] != measure[:2] or each[2] not in (None, measure[2]) for each in calls):
         where = f"[scatter] rank {members.rank} of {members.size}"

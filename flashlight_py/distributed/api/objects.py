@@ -16,10 +16,10 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.messages import recv, send
 from flashlight_py.distributed.api.verb_call import Group, reason_of, refusing
-from flashlight_py.distributed.backends.exchange import LATER, PROBLEM, Frame, Steps, read_frames
+from flashlight_py.distributed.backends.exchange import LATER, PROBLEM, Frame, read_frames
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank
-from flashlight_py.distributed.failures.journal import (
+from flashlight_py.distributed.calls.journal import (
     ALL_GATHER_OBJECT,
     BROADCAST_OBJECT,
     GATHER_OBJECT,
@@ -240,7 +240,7 @@ class _Move:
         self, members: Membership, verb: Verb, given: Any, root: int, mine: list[Array]
     ) -> None:
         self._members, self._verb, self._given, self._root = members, verb, given, root
-        self._mine, self._backend = mine, Steps(members.backend(), verb.name)
+        self._mine, self._backend = mine, members.backend()
         self._sources = range(members.size) if verb.ragged else range(root, root + 1)
 
     def begin(self) -> Array:
@@ -282,6 +282,7 @@ class _Move:
         return self._come(Call(BROADCAST, whole, root=self._root))
 
     def _come(self, call: Call) -> Array:
+        call.part_of = self._verb.name
         come = self._backend.start(call).wait()
         return _NOTHING if come is None else come
 

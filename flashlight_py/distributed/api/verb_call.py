@@ -40,9 +40,9 @@ from flashlight_py.distributed.calls.checks import (
     check_rows,
     require_bits,
 )
+from flashlight_py.distributed.calls.journal import SENDRECV
 from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, returned
 from flashlight_py.distributed.constants import Op, ReduceOp
-from flashlight_py.distributed.failures.journal import SENDRECV
 from flashlight_py.distributed.groups.membership import Membership, of, world_fast
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Then, Work

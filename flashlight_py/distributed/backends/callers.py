@@ -13,7 +13,7 @@ from typing import Any
 from flashlight_py._native import codes
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call_site import call_site
-from flashlight_py.distributed.failures.journal import CALLERS, not_begun
+from flashlight_py.distributed.calls.journal import CALLERS
 from flashlight_py.errors import DistributedError
 
 SITE_BYTES = codes.SITE_BYTES - 1  # without the zero behind the text
@@ -50,7 +50,8 @@ class Callers:
             "of this group, which would have to end first. Nothing was sent. Let the handler set "
             "a flag and act on it between two calls, or leave by distributed_shutdown()"
         )
-        raise not_begun(error)
+        error.has_begun = False
+        raise error
 
 
 # By thread, what a signal handler raised while it waited in the library.

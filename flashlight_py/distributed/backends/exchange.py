@@ -13,41 +13,12 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
-from flashlight_py.distributed.work import Work
 
 # Of a frame: how long its content is, its kind, and how many buffers. Their lengths follow, then
 # they, then the content, each padded: csrc/fast/objects.c makes and reads the same.
 _HEAD = struct.Struct("=qii")
 _ALIGNED = 16
 CONTENT, PROBLEM, LATER = range(3)
-
-
-class Steps(Backend):
-    """``backend`` with defaults for ``part_of`` and ``seconds`` of calls."""
-
-    def __init__(self, backend: Backend, part_of: str = "", seconds: float | None = None) -> None:
-        self.kind, self.path = backend.kind, backend.path
-        self.rank, self.size, self.processes = backend.rank, backend.size, backend.processes
-        self.team, self.count, self.finds_shape = backend.team, backend.count, backend.finds_shape
-        self._backend, self._part_of, self._seconds = backend, part_of, seconds
-
-    def start(self, call: Call) -> Work:
-        return self._backend.start(self._limited(call))
-
-    def start_many(self, calls: Sequence[Call]) -> Work:
-        return self._backend.start_many([self._limited(call) for call in calls])
-
-    def _limited(self, call: Call) -> Call:
-        if call.seconds is None:
-            call.seconds = self._seconds
-        call.part_of = call.part_of or self._part_of
-        return call
-
-    def synchronize(self) -> None:
-        self._backend.synchronize()
-
-    def close(self) -> None:
-        """Do nothing: the backend goes on."""
 
 
 class Frame(NamedTuple):
@@ -83,22 +54,22 @@ def read_frames(joined: Array, most: int | None = None) -> list[Frame]:
     return frames
 
 
-def exchange_bytes(backend: Backend, payload: bytes) -> list[bytes]:
+def exchange_bytes(
+    backend: Backend, payload: bytes, part_of: str = "", seconds: float | None = None
+) -> list[bytes]:
     """Exchange ``payload``, of any length: return every rank's. Raises as ``Work.wait``."""
-    joined = backend.start(Call(ALL_GATHER, Frame(payload).pack())).wait()
+    frame = Frame(payload).pack()
+    joined = backend.start(Call(ALL_GATHER, frame, part_of=part_of, seconds=seconds)).wait()
     return [bytes(frame.content) for frame in read_frames(joined)]
 
 
 class BackendStore(Store):
-    """A store among the ranks of a backend."""
+    """A store among the ranks of a backend, as a step of the call ``part_of``."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, part_of: str = "") -> None:
         self.rank, self.size = backend.rank, backend.size
-        self._backend = backend
+        self._backend, self._part_of = backend, part_of
 
     def exchange(self, payload: bytes) -> Roster:
         """Pass ``payload`` and return every rank's; raises DistributedError as ``Work.wait``."""
-        return Roster.of(exchange_bytes(self._backend, payload))
-
-    def close(self) -> None:
-        """Do nothing: the backend goes on."""
+        return Roster.of(exchange_bytes(self._backend, payload, self._part_of))

@@ -51,9 +51,9 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
-from flashlight_py.distributed.calls.fast_path import CallJournal, EntryPoints, FastPath, dropped
+from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
+from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring, forked
 from flashlight_py.distributed.failures import abort
-from flashlight_py.distributed.failures.journal import NATIVE, OBJECTS, SENDRECV, Ring, forked
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -132,7 +132,7 @@ class NativeBackend(Backend):
     ``timeout`` is in seconds.
     """
 
-    journal: CallJournal | None = None  # of the group that has this backend
+    journal: Journal | None = None  # of the group that has this backend
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
     finds_shape = True
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
@@ -156,7 +156,7 @@ class NativeBackend(Backend):
         self._step: EntryPoints | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
 
-    def bind(self, journal: CallJournal) -> FastPath:
+    def bind(self, journal: Journal) -> FastPath:
         """Let native code read plain arrays by itself; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
@@ -172,7 +172,7 @@ class NativeBackend(Backend):
         result = path.collective(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
         return super().step(verb, array, seconds) if result is NotImplemented else result
 
-    def _bound(self, fast: Any, ring: Ring | CallJournal) -> EntryPoints:
+    def _bound(self, fast: Any, ring: Ring) -> EntryPoints:
         fast.verbs(FLAGS)
         group = self._open("bind")
         self._callers.of_native = ring.header

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from flashlight_py._native import codes
 from flashlight_py._native.codes import MOVED
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.arrays import (
     WITH_TEXT,
     dtype_of_code,
@@ -20,7 +22,6 @@ from flashlight_py.distributed.calls.arrays import (
     of_bytes,
     require_length,
 )
-from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, limit_passed
 from flashlight_py.errors import DistributedError
@@ -100,15 +101,12 @@ class NativeWork(Work):
         if self._forks != journal.forks():
             raise journal.forked(self._name)
         pending = self._lib.FL_PENDING
-        if timeout is None:
-            while (status := self._status(_SLICE_SECONDS)) == pending:
-                pass
-        else:
-            end, left = time.monotonic() + timeout, timeout
-            while (status := self._status(min(_SLICE_SECONDS, max(0.0, left)))) == pending:
-                left = end - time.monotonic()
-                if not left > 0:  # also where that is no number
-                    raise limit_passed(f"[{self._name}] {self._backend.name}", timeout)
+        seconds = left = math.inf if timeout is None else timeout
+        end = time.monotonic() + seconds
+        while (status := self._status(min(_SLICE_SECONDS, max(0.0, left)))) == pending:
+            left = end - time.monotonic()
+            if not left > 0:  # also where that is no number
+                raise limit_passed(f"[{self._name}] {self._backend.name}", seconds)
         self._backend.forget(self)
         if status != self._lib.FL_OK:
             raise self._failure(status)

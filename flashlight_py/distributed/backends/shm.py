@@ -16,7 +16,7 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.callers import answer_where
-from flashlight_py.distributed.backends.exchange import BackendStore, Steps
+from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import NativeWork, freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
@@ -103,7 +103,7 @@ class ShmBackend(NativeBackend):
         """
         count = math.prod(shape)
         stride = max(_PAGE, -(-count * dtype.itemsize // _PAGE) * _PAGE)
-        store = BackendStore(Steps(self, "shared_empty"))
+        store = BackendStore(self, "shared_empty")
 
         def add(path: str, create: bool) -> Any:
             group, where = self._open("shared_empty"), path.encode()

@@ -9,7 +9,8 @@ from flashlight_py.distributed.backends.native_work import light_work
 from flashlight_py.distributed.calls.arrays import require_length, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.call_site import folders
-from flashlight_py.distributed.calls.fast_path import CallJournal, EntryPoints, FastPath, dropped
+from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
+from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Work
@@ -51,7 +52,7 @@ class SingleBackend(Backend):
     def close(self) -> None:
         """Nothing is held."""
 
-    def bind(self, journal: CallJournal) -> FastPath:
+    def bind(self, journal: Journal) -> FastPath:
         """Let native code do what needs no other rank; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)

@@ -7,25 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 dropped: deque[weakref.ref[Any]] = deque()
 """Groups that were collected and not closed: the next call of any group closes them."""
-
-
-class CallJournal(Protocol):
-    """The record of the calls of a group, to which native code writes; see journal.py."""
-
-    memory: NDArray[np.uint8]
-    notes: list[Any]
-    header: Any
-
-    def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
-        """Let native code write calls, dated by the first of ``clocks``."""
-
-    def failed(self, call: int, error: BaseException) -> None:
-        """Note that the native call with this id has ended by ``error``."""
 
 
 class FastPath(Protocol):

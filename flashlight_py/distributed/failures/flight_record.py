@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py import system
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.call_site import PACKAGE, line_of
-from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.rendezvous.secret import create_private
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 
@@ -80,10 +80,8 @@ def default_folder(job: str) -> Path:
 def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = None) -> Path:
     """Write or replace this rank's file and return its path.
 
-    ``threads`` are the stacks of the threads in lines, by default those of this moment.
-
-    Raises:
-        OSError: it cannot be written, or somebody else has put the folder there.
+    ``threads`` are the stacks of the threads in lines, by default those of this moment. Raises
+    OSError if it cannot be written, or somebody else has put the folder there.
     """
     text = record_text(flight, reason, stacks() if threads is None else threads)
     path = store_record(flight, text)
@@ -115,11 +113,9 @@ def store_record(flight: Flight, text: str) -> Path:
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what a file holds that ``write_record`` has written.
+    """Return the content of a flight record.
 
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no flight record.
+    Raises OSError if it cannot be read, and ValueError if it is none.
     """
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -328,11 +324,7 @@ class Watchdog:
             faulthandler.unregister(signal.SIGUSR1)
 
     def record(self, reason: str, threads: list[str] | None = None) -> Path:
-        """Write the record and return its path.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the record and return its path; an OSError if it cannot be written."""
         with self._alone():
             self._written = system.wall_clock()  # nearly; it counts also where the writing fails
             path = write_record(self.flight, reason, threads)

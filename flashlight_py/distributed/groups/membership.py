@@ -13,15 +13,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.fast_path import EntryPoints, dropped, left_to_python
+from flashlight_py.distributed.calls.journal import Journal, name_of_group
 from flashlight_py.distributed.calls.self_messages import SelfMessages
 from flashlight_py.distributed.failures import abort
-from flashlight_py.distributed.failures.journal import Journal, name_of_group
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER
 from flashlight_py.distributed.work import Then, Work, wait_for
@@ -220,19 +221,18 @@ class Membership:
 
     def run(self, call: Call) -> Work:
         """Start ``call``, and wait for its end if it is blocking; the journal has it."""
-        if here.recorder is not None:
-            return here.recorder.verb(self, [call], call.name)  # type: ignore[no-any-return]
-        backend = self.backend(call.out if call.array is None else call.array)
-        if call.verb is BARRIER:  # of everything that ranks do
-            backend = self.gpus or backend
-        return self.journal.run([call], call.name, lambda: backend.start(call))
+        return self.run_many([call], call.name)
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
         """Start ``calls`` of arrays of one device together: in the journal one call of ``name``."""
         if here.recorder is not None:
             return here.recorder.verb(self, calls, name)  # type: ignore[no-any-return]
-        backend = self.backend(calls[0].array)
-        return self.journal.run(calls, name, lambda: backend.start_many(calls))
+        call, *others = calls
+        backend = self.backend(call.out if call.array is None else call.array)
+        if call.verb is BARRIER:  # of everything that ranks do
+            backend = self.gpus or backend
+        start = partial(backend.start_many, calls) if others else partial(backend.start, call)
+        return self.journal.run(calls, name, start)
 
     def keep(self, work: Then) -> Then:
         """Remember a result that is still to be brought home, also if nobody waits for it."""

@@ -45,12 +45,9 @@ def needs_names(spaces: Sequence[str]) -> bool:
 
 
 class MemoryFile:
-    """An empty file in memory, for this user alone, until :meth:`close`.
+    """An empty file in memory, which this user's processes open at ``path``, until :meth:`close`.
 
-    Processes of this user open it at ``path``.
-
-    Raises:
-        OSError: it cannot be made.
+    Raises OSError if it cannot be made.
     """
 
     def __init__(self, named: bool) -> None:
@@ -76,11 +73,7 @@ class MemoryFile:
 
 @contextlib.contextmanager
 def open_memory(path: str) -> Iterator[int]:
-    """Open what another process has made, as a descriptor, for the body of a ``with``.
-
-    Raises:
-        OSError: there is nothing, or it is somebody else's.
-    """
+    """Open what another process of this user has made, as a descriptor; or raise an OSError."""
     without_links = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | without_links)
     try:

@@ -85,11 +85,8 @@ def ordinary_empty(shape: tuple[int, ...], dtype: np.dtype[Any], ranks: int = 1)
 def shared_arrays(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
     """Return a new array of each rank, not initialised, in memory that all ranks see. Collective.
 
-    If the ranks of ``backend`` share no memory, the list has only this rank's array.
-
-    Raises:
-        MemoryError: there is not enough memory, on this rank only. The caller must notify the
-            other ranks.
+    If the ranks of ``backend`` share no memory, the list has only this rank's array. If there is
+    not enough memory, this rank alone raises MemoryError: the caller must notify the other ranks.
     """
     if isinstance(backend, SharesMemory):
         return backend.shared_by_all(shape, dtype)
@@ -106,11 +103,8 @@ def shared_array(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any])
 def reserve(fd: int, nbytes: int, what: str) -> None:
     """Let a file in memory have ``nbytes`` of it now; on an error it stays as it was.
 
-    Later a lack would end the process that writes there, or another.
-
-    Raises:
-        MemoryError: there are not so many; see ``require``.
-        OSError: the file system is too small.
+    Later a lack would end the process that writes there, or another. Raises MemoryError as
+    ``require``, and OSError if the file system is too small.
     """
     before, system = os.fstat(fd).st_size, os.fstatvfs(fd)
     room = system.f_bavail * system.f_frsize if system.f_blocks else nbytes

@@ -47,11 +47,7 @@ class DeviceRule:
     max_per_node: int | None = None
 
     def index(self, count: int) -> int:
-        """Return the device's index among ``count`` visible ones, at least one.
-
-        Raises:
-            BackendUnavailableError: the rule names a device that is not there.
-        """
+        """Return the index among ``count`` visible devices; BackendUnavailableError if beyond."""
         if self.max_per_node is None:
             return self.local_rank % count
         index = self.rank % self.max_per_node
@@ -83,8 +79,7 @@ def gpu_identity(cupy: Any, index: int) -> str:
 def exchange_process_info(store: Store, checks: bool) -> None:
     """Have the ranks of ``store`` know each other's host and process. Collective, blocking.
 
-    Raises:
-        UnavailableEverywhereError: ranks differ in ``checks``, whether to compare their calls.
+    Raises UnavailableEverywhereError if ranks differ in ``checks``, whether to compare their calls.
     """
     process = f"process {system.getpid()} on {system.gethostname()}"
     mine = [process, process_space(), host_identity(), checks]
@@ -230,10 +225,8 @@ def address_between_hosts(
     """Return this rank's address for connections with other hosts. Collective, blocking.
 
     ``hosts`` identify the hosts of the ranks, ``own`` are their ``own_addresses``, ``shared`` those
-    of several hosts, and ``interface`` is the user's, or "".
-
-    Raises:
-        RendezvousError: on every rank, where there is no address that other hosts could reach.
+    of several hosts, and ``interface`` is the user's, or "". Raises RendezvousError on every rank
+    if there is no address that other hosts could reach.
     """
     mine, first = hosts[store.rank], hosts[0]
     peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (mine != first))
@@ -241,7 +234,7 @@ def address_between_hosts(
     card = Card(
         host=mine,
         name=system.gethostname(),
-        has=_interfaces(),
+        has=", ".join(map(" ".join, interfaces())),
         own=own[store.rank],
         asked=interface,
         wanted=addresses_of(interface) if interface else (),
@@ -269,29 +262,22 @@ def address_inside(interface: str) -> str:
     """Return the address of this rank for connections with others of its host.
 
     Without an ``interface``, a name or an address, the loopback's: out of reach of other machines.
-
-    Raises:
-        BackendUnavailableError: it is neither an interface nor an address of this host.
+    Raises BackendUnavailableError if it is neither an interface nor an address of this host.
     """
     found = addresses_of(interface) if interface else ["127.0.0.1"]
     if not found:
+        has = ", ".join(map(" ".join, interfaces())) or "none but the loopback"
         raise errors.BackendUnavailableError(
-            f"{interface!r} is neither an interface nor an address of this host, which has "
-            f"{_interfaces() or 'none but the loopback'}; choose another with "
-            "params={'INTERFACE': ...}"
+            f"{interface!r} is neither an interface nor an address of this host, which has {has}; "
+            "choose another with params={'INTERFACE': ...}"
         )
     return found[0]
-
-
-def _interfaces() -> str:
-    return ", ".join(f"{each.name} {each.address}" for each in interfaces())
 
 
 def choose(cards: Sequence[Card]) -> list[str]:
     """Return the address of each rank: all of one family, and none that two hosts have.
 
-    Raises:
-        ValueError: there is none; says of which host, and why.
+    A ValueError says of which host there is none, and why.
     """
     shared = shared_addresses((card.host, card.own) for card in cards)
     by_host, translated = _connections(cards)

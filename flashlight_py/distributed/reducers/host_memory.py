@@ -15,7 +15,7 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.backends.exchange import BackendStore, Steps
+from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combined
@@ -37,17 +37,14 @@ def hosts_of(group: ProcessGroup) -> list[list[int]]:
 
 def store_of(group: ProcessGroup) -> BackendStore:
     """Return a store between the ranks of ``group``, for what they make together."""
-    return BackendStore(Steps(group.backend(), "shared_empty"))
+    return BackendStore(group.backend(), "shared_empty")
 
 
 def meet(group: ProcessGroup, doing: str) -> None:
     """Wait until all ranks are at the same place of what they do, one of ``COMPOSED``. Collective.
 
-    The others read afterwards what a rank has written to common memory before.
-
-    Raises:
-        MismatchError: a rank does something else; the group is closed then.
-        DistributedError: as :func:`flashlight_py.barrier`.
+    The others read afterwards what a rank has written to common memory before. Raises
+    DistributedError as :func:`flashlight_py.barrier`; a MismatchError closes the group.
     """
     group.run(Call(BARRIER, part_of=doing)).wait()
 
@@ -74,12 +71,8 @@ def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -
 
     The ranks must share memory. All ranks read what one rank writes; the caller must order reads
     and writes. ``what`` names the purpose in errors. The host must also have ``unwritten`` bytes,
-    the part of its other mappings that no rank has written yet.
-
-    Raises:
-        OutOfMemoryError: there is no memory for them; raised on every rank.
-        UnavailableEverywhereError: a rank cannot map it; raised on every rank.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+    the part of its other mappings that no rank has written yet. Every rank raises OutOfMemoryError
+    or UnavailableEverywhereError as ``map_together``, or DistributedError as ``all_reduce``.
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:

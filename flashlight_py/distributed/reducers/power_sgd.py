@@ -161,8 +161,7 @@ class PowerSGDCompression(Compression):
     ) -> Array:
         """Return the state ``name``, at first ``first()``, on the device of ``like``.
 
-        Raises:
-            ValueError: it has another shape, or another dtype than ``like``.
+        Raises ValueError if it has another shape, or another dtype than ``like``.
         """
         found = self._state.get(name)
         if found is None:
@@ -192,15 +191,12 @@ def _matrix(array: Array) -> Array:
 
 
 def orthonormal(columns: Array) -> Array:
-    """Return a new matrix of the same shape and dtype whose columns are orthonormal.
+    """Return a new matrix whose columns are orthonormal, like ``columns``: (n, r) with r <= n.
 
     The first j of them span the first j of ``columns``; where these are linearly dependent, or
     zero, arbitrary directions take their place, the same on every rank. All NaN where ``columns``
     is not finite. Gram-Schmidt in float64, each column projected twice, which is enough: Giraud,
     Langou, Rozloznik, The loss of orthogonality in the Gram-Schmidt process (2005).
-
-    Args:
-        columns: shape ``(n, r)`` with r at most n, float32 or float64.
     """
     xp = array_module(columns)
     if not xp.isfinite(columns).all():
@@ -252,13 +248,7 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def outer_sum(left: Array, right: Array, out: Array) -> None:
-    """Write ``left @ right.T`` into ``out``, in the order of the columns.
-
-    Args:
-        left: shape ``(n, r)``, the dtype of ``out``.
-        right: shape ``(m, r)``, the dtype of ``out``.
-        out: shape ``(n, m)``.
-    """
+    """Write ``left @ right.T`` (n, r) and (m, r) into ``out``, adding column after column."""
     xp = array_module(out)
     rows = xp.ascontiguousarray(right.T)
     height = len(out) if is_cupy(out) else max(1, _BLOCK // out.shape[1])

@@ -56,15 +56,11 @@ class Filling:
 def plan_buckets(
     sizes: Sequence[int], limit: int, kinds: Sequence[object] | None = None
 ) -> list[list[int]]:
-    """Cut a sequence of arrays into runs of at most ``limit`` bytes, the same plan on every rank.
+    """Cut a sequence of arrays into buckets of at most ``limit`` bytes, the same on every rank.
 
-    Args:
-        sizes: bytes of each array, in the order in which they become ready.
-        limit: bytes per bucket; an array larger than that is a bucket of its own.
-        kinds: of each array; arrays of different kinds do not share a bucket.
-
-    Returns:
-        The buckets in order, each a list of consecutive indices. Arrays of zero bytes count.
+    ``sizes`` are the bytes of each array, in the order in which they become ready. A larger array
+    is a bucket of its own; arrays of different ``kinds`` do not share one. Returns the buckets in
+    order, each a list of consecutive indices. Arrays of zero bytes count.
 
     Example:
         >>> plan_buckets([6, 4, 3, 20, 1], limit=10)
@@ -169,13 +165,8 @@ class EagerReducer(_Pending):
     Small NumPy arrays are reduced at once, blocking, unless larger ones have been started before:
     a thread for them costs more time than it saves. CuPy arrays always overlap, without a thread.
 
-    Args:
-        scale, group: as for ``InlineReducer``.
-        hook: reduces the arrays, which are flat then.
-        parts: for each array that the hook is given, in their order, the views into it.
-
-    Raises:
-        TypeError: ``hook`` is not callable, or does not compress arrays of this dtype.
+    A ``hook`` reduces the arrays, which are flat then; ``parts`` are the views into each of them,
+    in their order. Raises TypeError if it is not callable, or does not compress this dtype.
     """
 
     def __init__(

@@ -72,11 +72,7 @@ class Announcement(NamedTuple):
 
     @classmethod
     def parse(cls, content: bytes) -> Announcement:
-        """Read what ``pack`` wrote.
-
-        Raises:
-            ValueError: it is none; says why.
-        """
+        """Read what ``pack`` wrote; a ValueError says why it is none."""
         try:
             record = json.loads(content)
         except (ValueError, RecursionError) as error:  # what is nested too deeply
@@ -106,9 +102,7 @@ class SharedDirectory:
 
     ``path`` may be an existing directory (the files in it are then named ``flashlight.*``) or a
     path whose parent exists (files beside it, named after it). ``nonce`` is fresh for every object.
-
-    Raises:
-        RendezvousError: the directory is missing, is none, or nothing can be created in it.
+    Raises RendezvousError if the directory is missing, is none, or nothing can be created in it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -203,11 +197,8 @@ class FileStore(TreeStore):
     """A store at ``path``, which every rank must see; ``timeout`` seconds per exchange.
 
     ``path`` is that of a ``SharedDirectory``. Nothing needs to be prepared or removed by hand, even
-    after a run that was killed. Files of other users are ignored.
-
-    Raises:
-        ValueError: as ``check_member``.
-        RendezvousError: as ``SharedDirectory``; or this host has no loopback network.
+    after a run that was killed. Files of other users are ignored. Raises ValueError as
+    ``check_member``, RendezvousError as ``SharedDirectory``, or without a loopback network.
     """
 
     kind, own, moves, patience = "path", "FILE_PATH", True, _PATIENCE
@@ -232,7 +223,6 @@ class FileStore(TreeStore):
         super().__init__(rank, size, timeout, [LOOPBACK])
 
     def remedy(self) -> str:
-        """Say what was passed over; see ``MeetingPoint``."""
         ignored = "; ".join(f"{name} {why}" for name, why in self._directory.ignored.items())
         return (
             "start every rank with the same FILE_PATH and world size, within reach of rank 0's host"
@@ -242,7 +232,6 @@ class FileStore(TreeStore):
     # Rank 0 ---------------------------------------------------------------------------------------
 
     def listen(self, backlog: int) -> list[system.Socket]:
-        """Listen on the loopback; see ``MeetingPoint``."""
         self._backlog = backlog
         self._listeners.append(system.create_server((LOOPBACK, 0), backlog=backlog))
         return list(self._listeners)

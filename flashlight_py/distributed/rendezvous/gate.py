@@ -101,7 +101,6 @@ class MeetingPoint(Store):
 
         Raises RendezvousError if there is another rank 0, or the place cannot be used any more.
         """
-        return None
 
     @abc.abstractmethod
     def offers(self) -> Iterable[Offer]:
@@ -238,11 +237,7 @@ class Gate(abc.ABC):
     # Who joins ------------------------------------------------------------------------------------
 
     def _greet(self, candidate: Connection) -> None:
-        """Do what a candidate's next message calls for.
-
-        Raises:
-            WireError: it is none of ours, and ought to be dropped without a word.
-        """
+        """Do what a candidate's next message calls for; a WireError: it is none of ours."""
         kind, body = candidate.inbox.popleft()
         if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
             mine, key = nonce(), self._secret.key(candidate.address)
@@ -340,13 +335,10 @@ class Gate(abc.ABC):
         raise self._failure(f"{missing}{problem}; {place.remedy()}", joining=True)
 
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
-        """Greet rank 0 and go to whom it names, which takes so much ``patience``.
+        """Greet rank 0 and go to the rank that it names, for so many seconds of ``patience``.
 
-        Or, until ``inside``, the rank that speaks for this host. Returns False if whom rank 0 names
-        is not there.
-
-        Raises:
-            NobodyError: nobody who knows the secret is there.
+        Or, until ``inside``, the rank that speaks for this host. Returns False if the named rank is
+        not there; raises NobodyError if nobody who knows the secret is.
         """
         place, is_asking = self._place, not (inside or patience)
         if inside:

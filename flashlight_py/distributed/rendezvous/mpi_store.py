@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import sys
 from typing import Any
 
-import numpy as np
-
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
-from flashlight_py.distributed.rendezvous.file_store import LOOPBACK, Announcement
+from flashlight_py.distributed.rendezvous.file_store import LOOPBACK
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
-from flashlight_py.distributed.rendezvous.store import host_identity, this_process
+from flashlight_py.distributed.rendezvous.store import host_identity
 from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
@@ -23,9 +20,8 @@ from flashlight_py.interfaces import listen_everywhere, own_addresses
 def load_mpi() -> Any:
     """Import and return ``mpi4py.MPI``, which initialises MPI; finalised when this process exits.
 
-    Raises:
-        BackendUnavailableError: mpi4py or the MPI library that it loads is missing, MPI was not
-            initialised, or it has ended already.
+    Raises BackendUnavailableError if mpi4py or the MPI library that it loads is missing, MPI was
+    not initialised, or it has ended already.
     """
     finalizes = False
     try:
@@ -93,18 +89,15 @@ class MpiStore(TreeStore):
         world = load_mpi().COMM_WORLD
         rank, size = int(world.Get_rank()), int(world.Get_size())
         check_world(detect(), size)
-        mine = np.frombuffer(hashlib.sha256(host_identity().encode()).digest(), np.uint8)
-        hosts = np.empty((size, mine.size), np.uint8)
-        world.Allgather(mine, hosts)
-        is_here = np.all(hosts == mine, axis=1)
-        self._one_host, self.local_rank = bool(np.all(is_here)), int(is_here[:rank].sum())
-        self._announced = np.zeros(1 << 16, np.uint8)  # more than one takes
-        self.known = Secret(system.random_bytes(NONCE_BYTES).hex().encode(), source=self.name)
+        hosts = world.allgather(host_identity())
+        self._one_host, self.local_rank = len(set(hosts)) == 1, hosts[:rank].count(hosts[rank])
+        self._addresses: list[tuple[str, int]] = []
+        self.secret = world.bcast(system.random_bytes(NONCE_BYTES).hex().encode(), 0)
+        self.known = Secret(self.secret, source=self.name)
         try:
             super().__init__(rank, size, timeout, [LOOPBACK] if self._one_host else [])
         finally:  # else the others would wait for ever
-            world.Bcast(self._announced, 0)
-        self.secret = self.known.given
+            self._addresses = world.bcast(self._addresses, 0)
 
     def listen(self, backlog: int) -> list[system.Socket]:
         """Listen on the loopback, or for other hosts at all addresses; see ``MeetingPoint``."""
@@ -115,18 +108,13 @@ class MpiStore(TreeStore):
             if not hosts:
                 raise OSError("this host has no address by which others could reach it")
         port = int(listener.getsockname()[1])
-        addresses = [(host, port) for host in hosts]
-        content = Announcement(this_process(), addresses, self.known.given.decode()).pack()
-        self._announced[: len(content)] = np.frombuffer(content, np.uint8)
+        self._addresses = [(host, port) for host in hosts]
         return [listener]
 
     def offers(self) -> list[Offer]:
-        """Return what rank 0 has announced; see ``MeetingPoint``."""
-        content = self._announced.tobytes().rstrip(b"\0")
-        if not content:
+        if not self._addresses:
             raise self.error("rank 0 cannot listen for the others: look at its own output")
-        found = Announcement.parse(content)
-        return [Offer(found.addresses, Secret(found.secret.encode(), source=self.name))]
+        return [Offer(self._addresses, self.known)]
 
     def remedy(self) -> str:
         return "see whether a rank has raised or still computes"

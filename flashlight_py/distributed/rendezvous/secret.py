@@ -68,9 +68,7 @@ class Secret:
     def find(cls, one_host: bool, environ: Mapping[str, str] = system.environ) -> Secret:
         """Return the secret that ``environ`` (default: ``os.environ``) or else the user's file has.
 
-        Raises:
-            RendezvousError: neither is there, and the file cannot be created, or is not the
-                user's alone.
+        Raises RendezvousError if there is none, and the file cannot be created or is not private.
         """
         for name in VARIABLES:
             if name in environ:
@@ -104,8 +102,7 @@ class Secret:
 def folder(environ: Mapping[str, str]) -> Path:
     """Return the folder that is this user's alone; made among the temporary files if need be.
 
-    Raises:
-        RendezvousError: it is there, and others may write to it or read it.
+    Raises RendezvousError if others may write to that one or read it.
     """
     user = os.geteuid()
     for name in (environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}"):
@@ -138,11 +135,7 @@ def _not_ours(status: os.stat_result, is_kind: Any) -> str:
 
 
 def create_private(file: Path, content: bytes) -> None:
-    """Create ``file``, which no other user may read.
-
-    Raises:
-        OSError: it exists already, or cannot be written; then nothing of it is left behind.
-    """
+    """Create ``file``, which no other user may read; an OSError leaves nothing of it behind."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS, 0o600)
     try:
         with open(descriptor, "wb") as new:

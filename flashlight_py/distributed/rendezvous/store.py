@@ -55,9 +55,10 @@ class Store(abc.ABC):
                 can still be notified.
         """
 
-    @abc.abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (optional, as the next one)
         """Leave; collective. When it has returned on every rank, nothing of it is left behind.
+
+        Nothing happens if the ranks are joined otherwise: whoever joined them ends that.
 
         Raises:
             RendezvousError: a rank has not left within the timeout, or has died (named).
@@ -152,11 +153,7 @@ class SubStore(Store):
         self.near = store.near and store.near.among(self._ranks)
 
     def exchange(self, payload: bytes) -> Roster:
-        """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""
         return self._store.exchange(payload).derived(_part, self._ranks)
-
-    def close(self) -> None:
-        """Do nothing: the store that is wrapped is closed by whoever made it."""
 
 
 class Peer(NamedTuple):

@@ -94,7 +94,6 @@ class TcpStore(TreeStore):
         return listeners
 
     def offers(self) -> list[Offer]:
-        """Return the address; see ``MeetingPoint``."""
         return [Offer(self._addresses, self.known, advice="; choose another MASTER_PORT")]
 
 
@@ -105,10 +104,8 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[system.So
     """Return sockets that listen at ``port`` of this host, called ``host``; the caller closes them.
 
     For an address, the loopback, and ranks of ``one_host``, they listen at what ``host`` means
-    here. Other hosts may resolve a name differently: then they listen at all addresses.
-
-    Raises:
-        OSError: ``host`` is not this host, or the port is in use; says what to do.
+    here. Other hosts may resolve a name differently: then they listen at all addresses. An OSError
+    says what to do if ``host`` is not this host, or the port is in use.
     """
     if (listener := _handed_over(port)) is not None:
         return [listener]

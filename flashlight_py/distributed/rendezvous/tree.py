@@ -54,8 +54,7 @@ _log = logging.getLogger("flashlight_py")
 class TreeNode(Gate):
     """This rank in the tree: below another one, but for rank 0, and above others perhaps.
 
-    Raises:
-        RendezvousError: it is rank 0, and cannot listen at ``place``.
+    Raises RendezvousError if it is rank 0, and cannot listen at ``place``.
     """
 
     def __init__(self, place: MeetingPoint) -> None:
@@ -265,10 +264,9 @@ class TreeNode(Gate):
     # Time is up -----------------------------------------------------------------------------------
 
     def _time_is_up(self) -> None:
-        """Notify the parent; rank 0 asks all ranks what they have, and then names the missing.
+        """Notify the parent; rank 0 asks all ranks what they have.
 
-        Raises:
-            RendezvousError: the missing ranks are known, or the parent does not answer.
+        Raises RendezvousError once the missing ranks are known, or if the parent does not answer.
         """
         place, now = self._place, system.monotonic()
         if not self._is_root:
@@ -458,7 +456,6 @@ class TreeStore(MeetingPoint):
         self._has_ended = False
 
     def exchange(self, payload: bytes) -> Roster:
-        """Pass ``payload`` and return every rank's, in rank order; see ``Store``."""
         if self._has_ended:
             raise self.error("this store was closed or has failed; make a new one")
         if self.size == 1:
@@ -470,10 +467,7 @@ class TreeStore(MeetingPoint):
             raise
 
     def close(self) -> None:
-        """Leave; collective. Rank 0 blocks until all have left, and alone raises; see ``Store``.
-
-        In a tree who has others below blocks until these have left.
-        """
+        """Leave; blocks until the ranks below have left. Rank 0 alone raises; see ``Store``."""
         if not self._has_ended:
             self._has_ended = True
             self.node.leave()

@@ -144,8 +144,7 @@ class Handshake(NamedTuple):
 class Connection:
     """One connected socket: whole messages in, whole messages out.
 
-    Raises:
-        OSError: the other end has hung up already; ``wire`` is closed.
+    Raises OSError if the other end has hung up already; ``wire`` is closed then.
     """
 
     def __init__(self, wire: system.Socket) -> None:
@@ -218,10 +217,8 @@ class Connection:
     def receive(self, timeout: float) -> None:
         """Take what arrives within ``timeout`` seconds; a message that is whole goes to the inbox.
 
-        Nothing that follows a message is read with it.
-
-        Raises:
-            WireError: it is no message of ours, or too long for who has proven nothing.
+        Nothing that follows a message is read with it. Raises WireError if it is no message of
+        ours, or too long for who has proven nothing.
         """
         self.wire.settimeout(max(0.001, timeout))
         try:
@@ -350,10 +347,8 @@ _TELLING = (WrongServerError, NobodyError, SilentError, SecretError)
 def greet(offer: Offer, introduce: Callable[[Connection], Greeting], deadline: float) -> Connection:
     """Connect to the rank of ``offer``; both sides prove that they know its secret.
 
-    ``introduce`` returns what this rank says of itself on a connection.
-
-    Raises:
-        NobodyError: nobody who does answers at any of its addresses before the deadline.
+    ``introduce`` returns what this rank says of itself on a connection. Raises NobodyError if
+    nobody who knows the secret answers at any of the addresses before the deadline.
     """
     attempts = Attempts(offer.addresses)
     problems: list[NobodyError] = []

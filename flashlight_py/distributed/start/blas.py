@@ -38,8 +38,7 @@ def limit(threads: int) -> None:
 def use_one_thread() -> tuple[int, str]:
     """Limit each OpenBLAS of this process to one thread, even if the user has chosen more.
 
-    Returns:
-        Their number of threads, 0 if there is no OpenBLAS, and their instruction sets ("Haswell").
+    Returns the threads, 0 if there is no OpenBLAS, and their instruction sets ("Haswell").
     """
     global reason  # noqa: PLW0603  (see above)
     reason = "1, so that bits do not depend on them"
@@ -64,10 +63,8 @@ def _chosen() -> str:
 def limit_each(threads: int, also_chosen: bool = False) -> list[tuple[Any, int]]:
     """Limit each OpenBLAS to ``threads``; by default only if the user has not chosen a number.
 
-    The user has chosen if a variable is set, or if the number is not the default.
-
-    Returns:
-        For ``restore``: the changed libraries, and the number of threads that each one had.
+    The user has chosen if a variable is set, or if the number is not the default. Returns what
+    ``restore`` takes: the changed libraries, and the number of threads that each one had.
     """
     limited = []
     for get_threads, set_threads, default, _ in _loaded():

@@ -140,8 +140,7 @@ def meet(create: StoreFactory, settings: Settings) -> World:
 def enter(world: World, settings: Settings) -> None:
     """Make ``world``, of ranks that have met, that of this process until it is shut down or ends.
 
-    Raises:
-        OSError: the flight record of this rank cannot be kept; the world is closed.
+    Raises OSError, and closes the world, if the flight record of this rank cannot be kept.
     """
     try:
         _watch(world, settings)

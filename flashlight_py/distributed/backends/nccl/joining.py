@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flashlight_py.device import cuda
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load, version_text
@@ -51,7 +51,7 @@ def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) ->
         DistributedError: NCCL failed, or a rank (named) did not join.
     """
     tools, card = _look(rule, first=cpu.rank == 0)
-    unique_id, slow_because = meet(Steps(cpu, seconds=joining), card)
+    unique_id, slow_because = meet(cpu, card, joining)
     assert tools is not None  # else meet has raised the problem
     nccl, cupy, index = tools
     nccl = replace(nccl, slow_because=slow_because)
@@ -79,7 +79,7 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
     return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity, nccl.slow_because)
 
 
-def meet(cpu: Backend, mine: NcclCard) -> tuple[bytes, str]:
+def meet(cpu: Backend, mine: NcclCard, seconds: float | None = None) -> tuple[bytes, str]:
     """Exchange ``mine``; return the communicator's unique id, and why its calls are slow, if so.
 
     Raises:
@@ -87,8 +87,8 @@ def meet(cpu: Backend, mine: NcclCard) -> tuple[bytes, str]:
             on every rank.
         DistributedError: as ``Work.wait``; names the rank that did not join.
     """
-    payload = json.dumps(mine).encode()
-    cards = [NcclCard(*json.loads(text)) for text in exchange_bytes(cpu, payload)]
+    texts = exchange_bytes(cpu, json.dumps(mine).encode(), seconds=seconds)
+    cards = [NcclCard(*json.loads(text)) for text in texts]
     if problem := _first_problem(cards):
         raise UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
     slow = next((f"rank {n}: {c.slow_because}" for n, c in enumerate(cards) if c.slow_because), "")
@@ -119,14 +119,13 @@ def _communicator(
     cpu: Backend, nccl: NcclLibrary, unique_id: bytes, joining: float
 ) -> Communicator:
     """Join on every rank, or raise on every rank. Collective, blocking."""
-    steps = Steps(cpu, seconds=joining)
     try:
         communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
     except DistributedError as error:
-        exchange_bytes(steps, str(error).encode())
+        exchange_bytes(cpu, str(error).encode(), seconds=joining)
         raise
     try:
-        answers = exchange_bytes(steps, b"")
+        answers = exchange_bytes(cpu, b"", seconds=joining)
         failed = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(answers) if text]
         if failed:
             raise DistributedError(

@@ -17,7 +17,7 @@ from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
-from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError
 

@@ -25,7 +25,7 @@ from flashlight_py.distributed.calls.call_site import Instruction, line_of, plac
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import DistributedError, GroupClosedError
+from flashlight_py.errors import GroupClosedError
 
 SENDRECV = Verb("sendrecv", codes.SENDRECV, ("tag",), "result")
 # These are in the order of ``COMPOSED`` (call.py).
@@ -48,8 +48,7 @@ _CALL = np.dtype(
 # Places in its header, in eights of bytes.
 _NUMBER, _WRITTEN, _OFF, CALLERS = 0, 1, 2, slice(3, 8)
 
-# Attributes of errors.
-_NOTED, _NOT_BEGUN = "flashlight_py_noted", "flashlight_py_not_begun"
+_NOTED = "flashlight_py_noted"  # an attribute of errors
 
 _journals: list[weakref.ref[Journal]] = []  # a list can be read while another thread adds to it
 # Those of the latest groups are kept: what was called in a closed one may explain a failure.
@@ -267,7 +266,7 @@ class Journal(Ring):
 
     def _failed(self, record: Record, number: int, error: BaseException) -> None:
         """Note how call ``number`` has ended; 0: a message, which is not counted."""
-        if number and hasattr(error, _NOT_BEGUN):
+        if number and not getattr(error, "has_begun", True):
             self.header[_NUMBER] -= 1
         _fail(record, error)
 
@@ -346,12 +345,6 @@ class _Recorded(Work):
 
     def end_time(self) -> float | None:
         return None if self._forks != _forks else self._work.end_time()
-
-
-def not_begun(error: DistributedError) -> DistributedError:
-    """Mark ``error``, of a call of which no rank was notified: it does not count."""
-    setattr(error, _NOT_BEGUN, True)
-    return error
 
 
 def forks() -> int:
