@@ -109,7 +109,8 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
 def floating(dtype: Any, what: str) -> np.dtype[Any]:
     """Return a dtype, also by its name; ``"bfloat16"`` is ml_dtypes'. ``what``: for errors.
 
-    Raises TypeError if it is not a real floating one, BackendUnavailableError without ml_dtypes.
+    Raises TypeError if it is not a real floating one; for bfloat16 without ml_dtypes,
+    BackendUnavailableError.
     """
     try:
         found = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)

@@ -16,7 +16,8 @@ _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 def interfaces() -> list[tuple[str, str]]:
     """Return name and address, without a zone, of interfaces that are up; IPv4 before IPv6.
 
-    None of a loopback or link. Without a cable, or a bridge without a container, one is not up.
+    Addresses of the loopback, and those valid on one link alone, are left out. An interface without
+    a cable, or a bridge without a container, is not up.
     """
     return [
         (name, address)

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import importlib.util
 import os
 import sys
 import tempfile
@@ -48,28 +47,21 @@ def runtime_folder() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _why_no_gpu() if any(item.get_closest_marker("gpu") for item in items) else ""
-    for item in items:
-        if reason and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+    of_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if not of_gpus:
+        return
+    from tests.gpu.machine import why_no_gpu
+
+    if reason := why_no_gpu():
+        how = "needs CuPy (pip install 'flashlight-py[cuda12]') and a CUDA device"
+        for item in of_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"{how}: {reason}"))
 
 
 def pytest_collection_finish() -> None:
     # What has been collected stays: the garbage collector need not look at it during each test.
     gc.collect()
     gc.freeze()
-
-
-def _why_no_gpu() -> str:
-    if importlib.util.find_spec("cupy") is None:
-        return "needs CuPy: pip install 'flashlight-py[cuda12]'"
-    import cupy
-
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"needs a CUDA device: {error}"
-    return "" if count else "needs a CUDA device"
 
 
 ranks = ranks_in()  # a module has its own, or a test says in which worlds it runs

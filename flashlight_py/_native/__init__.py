@@ -48,7 +48,10 @@ def load(name: str) -> ModuleType:
 
 @functools.cache
 def optional(name: str, without: str) -> Any | None:
-    """Return the extension module as :func:`load`; or None, with a warning: what is ``without``."""
+    """Return the extension module as :func:`load`; if it is missing, None.
+
+    Then a warning says why, and what works ``without`` it.
+    """
     try:
         return load(name)
     except BackendUnavailableError as error:

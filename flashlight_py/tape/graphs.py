@@ -150,9 +150,9 @@ class Recorder(Watcher):
 class Graph:
     """A captured step: a CUDA graph, the memory of its arguments, its gradients and its result.
 
-    ``recorder`` has noted the step; ``before`` are the gradients as they were. ``pairs``: of each
-    argument, the array that was passed, and the one that the graph reads. ``number``, ``signature``
-    and ``stamp``, of the structure since, are set when all ranks have captured the step.
+    ``recorder`` has noted the step; ``state`` is as it was before. ``pairs``: of each argument, the
+    array that was passed, and the one that the graph reads. ``number``, ``signature`` and
+    ``stamp``, of the structure since, are set when all ranks have captured the step.
     """
 
     number: int
@@ -161,7 +161,7 @@ class Graph:
 
     def __init__(
         self, graph: Any, recorder: Recorder, key: Any, pairs: Sequence[Any], result: Any,
-        state: State, before: dict[Any, Any],
+        state: State,
     ) -> None:  # fmt: skip
         self.recorder, self.key, self._result = recorder, key, result
         self._stream: Any = None  # that of the last launch
@@ -172,6 +172,7 @@ class Graph:
         self._graph: Any = graph_launcher(graph, [inputs[number] for number in self._plain])
         self._names = state.names
         self._kept = {id(value) for _, value in state.held}
+        before = {place.holder: grad for place, grad in state.held if place.slot == "grad"}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
         self._memory = _spans_of(state, [grad for _, grad in self._reads])
         changed = [v for v in before if v in recorder.grads_set or v.grad is not before[v]]
@@ -384,7 +385,6 @@ class Graphs:
         """Run the step while CUDA captures it; return the graph, and why that failed, if it did."""
         import cupy
 
-        before = {variable: variable.grad for variable in state.variables}
         # Memory of the graph, which nobody else gets while the graph lives.
         pool = cupy.cuda.MemoryPool()
         stream = cupy.cuda.Stream(non_blocking=True)
@@ -420,7 +420,7 @@ class Graphs:
         for each in map(_data_of, leaves(result)):
             if not (each is None or isinstance(each, str) or is_cupy(each)):
                 recorder.leave(f"it returns an object of {type(each).__name__}; return GPU arrays")
-        return Graph(captured[0], recorder, key, pairs, result, state, before), recorder.left
+        return Graph(captured[0], recorder, key, pairs, result, state), recorder.left
 
 
 @contextmanager

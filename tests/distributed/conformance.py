@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import os
+import random
 import reprlib
 import traceback
 from collections.abc import Callable, Sequence
@@ -162,6 +163,8 @@ def dtype_of(name: Any) -> np.dtype[Any]:
 
 def ops_of(name: str) -> list[str]:
     kind = dtype_of(name).kind
+    if kind in "mM":
+        return ["min", "max"]
     if kind == "b":
         return ["min", "max", *BITWISE, *LOGICAL]
     if kind == "c":
@@ -170,7 +173,7 @@ def ops_of(name: str) -> list[str]:
 
 
 def takes_scale(name: str, op: str) -> bool:
-    return dtype_of(name).kind != "b" and op not in BITWISE and op not in LOGICAL
+    return dtype_of(name).kind not in "bmM" and op not in BITWISE and op not in LOGICAL
 
 
 @functools.lru_cache(maxsize=64)
@@ -179,6 +182,8 @@ def values(rank: int, shape: tuple[int, ...], name: Any) -> Array:
     count = int(np.prod(shape))
     # Of a large array the first ones again and again: drawing them would take most of the time.
     drawn = _draw(np.random.default_rng(1000 + rank), min(count, PERIOD), dtype_of(name))
+    if drawn.dtype.kind in "mM":
+        drawn[rank::9] = "NaT"
     array = np.resize(drawn, shape).astype(drawn.dtype, copy=False)
     array.flags.writeable = False
     return array
@@ -195,7 +200,8 @@ def _draw(random: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Arra
     if dtype.kind == "b":
         return np.asarray(random.random(count) < 0.5)
     if dtype.kind in "iumMSU":
-        return random.integers(0, 100, count).astype(dtype)
+        least, most = (-1 << 62, 1 << 62) if dtype.kind in "mM" else (0, 100)
+        return random.integers(least, most, count).astype(dtype)
     numbers = random.standard_normal(count)
     if dtype.kind == "c":
         return (numbers + 1j * random.standard_normal(count)).astype(dtype)
@@ -273,7 +279,7 @@ def assert_equal(got: Array, expected: Array, what: str) -> None:
     assert got.shape == expected.shape, what
     if np.array_equal(got, expected):  # a tenth of the time of what words the differences
         return
-    if fl.distributed_backend() is fl.DistributedBackend.MPI and got.dtype.kind not in "biu":
+    if fl.distributed_backend() is fl.DistributedBackend.MPI and got.dtype.kind not in "biumM":
         import ml_dtypes
 
         exact = ml_dtypes.finfo(got.dtype)
@@ -294,7 +300,7 @@ UFUNCS |= {"land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor}
 
 def kept(verb: str, own: np.ndarray, op: str = "sum") -> np.ndarray:
     """Return what a rank has if nothing is for it: its own, or of an exscan the identity."""
-    if verb != "exscan" or op == "avg":
+    if verb != "exscan" or op == "avg" or own.dtype.kind in "mM":
         return own
     value: Any = UFUNCS[op].identity
     if value is None:
@@ -324,7 +330,7 @@ def every_op(rank: int, size: int, verb: str, name: str, layout: str) -> None:
             expected = meant(row, everyone, rank, op, scale=scale, **root)
             expected = kept(verb, everyone[rank], op) if expected is None else expected
             assert_equal(x, expected.astype(x.dtype), what)
-    if dtype_of(name).kind not in "iub":
+    if dtype_of(name).kind not in "iubmM":
         x = lay_out(everyone[rank], layout)
         work = function(x, scale=0.25, async_op=True, **root)
         assert work.wait() is x
@@ -374,11 +380,14 @@ def all_reduce_multiple_equals_a_loop(
 
 def many_in_flight(rank: int, size: int) -> None:
     arrays = [np.full(10 ** (i % 6), float(i + rank)) for i in range(30)]
-    works = [fl.all_reduce(array, async_op=True) for array in arrays]
+    verbs = [(fl.all_reduce, size), (fl.scan, rank + 1), (fl.exscan, rank)] * 2
+    works = [verbs[i // 6][0](array, async_op=True) for i, array in enumerate(arrays)]
     fl.sync_distributed()
     assert all(work.is_completed() for work in works)
+    assert all(work.wait() is array for work, array in zip(works, arrays, strict=True))
     for i, array in enumerate(arrays):
-        assert np.all(array == i * size + sum(range(size)))
+        count = verbs[i // 6][1]  # of the ranks whose arrays were added
+        assert np.all(array == i * count + sum(range(count)))
 
 
 def synchronise_strided(rank: int, size: int) -> None:
@@ -416,18 +425,103 @@ def ring_of_messages(rank: int, size: int, count: int) -> None:
     assert_equal(y, values((rank - 1) % size, (count,), "float32"), f"{count} from before")
 
 
-def messages_beside_collectives(rank: int, size: int) -> None:
-    """Blocking messages with every other rank while collectives run; then two threads at once."""
-    left, right = (rank - 1) % size, (rank + 1) % size
-    total = size * (size + 1) / 2
-    for turn in range(20):
-        arrays = [np.full(count, rank + 1.0) for count in (3, 5_000, 50_000)]
-        works = [fl.all_reduce(array, async_op=True) for array in arrays]
-        got = np.zeros(300, np.int32)
-        fl.sendrecv(np.full(300, rank * 100 + turn, np.int32), right, out=got, src=left)
-        assert np.all(got == left * 100 + turn)
-        for work in works:
-            assert np.all(work.wait() == total)
+Started = tuple[Any, Callable[[], Any], Array]  # a work, what gives its result, the expected
+
+
+def numbers(rank: int, step: int, count: int) -> Array:
+    """Whole numbers, whose sums are exact in any order."""
+    return np.random.default_rng([step, rank]).integers(0, 1000, count).astype(float)
+
+
+class Mix:
+    """Starts step after step: what all ranks do is drawn alike, when each waits is not."""
+
+    def __init__(self, rank: int, size: int, seed: int) -> None:
+        self.rank, self.size = rank, size
+        self.shared, self.own = random.Random(seed), random.Random(1000 * seed + rank)
+        self.pending: list[Started] = []
+
+    def run(self, steps: int) -> None:
+        kinds = [self.all_reduce, self.broadcast, self.all_gather, self.all_to_all, self.barrier]
+        kinds += [self.reduce, self.exchange, *[self.message] * 4]
+        for step in range(steps):
+            count = self.shared.choice([0, 1, 10, 100, 2000, 20_000])
+            self.pending += self.shared.choice(kinds)(step, count)
+            while len(self.pending) > self.own.randrange(1, 12):
+                if not self.finish(self.own.randrange(len(self.pending)), 0.02):
+                    break
+        while self.pending:
+            self.finish(0, None)
+
+    def finish(self, index: int, timeout: float | None) -> bool:
+        """Wait for one of those that are under way; False: it goes on."""
+        started = self.pending.pop(index)
+        work, result, expected = started
+        try:
+            work.wait(timeout)
+        except fl.errors.CollectiveTimeoutError as error:
+            if "it goes on" not in str(error):
+                raise
+            self.pending.append(started)
+            return False
+        np.testing.assert_array_equal(result(), expected)
+        return True
+
+    def reduce(self, step: int, count: int) -> list[Started]:
+        """Block, while others are under way."""
+        x = fl.all_reduce(numbers(self.rank, step, count))
+        np.testing.assert_array_equal(x, sum(numbers(r, step, count) for r in range(self.size)))
+        return []
+
+    def exchange(self, step: int, count: int) -> list[Started]:
+        """The same, around a ring."""
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        got = np.empty(count)
+        fl.sendrecv(numbers(self.rank, step, count), after, out=got, src=before, tag=9)
+        np.testing.assert_array_equal(got, numbers(before, step, count))
+        return []
+
+    def all_reduce(self, step: int, count: int) -> list[Started]:
+        x = numbers(self.rank, step, count)
+        expected = sum(numbers(r, step, count) for r in range(self.size))
+        return [(fl.all_reduce(x, async_op=True), lambda: x, np.asarray(expected))]
+
+    def broadcast(self, step: int, count: int) -> list[Started]:
+        x, root = numbers(self.rank, step, count), self.shared.randrange(self.size)
+        work = fl.broadcast(x, root, async_op=True)
+        return [(work, lambda: x, numbers(root, step, count))]
+
+    def all_gather(self, step: int, count: int) -> list[Started]:
+        work = fl.all_gather(numbers(self.rank, step, count + self.rank), async_op=True)
+        parts = [numbers(r, step, count + r) for r in range(self.size)]
+        return [(work, work.wait, np.concatenate(parts))]
+
+    def all_to_all(self, step: int, count: int) -> list[Started]:
+        work = fl.all_to_all(numbers(self.rank, step, count * self.size), async_op=True)
+        mine = slice(count * self.rank, count * (self.rank + 1))
+        parts = [numbers(r, step, count * self.size)[mine] for r in range(self.size)]
+        return [(work, work.wait, np.concatenate(parts))]
+
+    def message(self, step: int, count: int) -> list[Started]:
+        """Between any two, and from a rank to itself; three tags, so many are alike."""
+        src, dst = self.shared.randrange(self.size), self.shared.randrange(self.size)
+        tag, x, started = self.shared.randrange(3), numbers(src, step, count), []
+        if self.rank == src:
+            started.append((fl.isend(x, dst, tag), lambda: x, x))
+        if self.rank == dst:
+            y = np.zeros(count)
+            started.append((fl.irecv(y, src, tag), lambda: y, x))
+        return started
+
+    def barrier(self, step: int, count: int) -> list[Started]:
+        fl.barrier()
+        return []
+
+
+def everything_at_once(rank: int, size: int, seed: int, steps: int) -> None:
+    """In any order of waiting."""
+    Mix(rank, size, seed).run(steps)
+    fl.sync_distributed()
 
 
 def two_threads(rank: int, size: int) -> None:

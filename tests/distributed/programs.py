@@ -45,6 +45,7 @@ MOVING = [name for name, verb in (TABLED | UNEVEN).items() if not verb.reduces]
 MOVING += MESSAGES
 # Rows are narrow or wide, so that arrays lie on both sides of every threshold of the libraries.
 WIDTHS = (1, 3, 700, 30_000)
+TAGS = (0, 2**31 - 1)  # the least and the largest
 MOST_CALLS = 12  # of a program: the ranks are asked once for all of them
 
 
@@ -208,7 +209,7 @@ def assert_reduced(call: Call, got: Array, expected: Array) -> None:
     """Bit for bit, except where the ranks of several hosts are combined host by host."""
     if np.array_equal(got, expected):
         return
-    if not ranks_by_host(len(call.members)) or got.dtype.kind in "iub":
+    if not ranks_by_host(len(call.members)) or got.dtype.kind in "iubmM":
         assert_equal(got, expected, repr(call))
         return
     accuracy = {2: 1e-2, 4: 1e-5}.get(got.real.dtype.itemsize, 1e-12)
@@ -296,12 +297,12 @@ def _crossing_messages(call: Call, group: fl.ProcessGroup) -> None:
     outs = {
         (peer, tag): lay_out(np.zeros_like(call.array(peer)), call.layout)
         for peer in range(size)
-        for tag in (0, 1)
+        for tag in TAGS
     }
     sends = [
         fl.P2POp("send", lay_out(call.array(rank, call.rows), call.layout), peer, tag)
         for peer in range(size)
-        for tag in (1, 0)
+        for tag in TAGS[::-1]
     ]
     receives = [fl.P2POp("recv", out, peer, tag) for (peer, tag), out in outs.items()]
     ops = sends + receives if call.async_op else receives + sends

@@ -9,7 +9,6 @@ import os
 import select
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ import pytest
 
 from tests.distributed import leftovers
 
-__all__ = ["Rank", "Ranks", "closed", "port", "ranks"]
+__all__ = ["Rank", "Ranks", "closed", "ranks_at"]
 
 ROOT = Path(__file__).parents[2]
 FINAL = ("closed", "refused", "crashed", "dying")
@@ -178,21 +177,20 @@ def closed(started: list[Rank]) -> bool:
     return True
 
 
-@pytest.fixture
-def port() -> int:
-    """A port that is free, below those that the kernel hands out by itself."""
-    for candidate in range(20_011, 32_000, 17):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", candidate))
-            except OSError:
-                continue
-            return candidate
-    raise RuntimeError("no free port in [20011, 32000)")
+def ranks_at(*places: str) -> Any:
+    """Return a fixture: ranks that meet in each of ``places`` in turn.
+
+    "tcp": at a port; "tree": there, one below the other where a test does not say otherwise;
+    "file": at the path ``meeting`` in the test's folder.
+    """
+    return pytest.fixture(params=places)(_ranks)
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    """Ranks that meet at ``tmp_path / "meeting"`` by default."""
-    with contextlib.closing(Ranks(path=str(tmp_path / "meeting"))) as started:
+def _ranks(request: pytest.FixtureRequest, port: int, tmp_path: Path) -> Iterator[Ranks]:
+    plan: dict[str, Any] = {"host": "127.0.0.1", "port": port, "path": tmp_path / "meeting"}
+    if request.param == "tree":
+        plan |= {"env": {"FLASHLIGHT_TREE_FROM": "2"}, "fan": 1}
+    with contextlib.closing(
+        Ranks(store="file" if request.param == "file" else "tcp", **plan)
+    ) as started:
         yield started

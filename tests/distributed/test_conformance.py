@@ -18,6 +18,7 @@ REDUCTIONS = [verb.name for verb in VERBS if verb.reduces and verb.in_place]
 FOR_ALL = [name for name in REDUCTIONS if not BY_NAME[name].rooted]
 WIDTHS = ("int8", "float16", "complex128")
 
+DATES = ("M8[ns]", "m8[25s]", ">M8[D]")
 NO_ORDER = ("bfloat16", "bool", "int8", "uint8")  # their bytes have none that is swapped
 CASES = [
     (dtype, layout)
@@ -31,6 +32,7 @@ def test_reductions_of_every_dtype_and_of_every_layout(ranks: Any) -> None:
     # Of the others: what differs between them is not the arithmetic.
     few = [(d, lay) for d, lay in some if d in ("float32", *WIDTHS)]
     of = {verb: few if verb != REDUCTIONS[0] else some for verb in REDUCTIONS}
+    few += itertools.product(DATES, ("contiguous", "strided", "reversed", "empty"))
     every = [(verb, *case) for verb, cases in of.items() for case in cases]
     ranks.run_each(conformance.every_op, every)
 
@@ -50,6 +52,8 @@ def test_reductions_of_sizes_around_every_threshold(ranks: Any) -> None:
         counts = [n + d for n in around for d in (-1, 0, 1)]
         counts += [2, 3, 5, 3 * chunk * ranks.size + 17]
         ranks.run(conformance.every_size, verb, dtype, counts)
+    widest = itertools.product(FOR_ALL, ("bfloat16", "clongdouble"), ([300_001],))
+    ranks.run_each(conformance.every_size, widest)
 
 
 def test_a_reduction_gives_the_same_bits_every_time(ranks: Any) -> None:
@@ -72,29 +76,34 @@ def test_works_that_are_in_flight_or_dropped(ranks: Any) -> None:
     ranks.run(conformance.dropped_work_is_safe)
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_everything_at_once_in_any_order_of_waiting(ranks: Any, seed: int) -> None:
+    ranks.run(conformance.everything_at_once, seed, 150)
+
+
 @pytest.mark.parametrize(
     ("verb", "dtypes", "rows"),
     [
         ("broadcast", ("float32", "int8", "bool", "complex128"), (0, 1, 7, 4097, 150_001)),
         ("all_gather", ("float64", "uint8"), (0, 1, 10, 100_000)),
-        ("reduce_scatter", ("float32", "float16", "int64"), (0, 1, 100, 150_000)),
+        ("reduce_scatter_uneven", DATES, (0, 100)),
+        ("reduce_scatter", ("float32", "float16", "int64", *DATES), (0, 1, 100, 150_000)),
     ],
 )
 def test_verbs_from_every_root_with_every_op(
     ranks: Any, verb: str, dtypes: tuple[str, ...], rows: tuple[int, ...]
 ) -> None:
     for dtype in dtypes:
-        ops = conformance.ops_of(dtype) if verb == "reduce_scatter" else ["sum"]
-        ways = [*itertools.product(("fortran",), ops), ("strided", "sum")]
+        ops = conformance.ops_of(dtype) if verb.startswith("reduce_scatter") else ["sum"]
+        ways = [*itertools.product(("fortran",), ops), ("strided", ops[0])]
         ranks.run(run_program, every_verb(ranks.size, dtype, [2], [verb], rows, ways))
 
 
 def test_messages(ranks: Any) -> None:
-    """Around a ring, beside collectives, and beside the collectives of another thread."""
+    """Around a ring, and beside the collectives of another thread."""
     if ranks.size == 1:
         pytest.skip("a world of one has nobody to send to (refused: test_arguments.py)")
     ranks.run_each(conformance.ring_of_messages, [(0,), (1,), (5_000,), (1_000_000,)])
-    ranks.run(conformance.messages_beside_collectives)
     if ranks.size % 2 == 0:
         ranks.run(conformance.two_threads)
 

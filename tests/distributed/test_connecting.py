@@ -1,15 +1,18 @@
 """Connections that are not made in an operation, or break in the middle of a message.
 
-Ranks are groups of the native library in one process, whose connections a test can lead elsewhere.
+Ranks are groups of the native library in one process, whose connections a test can lead elsewhere,
+or programs of tests/native/gloo.
 """
 
 from __future__ import annotations
 
+import hmac
 import shutil
 import socket
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from flashlight_py import _native
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER
 from flashlight_py.errors import BackendUnavailableError
-from tests.distributed.harness import run_ranks
+from tests.distributed.conformance import in_places, on_ranks
 from tests.distributed.processes import descriptors_below
 from tests.distributed.threads import on_threads
 
@@ -32,9 +35,6 @@ MANY, FAR = 9, 3
 LARGE = 200_000
 # What Gloo writes before each message; so much of a call comes, a part of what says which it is.
 PREAMBLE, BEGINNING = 48, 16
-
-ROOT = Path(__file__).parents[2]
-LINKS = ("links", "proof", "pair", "descriptors", "line")
 
 
 class Raw:
@@ -193,48 +193,75 @@ def test_a_call_is_not_reported_before_all_of_it_has_come() -> None:
         raw.close()
 
 
-def each_a_host(rank: int) -> dict[str, str]:
-    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank)}
-
-
-def leave_without_descriptors(rank: int, size: int) -> None:
+@on_ranks(("hierarchical", 2), fresh=True, env=in_places("ab"))
+def test_a_process_that_has_no_descriptors_left_leaves_in_order(rank: int, size: int) -> None:
+    """Its own error is what it is to end with, not an abort."""
     fl.barrier()
     with descriptors_below(3):
         fl.distributed_shutdown()
 
 
-def test_a_process_that_has_no_descriptors_left_leaves_in_order() -> None:
-    """Its own error is what it is to end with, not an abort."""
-    run_ranks(leave_without_descriptors, 2, env=each_a_host)
+# Programs of tests/native/gloo --------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+HEARTBEAT = "heartbeat line proof descriptors"
+LINKS = "links proof pair descriptors line"
+WITH_GLOO = "-idirafter", str(ROOT / "csrc/gloo/missing"), "-lgloo"
 
 
-def built(folder: Path, name: str, *options: str) -> Path:
-    """Return the program tests/native/gloo/``name``.cc, built with what connects ranks."""
-    sources = [ROOT / "csrc/gloo" / f"{each}.cc" for each in LINKS]
+def compiled(test: Any) -> Any:
+    """Mark a test of a program that is compiled."""
+    missing = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+    return pytest.mark.slow(missing(test))
+
+
+def output(
+    folder: Path, name: str, parts: str, *cases: Sequence[str], options: Sequence[str] = ()
+) -> list[str]:
+    """Return what a program prints, built with ``parts`` of csrc/gloo, given each of ``cases``."""
+    sources = [ROOT / "csrc/gloo" / f"{part}.cc" for part in parts.split()]
     sources += [ROOT / "tests/native/gloo" / f"{name}.cc", ROOT / "csrc/common/operation.cc"]
-    compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
-    missing = ["-idirafter", ROOT / "csrc/gloo/missing"]
-    subprocess.run([*compiler, *missing, *sources, "-lgloo", "-o", folder / name], check=True)
-    return folder / name
+    compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    subprocess.run([*compiler, *sources, *options, "-o", folder / name], check=True)
+    printed = []
+    for case in cases:
+        run = [folder / name, *case]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    return printed
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@compiled
 def test_nobody_has_a_connection_before_it_is_ready(tmp_path: Path) -> None:
     """Whoever had it, and found it broken, waited for the thread that was to make it ready.
 
     And who closed it in between had Gloo end the process: Gloo's loop did not serve it any more.
     """
-    program = built(tmp_path, "ready")
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "0 1\n"
+    assert output(tmp_path, "ready", LINKS, [], options=WITH_GLOO) == ["0 1\n"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@compiled
 def test_a_message_does_not_use_a_buffer_that_is_destroyed(tmp_path: Path) -> None:
     """The thread that read the message took the part of the buffer that was left for all of it."""
-    program = built(tmp_path, "destroyed", "-fsanitize=undefined", "-fno-sanitize-recover=all")
-    command = [program, "20000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    sanitizer = "-fsanitize=undefined", "-fno-sanitize-recover=all"
+    output(tmp_path, "destroyed", LINKS, ["20000"], options=(*sanitizer, *WITH_GLOO))
+
+
+@compiled
+def test_one_rank_answers_a_host_full_of_heartbeats(tmp_path: Path) -> None:
+    """At the start all connect at once, as strangers do who have not proven anything yet."""
+    assert output(tmp_path, "crowd", HEARTBEAT, ["100"]) == ["99\n"]
+
+
+@compiled
+def test_a_forked_child_closes_no_descriptor_of_others(tmp_path: Path) -> None:
+    assert output(tmp_path, "child", HEARTBEAT, []) == [""]
+
+
+@compiled
+def test_a_proof_is_an_hmac_of_sha_256(tmp_path: Path) -> None:
+    """Of texts that end before, at and behind the end of a block."""
+    cases = [("k" * (1 + n % 64), "t" * n) for n in (0, 1, 55, 56, 63, 64, 65, 119, 120, 300)]
+    expected = [hmac.new(key.encode(), text.encode(), "sha256").hexdigest() for key, text in cases]
+    assert output(tmp_path, "proof", HEARTBEAT, *cases) == expected

@@ -19,7 +19,6 @@ from flashlight_py.distributed.calls import fast_path
 from flashlight_py.distributed.groups import membership
 from flashlight_py.parallel import functional
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(("gloo", 2), ("shm", 2), slow=[("hierarchical", 4), ("mpi", 2)])
 
@@ -189,12 +188,12 @@ def test_a_group_whose_closing_is_interrupted_is_closed_later() -> None:
     assert not fast_path.dropped
 
 
-def shut_down_with_open_groups(rank: int, size: int, folder: str, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@on_ranks(("shm", 2), fresh=True, init=None)
+def test_a_shutdown_closes_every_group(rank: int, size: int, tmp_path: Path, backend: str) -> None:
     def world(number: int) -> Any:
-        path = str(Path(folder) / f"meet{number}")
-        fl.distributed_init(
-            fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path, "BACKEND": backend}
-        )
+        params = {"FILE_PATH": str(tmp_path / f"meet{number}"), "BACKEND": backend}
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
         fl.new_group(range(size)).all_reduce(np.ones((40, 40)).T[::2], async_op=True)
         inner = fl.new_group(range(size)).new_group(range(size))  # its parent is dropped
         assert inner.all_reduce(np.ones(3))[0] == size
@@ -208,8 +207,3 @@ def shut_down_with_open_groups(rank: int, size: int, folder: str, backend: str) 
     for group in kept:
         with pytest.raises(fl.errors.GroupClosedError):
             group.barrier()
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_shutdown_closes_every_group(backend: str, tmp_path: Path) -> None:
-    run_ranks(shut_down_with_open_groups, 2, str(tmp_path), backend, init=None)

@@ -14,7 +14,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.failures import abort
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks
-from tests.distributed.harness import mpirun_command, run_ranks
+from tests.distributed.harness import mpirun_command
 from tests.distributed.jobs import ended, start
 
 PROGRAM = """
@@ -194,29 +194,31 @@ def caught(fn: Any, *args: Any) -> str:
     return ""
 
 
-def by_a_host(rank: int, size: int, error: BaseException | None) -> str:
+WORLDS = ("shm", 2), ("gloo", 2), ("hierarchical", 3), ("mpi", 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "said"),
+    [
+        *((world, None, "ValueError: a bad batch") for world in WORLDS),
+        (WORLDS[0], KeyboardInterrupt(), "KeyboardInterrupt"),
+        (WORLDS[0], SystemExit(3), "SystemExit"),
+    ],
+    indirect=["ranks"],
+)
+@on_ranks(fresh=True)
+def test_the_others_raise_while_its_host_lives_on(
+    rank: int, size: int, error: BaseException | None, said: str
+) -> None:
     fl.barrier()
-    said = caught(train, error if rank == 1 else np.zeros(3))
-    if rank != 1:
-        fl.distributed_shutdown()  # the group is closed, so this waits for nobody
-    return said
-
-
-@on_ranks(("shm", 2), ("gloo", 2), ("hierarchical", 3), ("mpi", 2), fresh=True)
-def test_the_others_raise_while_its_host_lives_on(rank: int, size: int) -> None:
-    said = by_a_host(rank, size, None)
+    heard = caught(train, error if rank == 1 else np.zeros(3))
     if rank == 1:
-        assert said == "ValueError: a bad batch"
-    else:
-        assert said.startswith("PeerLostError: ")
-        assert "it raised ValueError: a bad batch" in said
-        assert "in train\n" in said
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
-def test_what_ends_a_program_is_reported_too(error: BaseException) -> None:
-    said = run_ranks(by_a_host, 2, error, deadline=30)
-    assert f"it raised {type(error).__name__}" in said[0]
+        assert heard.startswith(said)
+        return
+    assert heard.startswith("PeerLostError: ")
+    assert f"it raised {said}" in heard
+    assert "in train\n" in heard
+    fl.distributed_shutdown()  # the group is closed, so this waits for nobody
 
 
 @on_ranks(("shm", 3), ("gloo", 3), fresh=True)

@@ -1,22 +1,31 @@
-"""Ranks meet at a path: its files, ranks that claim one rank, and paths that cannot be used."""
+"""Ranks meet at a path: its files, paths that cannot be used, and what runs that died have left.
+
+That must neither mislead nor disturb the next run.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashlight_py.distributed.rendezvous import file_store, wire
-from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.file_store import VERSION, FileStore
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import own_addresses
-from tests.distributed.rendezvous_helpers import Ranks, closed, ranks
+from tests.distributed.rendezvous_helpers import Ranks, closed, ranks_at
 from tests.distributed.threads import on_threads
 
-__all__ = ["ranks"]
+ranks = ranks_at("file")
 
 
 def test_a_path_that_is_a_directory_holds_the_files_of_this_user_alone(
@@ -148,3 +157,219 @@ def test_a_rank_of_another_host_has_rank_0_listen_outside(
 def test_the_loopback_is_no_address_for_other_hosts() -> None:
     assert not {"127.0.0.1", "::1"} & set(own_addresses())
     assert all(":" in address or address.count(".") == 3 for address in own_addresses())
+
+
+# What runs have left that died at any moment ------------------------------------------------------
+
+
+DEAD, NONCE = "0123456789abcdef", "fedcba9876543210"
+NOBODY = {"peer": ["elsewhere", 1, "another", "1"]}
+# Nobody listens at port 1 of the loopback.
+GONE = {"version": VERSION, **NOBODY, "addresses": [["127.0.0.1", 1]], "secret": "00" * 32}
+STALE = {
+    "run": f"run-{DEAD}-0",
+    "later announcement of it": f"run-{DEAD}-3",
+    "ask": f"ask-{DEAD}-{NONCE}",
+    "temporary": f"tmp-{DEAD}-7",
+}
+SPOILT = {
+    "empty": b"",
+    "garbage": b"\x00\xff\x80 not json",
+    "nested": b"[" * 100_000,
+    "truncated": json.dumps(GONE).encode()[:-4],
+    "another version": json.dumps({**GONE, "version": VERSION + 1}).encode(),
+    "no object": b"[1, 2]",
+    "fields missing": json.dumps({"version": VERSION}).encode(),
+    "a process of nonsense": json.dumps({**GONE, "peer": [1]}).encode(),
+    "an address of nonsense": json.dumps({**GONE, "addresses": [["no address", 1]]}).encode(),
+    "a port of nonsense": json.dumps({**GONE, "addresses": [["127.0.0.1", 1 << 20]]}).encode(),
+    "a secret of nonsense": json.dumps({**GONE, "secret": "\ud800"}).encode(),
+}
+
+
+def put(directory: Path, name: str, content: bytes) -> None:
+    (directory / f"meeting.{name}").write_bytes(content)
+
+
+def put_stale(directory: Path, *kinds: str) -> None:
+    for kind in kinds:
+        put(directory, STALE[kind], json.dumps(GONE).encode())
+
+
+@pytest.mark.parametrize("kind", STALE)
+def test_one_stale_file_of_each_kind_is_ignored_and_removed(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    put_stale(tmp_path, kind)
+    ranks.run(3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_all_that_a_dead_run_can_leave_is_ignored_and_removed(ranks: Ranks, tmp_path: Path) -> None:
+    put_stale(tmp_path, *STALE)
+    clients = [ranks.start_ready(rank, 3) for rank in (1, 2)]
+    assert closed([ranks.start(0, 3), *clients])
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_spoilt_leftovers_are_ignored_and_removed(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    for name in STALE.values():
+        put(tmp_path, name, SPOILT[kind])
+    ranks.run(2)
+    assert os.listdir(tmp_path) == []
+
+
+def test_foreign_files_are_left_alone(ranks: Ranks, tmp_path: Path) -> None:
+    names = {"meeting", "meeting.txt", "meeting.run-short", f"other.run-{DEAD}-0", "meeting.ask-"}
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    ranks.run(2)
+    assert set(os.listdir(tmp_path)) == names
+
+
+def test_a_symbolic_link_is_not_followed(ranks: Ranks, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text(json.dumps(GONE))
+    before = target.read_text()
+    (tmp_path / f"meeting.run-{DEAD}-0").symlink_to(target)
+    ranks.run(2)
+    assert target.read_text() == before
+    assert os.listdir(tmp_path) == ["precious"]
+
+
+def test_a_fifo_in_the_way_blocks_nobody(ranks: Ranks, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"meeting.run-{DEAD}-0")
+    ranks.run(2)
+
+
+@pytest.fixture
+def reused() -> Iterator[socket.socket]:
+    """The port of a dead run, at which another program listens by now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def announce(directory: Path, server: socket.socket) -> Path:
+    """Leave an announcement as if ``server`` were a run's."""
+    port = server.getsockname()[1]
+    put(directory, STALE["run"], json.dumps({**GONE, "addresses": [["127.0.0.1", port]]}).encode())
+    return directory / f"meeting.{STALE['run']}"
+
+
+@contextmanager
+def answering(server: socket.socket, words: bytes) -> Iterator[None]:
+    """Send ``words`` to whoever connects."""
+
+    def serve() -> None:
+        while True:
+            try:
+                wire, _ = server.accept()
+            except OSError:
+                return  # the test has ended
+            with wire:
+                wire.sendall(words)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        # Closing alone would not wake it, and it might go on at whatever has the number by then.
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_port_that_another_program_has_by_now_is_no_rank_0(
+    ranks: Ranks, tmp_path: Path, reused: socket.socket
+) -> None:
+    announce(tmp_path, reused)
+    with answering(reused, b"220 mail.example ESMTP\r\n"):
+        ranks.run(3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_port_that_another_run_has_by_now_is_no_rank_0(
+    ranks: Ranks, tmp_path: Path, reused: socket.socket
+) -> None:
+    """A run at another path, whose secret is another; nor is it disturbed."""
+    other = ranks.start_ready(0, 2, path=tmp_path / "another")
+    while not (found := list(tmp_path.glob("another.run-*"))):
+        time.sleep(0.001)
+    record = json.loads(found[0].read_text())
+    put(tmp_path, STALE["run"], json.dumps({**record, **NOBODY, "secret": "00" * 32}).encode())
+    ranks.run(3)
+    assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["another"]
+    assert ranks.start(1, 2, path=tmp_path / "another").outcome() == other.outcome() == "closed"
+
+
+@pytest.mark.slow
+def test_a_port_whose_listener_says_nothing_delays_and_no_more(
+    ranks: Ranks, tmp_path: Path, reused: socket.socket
+) -> None:
+    """It may be a run of another host, between two exchanges; so its file stays."""
+    stale = announce(tmp_path, reused)
+    ranks.run(3)
+    assert list(tmp_path.iterdir()) == [stale]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+def test_another_user_is_not_believed(ranks: Ranks, tmp_path: Path, reused: socket.socket) -> None:
+    """Nobody even connects to what another user has announced."""
+    os.chown(announce(tmp_path, reused), 65534, 65534)
+    text = ranks.start(1, 2, timeout=1.0).refusal()
+    assert "rank 0 of 2 has not arrived within 1 s" in text
+    assert f"files passed over: run-{DEAD}-0 belongs to another user" in text
+    reused.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        reused.accept()
+
+
+# Rank 0 does four before its announcement is there; some, as it looks around, until it removes it.
+MOMENTS = [(0, first) for first in range(0, 20, 2)] + [(1, first) for first in range(0, 8, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "first"), MOMENTS)
+def test_kill_9_between_any_two_file_operations(
+    ranks: Ranks, tmp_path: Path, victim: int, first: int
+) -> None:
+    """Two adjacent moments of death, each followed by a whole run at the same path.
+
+    Every survivor either had all it needed or names the dead rank.
+    """
+    for moment in (first, first + 1):
+        started = ranks.start_all(3, {victim: {"die_before": moment}}, timeout=1.5)
+        assert started.pop(victim).outcome() in ("dying", "closed")
+        for outcome in [rank.outcome() for rank in started]:
+            assert outcome == "closed" or f"rank {victim}" in outcome, outcome
+        ranks.run(3)
+        assert os.listdir(tmp_path) == []
+
+
+def test_a_whole_run_killed_again_and_again_does_not_stop_the_next(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for moment in ("exchanged 0", "exchanged 1", "constructed", "exchanged 2"):
+        started = ranks.start_all(3, hold=moment)
+        for rank in started:
+            rank.await_event(moment)
+        for rank in started:
+            rank.kill()
+    ranks.run(3)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("restarted", [0, 1])
+def test_one_rank_may_die_and_start_again_while_others_are_awaited(
+    ranks: Ranks, tmp_path: Path, restarted: int
+) -> None:
+    waiting = ranks.start(1 - restarted, 3)
+    # Rank 1 does not look around meanwhile: killed between making a file for that and removing it,
+    # it leaves one to the next run. What rank 0 leaves, its successor removes.
+    first = ranks.start_ready(restarted, 3, **({"hold": "constructed"} if restarted else {}))
+    while restarted == 0 and not any("run-" in name for name in os.listdir(tmp_path)):
+        time.sleep(0.001)  # nothing reports when a file is there
+    first.kill()
+    assert closed([waiting, ranks.start(restarted, 3), ranks.start(2, 3)])
+    assert os.listdir(tmp_path) == []

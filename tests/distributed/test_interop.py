@@ -122,28 +122,6 @@ def test_memory_of_others_goes_through_every_verb(pool: Any, verbs: Any, kind: s
     pool(2).run(verbs, kind)
 
 
-def test_the_same_memory_twice_is_refused() -> None:
-    x = array.array("d", [1, 2])
-    with pytest.raises(ValueError, match="twice"):
-        fl.all_reduce_multiple([x, x])
-
-
-@pytest.mark.parametrize(
-    "value", [b"abcd", memoryview(b"abcd"), memoryview(array.array("d", [1])).toreadonly()]
-)
-def test_read_only_memory_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"read-only.*np\.array"):
-        fl.all_reduce(value)
-
-
-@pytest.mark.parametrize(
-    "value", [(ctypes.c_void_p * 2)(), memoryview(bytearray(4)).cast("c"), (ctypes.c_wchar * 2)()]
-)
-def test_memory_that_holds_no_numbers_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match="all_reduce"):
-        fl.all_reduce(value)
-
-
 # PyTorch --------------------------------------------------------------------------------------
 
 TORCH_DTYPES = [

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.rendezvous_helpers import Ranks, closed, port
-
-__all__ = ["port"]
-
+from tests.distributed.rendezvous_helpers import Ranks, closed, ranks_at
 
 AT_A_PORT = pytest.mark.parametrize("ranks", ["tcp", "tree"], indirect=True)
 WITHOUT_TREE = pytest.mark.parametrize("ranks", ["tcp", "file"], indirect=True)
 
 
-@pytest.fixture(params=["tcp", "file", "tree"])
-def ranks(request: pytest.FixtureRequest, port: int, tmp_path: Path) -> Iterator[Ranks]:
-    """Ranks that meet at a port, one below the other in a tree, or at a path; no file is left."""
-    plan = {"host": "127.0.0.1", "port": port, "path": tmp_path / "meeting"}
-    if request.param == "tree":
-        plan |= {"env": {"FLASHLIGHT_TREE_FROM": "2"}, "fan": 1}
-    with closing(Ranks(store="file" if request.param == "file" else "tcp", **plan)) as started:
-        yield started
+ranks = ranks_at("tcp", "file", "tree")
+
+
+@pytest.fixture(autouse=True)
+def _no_file_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
     assert os.listdir(tmp_path) == []
 
 
@@ -101,7 +95,6 @@ def test_the_reason_of_an_abort_reaches_everybody(ranks: Ranks, who: int) -> Non
     assert all(f"rank {who} aborted: no network" in rank.refusal() for rank in started)
 
 
-@AT_A_PORT
 @pytest.mark.parametrize("moment", ["exchanged 0", "exchanged 2"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_long_before_the_timeout(
@@ -117,6 +110,7 @@ def test_a_killed_rank_is_named_long_before_the_timeout(
         else:
             assert f"rank {victim} of 3" in text
             assert "has died" in text
+    ranks.run(3)  # which removes the file that a killed rank 0 has left
 
 
 @AT_A_PORT

@@ -300,31 +300,38 @@ def model(width: int) -> Any:
     return fl.nn.Linear(width, width)
 
 
-def must_not_be_called(out: Any) -> None:
-    raise AssertionError("there is nothing to fill")
+def fill(out: Any) -> None:
+    """Be called where there is enough memory alone."""
+    assert str(memory_room.ROOT) == "/"
 
 
 # What takes more than 64 MB on a host of two ranks, and the name that its error has.
 TAKES: dict[str, Callable[[], object]] = {
     "shared_empty": lambda: fl.shared_empty((9, MB)),
-    "host_array": lambda: fl.host_array(must_not_be_called, shape=(17, MB)),
+    "host_array": lambda: fl.host_array(fill, shape=(17, MB)),
     "buckets of gradients": lambda: fl.distribute_module_grads(model(3000)),
     "in fully_shard": lambda: fl.fully_shard(model(3000)),
 }
 
 
 @pytest.mark.parametrize("name", TAKES)
-@on_ranks(("shm", 2))
-def test_every_rank_raises_where_its_host_lacks_memory(
+@on_ranks(("shm", 2), ("hierarchical", 4))
+def test_every_rank_raises_where_a_host_lacks_memory(
     rank: int, size: int, name: str, tmp_path: Path
 ) -> None:
-    lacking = little_memory(tmp_path / str(rank))
+    """That of all ranks, or the second of two."""
+    assert len(hosts_of(group_or_world(None))) == size // 2
+    is_poor = size == 2 or rank >= 2
+    lacking = little_memory(tmp_path / str(rank)) if is_poor else contextlib.nullcontext()
     with lacking, pytest.raises(fl.errors.OutOfMemoryError) as caught:
         TAKES[name]()
     assert isinstance(caught.value, MemoryError)
     text = str(caught.value)
     assert LACK in text, text
-    assert all(words in text for words in (name, f"rank {rank} of {size}", "MemAvailable")), text
+    is_of_host = is_poor and name == "in fully_shard"  # in the group of the ranks of a host
+    place = f"rank {rank % 2} of 2" if is_of_host else f"rank {rank} of {size}"
+    assert all(words in text for words in (name, place, "MemAvailable")), text
+    assert is_poor or "rank 2" in text, text
     assert not re.search(r"rank \d: rank", text), text
     assert fl.all_reduce(np.ones(3)).tolist() == [size] * 3  # the group goes on
     x = fl.shared_empty(100_000)
@@ -366,20 +373,6 @@ def test_what_no_machine_has_is_refused_before_anything_is_taken(rank: int, size
         with pytest.raises(MemoryError, match="000,000,000,000,000 bytes are needed"):
             take()
     assert fl.all_reduce(np.ones(1)) == size
-
-
-@on_ranks(("hierarchical", 4), fresh=True)
-def test_other_hosts_raise_as_well(rank: int, size: int, tmp_path: Path) -> None:
-    assert len(hosts_of(group_or_world(None))) == 2
-    one: Callable[[], object] = lambda: fl.host_array(zeros, (17, MB))  # noqa: E731
-    takes = {**TAKES, "host_array": one}
-    for name, take in takes.items():
-        lacking = little_memory(tmp_path / str(rank)) if rank >= 2 else contextlib.nullcontext()
-        with lacking, pytest.raises(fl.errors.OutOfMemoryError, match="MemAvailable") as caught:
-            take()
-        assert "rank 2" in str(caught.value) or rank >= 2, (name, caught.value)
-        assert not re.search(r"rank \d: rank", str(caught.value)), (name, caught.value)
-        assert fl.all_reduce(np.ones(1)) == size
 
 
 def zeros(out: Any) -> None:

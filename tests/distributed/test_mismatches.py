@@ -172,45 +172,34 @@ def test_what_runs_beside_a_mismatch_goes_on(rank: int, size: int, count: int) -
 NO_TEXT = compile("fl.all_reduce(np.zeros(3 + rank))", "/home/caf\udce9/train.py", "exec")
 
 
-def where_it_was_called(rank: int, size: int, starts: bool) -> list[str]:
-    messages = []
-    for call in (
-        lambda: (two if rank else one)(starts),
-        lambda: exec(NO_TEXT, {**globals(), "rank": rank}),
-    ):
-        with pytest.raises(fl.errors.MismatchError) as caught:
-            call()
-        messages.append(str(caught.value))
-        told_later()
-    return messages
-
-
 def one(starts: bool) -> None:
-    work = fl.all_reduce(np.zeros(3), async_op=starts)
-    if starts:
-        work.wait()
+    ended(fl.all_reduce(np.zeros(3), async_op=starts))
 
 
 def two(starts: bool) -> None:
-    work = fl.broadcast(np.zeros(3), async_op=starts)
-    if starts:
-        work.wait()
+    ended(fl.broadcast(np.zeros(3), async_op=starts))
+
+
+def ended(started: Any) -> None:
+    if isinstance(started, fl.Work):
+        started.wait()
 
 
 @pytest.mark.parametrize("starts", [False, True])
-@pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", "hierarchical"])
-def test_each_side_reports_where_the_others_have_called(
-    pool: Any, backend: str, starts: bool
-) -> None:
+@on_ranks(("gloo", 2), ("shm", 3), ("mpi", 2), ("hierarchical", 3))
+def test_each_side_reports_where_the_others_have_called(rank: int, size: int, starts: bool) -> None:
     lines = [f"distributed/test_mismatches.py:{line_of(fn)}" for fn in (one, two)]
-    reported = pool(WORLDS[backend], **world_of(backend)).run(where_it_was_called, starts)
-    for message, again in reported:
-        assert "rank 0 called all_reduce(float64 (3,), op=sum, scale=1" in message
-        assert all(line in message for line in lines), message
-        assert r" at caf\udce9/train.py:1" in again
-    first, then = ({number_of(message) for message in each} for each in zip(*reported, strict=True))
-    (number,) = first
-    assert then == {number + 2}
+    with pytest.raises(fl.errors.MismatchError) as first:
+        (two if rank else one)(starts)
+    told_later()
+    with pytest.raises(fl.errors.MismatchError, match=r" at caf\\udce9/train.py:1") as then:
+        exec(NO_TEXT, {**globals(), "rank": rank})
+    told_later()
+    message = str(first.value)
+    assert "rank 0 called all_reduce(float64 (3,), op=sum, scale=1" in message
+    assert all(line in message for line in lines), message
+    numbers = number_of(message), number_of(str(then.value))
+    assert fl.all_gather_object(numbers) == [(numbers[0], numbers[0] + 2)] * size
 
 
 def number_of(message: str) -> int:
@@ -270,21 +259,17 @@ def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
         assert " called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
 
 
-def many_leave_one_waiting(rank: int, size: int) -> str:
+@on_ranks(("gloo", 4), slow=[("shm", 4)], fresh=True, params={"TIMEOUT": 1})
+def test_verbs_of_different_groups_name_every_rank_that_is_missing(rank: int, size: int) -> None:
     everybody = fl.new_group(range(size), timeout=30)  # so that rank 0 is the first to give up
     with pytest.raises(fl.errors.DistributedError) as caught:
         (everybody if rank else fl).all_reduce(np.zeros(3))  # type: ignore[attr-defined]
     with contextlib.suppress(fl.errors.DistributedError):
         fl.distributed_shutdown()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
-def test_verbs_of_different_groups_name_every_rank_that_is_missing(backend: str) -> None:
-    text = run_ranks(many_leave_one_waiting, 4, params={"BACKEND": backend, "TIMEOUT": 1})[0]
     call = "called all_reduce(float64 (3,), op=sum, scale=1) as rank"
     every = "; ".join(f"rank {r} {call} {r} of a group of 4" for r in (1, 2, 3))
-    assert f"this rank {call} 0 of a group of 4; {every}. They waited 1 seconds" in text
+    why = f"this rank {call} 0 of a group of 4; {every}. They waited 1 seconds"
+    assert rank or why in str(caught.value)
 
 
 MANY = [(1,) * 8 + (2, 3), (1,) * 8 + (3, 2), (1,) * 7 + (2, 1, 3)]

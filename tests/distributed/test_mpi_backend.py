@@ -1,10 +1,13 @@
-"""The MPI backend beyond what every backend must do; started by mpirun."""
+"""The MPI backend beyond what every backend must do, beside its CPU backend; started by mpirun."""
 
-import itertools
+import contextlib
 import os
 import subprocess
 import sys
+import threading
+import time
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,91 +15,269 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlight_py.distributed.backends.mpi import joining
-from flashlight_py.distributed.backends.mpi.backend import Progress
+import flashlight_py as fl
+from flashlight_py.distributed.backends.exchange import BackendStore
+from flashlight_py.distributed.backends.mpi import joining, verb_steps
+from flashlight_py.distributed.backends.mpi.backend import MpiBackend, Progress
+from flashlight_py.distributed.backends.shm import ShmBackend
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.start.settings import Settings
-from flashlight_py.errors import UnavailableEverywhereError
-from tests.distributed import mpi_mix, mpi_ranks
+from flashlight_py.distributed.start.world import current_world
+from flashlight_py.distributed.verbs import BARRIER
+from flashlight_py.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    GroupClosedError,
+    PeerLostError,
+    UnavailableEverywhereError,
+)
+from tests.distributed import conformance
+from tests.distributed.conformance import dtype_of, in_places, on_ranks, ranks_in, two_hosts
 from tests.distributed.harness import run_ranks
-from tests.distributed.programs import every_verb
+from tests.distributed.programs import every_verb, run_program
+from tests.distributed.test_failures import CALLS, stay_away
+from tests.distributed.told import first_error, told_now_or_later
 
 pytest.importorskip("mpi4py")
 
-WORLD: dict[str, Any] = {"init": "mpi", "params": {"BACKEND": "mpi"}}
+ranks = ranks_in(("mpi", 2), ("mpi", 3))
+TIMEOUT = 20.0
+# Where the CPU backend is Gloo, and where it is shared memory inside hosts and Gloo between them.
+APART: dict[str, Any] = {"env": in_places("abc")}
+HOSTS: dict[str, Any] = {"env": two_hosts}
+UNCHECKED = {"FLASHLIGHT_CHECKS": "0"}
 
 
-@pytest.fixture(params=[2, 3])
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    return pool(request.param, **WORLD)
+def on_one_host_and_several(**how: Any) -> Any:
+    return on_ranks(("mpi", 3), slow=[("mpi", 3, APART)], fresh=True, **how)
+
+
+def backend() -> MpiBackend:
+    found = current_world().group.backend()
+    assert isinstance(found, MpiBackend)
+    return found
 
 
 @pytest.mark.slow
-def test_arrays_that_are_too_large_for_one_call_go_in_pieces(ranks: Any) -> None:
+@pytest.mark.parametrize("limit", [50, 10_000])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "longdouble"])
+@on_ranks()
+def test_arrays_that_are_too_large_for_one_call_go_in_pieces(
+    rank: int, size: int, dtype: str, limit: int
+) -> None:
     """With a limit of 50 or 10,000 bytes in place of 2 GB."""
-    for limit, dtype in itertools.product((50, 10_000), ("float32", "int8", "longdouble")):
-        program = every_verb(ranks.size, dtype, (1, 25, 1000))
-        ranks.run(mpi_ranks.verbs_in_small_pieces, program, limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verb_steps, "LARGEST_BYTES", limit)
+        run_program(rank, size, every_verb(size, dtype, (1, 25, 1000)))
+        conformance.ring_of_messages(rank, size, 5000)
 
 
-def test_messages_are_matched_by_tag_and_keep_their_order(ranks: Any) -> None:
-    for count in (1, 100_000):
-        ranks.run(mpi_ranks.messages_by_tag, count)
-        ranks.run(mpi_ranks.ring, count)
-
-
-def test_a_rank_that_waits_in_a_collective_receives_messages(ranks: Any) -> None:
-    ranks.run(mpi_ranks.message_beside_a_collective)
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_everything_at_once_in_any_order_of_waiting(ranks: Any, seed: int) -> None:
-    ranks.run(mpi_mix.mix, seed, 150)
+@on_ranks()
+def test_everything_at_once_in_any_order_of_waiting(rank: int, size: int) -> None:
+    conformance.everything_at_once(rank, size, seed=1, steps=150)
 
 
 @pytest.mark.slow
-def test_an_operation_goes_on_while_its_rank_does_something_else(pool: Any) -> None:
-    seconds = pool(2, **WORLD).run(mpi_ranks.goes_on_in_the_background)
-    assert seconds[0] >= 2.0
-    assert seconds[1] < 1.5
+@on_ranks(("mpi", 2))
+def test_an_operation_goes_on_while_its_rank_does_something_else(rank: int, size: int) -> None:
+    """Rank 0 starts and then does something else; nobody has to wait until it waits."""
+    x = np.ones(100_000)
+    started = time.monotonic()
+    work = fl.all_reduce(x, async_op=True)
+    if rank == 0:
+        threading.Event().wait(2.0)
+    work.wait()
+    assert np.all(x == size)
+    assert rank == 0 or time.monotonic() - started < 1.5
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "longdouble"])
-def test_extremes_of_nan_and_signed_zeros_are_the_same_everywhere(ranks: Any, dtype: str) -> None:
-    bits = ranks.run(mpi_ranks.extremes, dtype)
-    assert all(other == bits[0] for other in bits)
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "longdouble"])
+@on_ranks()
+def test_extremes_of_nan_and_signed_zeros_are_the_same_everywhere(
+    rank: int, size: int, name: str
+) -> None:
+    """NaN and zeros of both signs, whose order differs between ranks."""
+    odd = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, -1.0]
+    table = np.array([np.roll(odd, shift) for shift in range(size)])
+    for op, ufunc in (("min", np.minimum), ("max", np.maximum)):
+        x = fl.all_reduce(table[rank].astype(dtype_of(name)), op=op)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(x.astype(table.dtype), ufunc.reduce(table))
+        assert len(set(fl.all_gather_object(x.tobytes()))) == 1
 
 
-def test_some_ranks_are_a_group_of_their_own(pool: Any) -> None:
-    got = pool(3, **WORLD).run(mpi_ranks.half_of_the_world)
-    assert got == [([2.0] * 3, [2, 0]), None, ([2.0] * 3, [2, 0])]
+@on_ranks(("mpi", 2))
+def test_a_group_that_all_have_left_is_freed(rank: int, size: int) -> None:
+    """Groups whose ranks have all left are freed when the next one is made."""
+    before = len(backend().progress._closed)
+    for _ in range(20):
+        store = BackendStore(backend())
+        cpu = partial(ShmBackend, store, TIMEOUT)
+        group = joining.join(store, cpu, TIMEOUT, True, gpu_aware=False)
+        group.start(Call(BARRIER)).wait()
+        group.close()
+        fl.barrier()
+    assert len(backend().progress._closed) - before <= 2
 
 
-def test_a_group_that_all_have_left_is_freed(pool: Any) -> None:
-    assert max(pool(2, **WORLD).run(mpi_ranks.open_and_close, 20)) <= 2
+@on_ranks(("mpi", 2), fresh=True)
+def test_the_world_can_be_made_again(rank: int, size: int) -> None:
+    params = {"BACKEND": "mpi", "TIMEOUT": TIMEOUT}
+    for _ in range(10):
+        fl.distributed_shutdown()
+        fl.distributed_init(fl.DistributedInit.MPI, params=params)
+        x = np.ones(1000)
+        fl.all_reduce(x, async_op=True)
+        fl.sync_distributed()
+        assert np.all(x == size)
+    assert threading.active_count() < 4
 
 
-def test_the_world_can_be_made_again() -> None:
-    assert max(run_ranks(mpi_ranks.world_again, 2, 10, **WORLD)) < 4
+@on_ranks(("mpi", 2))
+def test_it_says_which_library_it_is(rank: int, size: int) -> None:
+    text = fl.distributed.describe()
+    assert fl.distributed_backend().name == "MPI"
+    assert all(words in text for words in ("NumPy arrays: MPI (", "mpi4py 4", "BACKEND is mpi"))
 
 
-def test_it_says_which_library_it_is(pool: Any) -> None:
-    for text, kind in pool(2, **WORLD).run(mpi_ranks.describe):
-        assert kind == "MPI"
-        assert "NumPy arrays: MPI (" in text
-        assert "mpi4py 4" in text
-        assert "BACKEND is mpi" in text
+@on_ranks(("mpi", 2), fresh=True, env=UNCHECKED)
+def test_without_checks_the_verbs_work(rank: int, size: int) -> None:
+    x = np.full(1000, rank + 1.0)
+    fl.all_reduce(x)
+    assert np.all(x == sum(range(size + 1)))
+    fl.barrier()
+    got = fl.all_gather(np.full(rank + 1, rank))
+    assert np.array_equal(got, np.repeat(np.arange(size), np.arange(size) + 1))
 
 
-def test_without_checks_the_verbs_work() -> None:
-    run_ranks(mpi_ranks.unchecked, 2, **WORLD, env={"FLASHLIGHT_CHECKS": "0"})
+@on_ranks(("mpi", 2), fresh=True, env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
+def test_where_one_thread_may_call_mpi_operations_advance_in_waits(rank: int, size: int) -> None:
+    conformance.many_in_flight(rank, size)
+    conformance.ring_of_messages(rank, size, 50_000)
+    work = fl.all_reduce(np.ones(3), async_op=True)
+    while not work.is_completed():  # each look makes it advance
+        pass
+    assert "one thread" in fl.distributed.describe()
+    assert threading.active_count() == 1
 
 
-def test_where_one_thread_may_call_mpi_operations_advance_in_waits() -> None:
-    world = {**WORLD, "env": {"MPI4PY_RC_THREAD_LEVEL": "funneled"}}
-    for text, threads in run_ranks(mpi_ranks.one_thread, 2, **world):
-        assert "one thread" in text
-        assert threads == 1
+# Beside the CPU backend, on one host and several, and amid what MPI moves -------------------------
+
+
+@on_ranks(("mpi", 3, HOSTS), slow=[("mpi", 3, APART)])
+def test_on_several_hosts(rank: int, size: int) -> None:
+    is_apart = os.environ["FLASHLIGHT_MEMORY_DOMAIN"] in "abc"
+    path = "Gloo" if is_apart else "shared memory inside hosts, Gloo between"
+    assert f"calls are compared over {path}" in fl.distributed.describe()
+    conformance.everything_at_once(rank, size, 4, 60)
+    for name in ("shape", "verb"):
+        message = told_now_or_later(lambda name=name: CALLS[name](rank))
+        assert "called different things" in message
+        assert "rank 0 called" in message
+        assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group lives on
+
+
+def stop_in_the_middle(rank: int, how: str) -> None:
+    """Rank 1 has agreed on a call, and does not do its part of what MPI moves then."""
+    if rank == 1:
+        group = current_world().group
+        backend()._verb_steps._all_reduce = lambda call, _: _stop(how, group)
+    fl.all_reduce(np.ones(100_000))
+
+
+def _stop(how: str, group: fl.ProcessGroup) -> Iterator[None]:
+    if how == "is interrupted":
+        raise KeyboardInterrupt
+    if how == "raises":
+        threading.Thread(target=_raise).start()
+    if how == "leaves":
+        threading.Thread(target=group.close).start()
+    while True:
+        yield
+
+
+def _raise() -> None:
+    with contextlib.suppress(ValueError), fl.abort_on_exception():
+        raise ValueError("in another thread")
+
+
+@pytest.mark.parametrize(
+    ("how", "own", "why"),
+    [
+        ("is interrupted", KeyboardInterrupt, "(it stopped in all_reduce: KeyboardInterrupt())"),
+        ("raises", GroupClosedError, "it raised ValueError: in another thread"),
+        ("leaves", GroupClosedError, "lost rank 1 (it has left the group)"),
+    ],
+)
+@on_one_host_and_several()
+def test_who_ends_in_the_middle_is_named_at_once(
+    rank: int, size: int, how: str, own: type[BaseException], why: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(own if rank == 1 else PeerLostError) as caught:
+        stop_in_the_middle(rank, how)
+    assert time.monotonic() - began < 5.0
+    if rank != 1:
+        assert f"rank {rank} of 3: lost rank 1" in str(caught.value)
+        assert why in str(caught.value)
+
+
+@pytest.mark.slow
+@on_one_host_and_several(params={"TIMEOUT": 1})
+def test_what_does_not_get_on_ends_after_the_timeout(rank: int, size: int) -> None:
+    with pytest.raises(DistributedError, match="did not finish within 1 seconds"):
+        stop_in_the_middle(rank, "is stuck")
+
+
+@pytest.mark.slow
+@on_one_host_and_several()
+def test_a_rank_that_has_done_its_part_may_leave(rank: int, size: int) -> None:
+    """Rank 0 has sent what it had to, and leaves, while another rank has yet to take its part."""
+    x = np.full(10, float(rank + 1))
+    if rank:
+        broadcast = backend()._verb_steps._broadcast
+        backend()._verb_steps._broadcast = lambda call, _: _late(broadcast(call, None))
+    fl.broadcast(x, 0)
+    current_world().group.close()
+    assert np.all(x == 1)
+
+
+def _late(steps: Iterator[None]) -> Iterator[None]:
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        yield
+    yield from steps
+
+
+@pytest.mark.slow
+@on_ranks(("mpi", 3, APART), ("mpi", 3, HOSTS), fresh=True, params={"TIMEOUT": 1})
+def test_a_rank_that_stays_away_is_named_on_several_hosts(rank: int, size: int) -> None:
+    said = stay_away(rank, size, 4.0)
+    assert rank == 1 or "rank 1 did not join within" in said
+
+
+@pytest.mark.slow
+@on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 2}, env=UNCHECKED)
+def test_without_comparing_a_rank_that_has_left_takes_no_part(rank: int, size: int) -> None:
+    group = fl.new_group(range(size))
+    if rank == size - 1:
+        group.close()
+    else:
+        with pytest.raises(DistributedError):
+            group.all_reduce(np.full(4, 5.0))
+    fl.barrier()
+
+
+@pytest.mark.slow
+@on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 1}, env=UNCHECKED)
+def test_without_comparing_a_wait_ends_all_the_same(rank: int, size: int) -> None:
+    if rank == 1:
+        time.sleep(2.0)
+    with pytest.raises(CollectiveTimeoutError, match="a rank did not join"):
+        fl.barrier() if rank == 1 else fl.all_reduce(np.ones(10))  # the others have given up
+
+
+# Joining, and the end of the job ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,9 +299,16 @@ def test_awareness_is_a_flag() -> None:
         Settings.from_params({"MPI_CUDA_AWARE": "yes"})
 
 
+def meet_as_strangers(rank: int, size: int, path: str) -> str:
+    """Each of these processes is a world of its own to MPI."""
+    params = {"BACKEND": "mpi", "FILE_PATH": path, "TIMEOUT": TIMEOUT}
+    place = fl.DistributedInit.FILE_SYSTEM, rank, size
+    return first_error(lambda: fl.distributed_init(*place, params))
+
+
 def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any) -> None:
     path = str(tmp_path / "meet")
-    for message in run_ranks(mpi_ranks.meet_as_strangers, 2, path, init=None):
+    for message in run_ranks(meet_as_strangers, 2, path, init=None):
         assert "the 2 ranks were not started together by MPI" in message
         assert "0 of 1, 0 of 1" in message
         assert "start them by one mpirun" in message

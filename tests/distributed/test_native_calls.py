@@ -1,10 +1,16 @@
-"""The native entry: the calls it takes, what it returns and records, who ends what it starts."""
+"""The native entry: the calls it takes, what it returns and records, of arrays and by address.
+
+An address of memory is (address, dtype code, shape, owner).
+"""
 
 import contextlib
+import functools
 import gc
+import itertools
+import re
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,14 +20,16 @@ import flashlight_py as fl
 from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls import journal
+from flashlight_py.distributed.calls.arrays import code_of, dtype_of_code
 from flashlight_py.distributed.calls.journal import Record
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.start.world import current_world
-from flashlight_py.distributed.verbs import VERBS
+from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
 from flashlight_py.distributed.work import Work
-from flashlight_py.errors import CollectiveTimeoutError, GroupClosedError, MismatchError
+from flashlight_py.errors import MismatchError
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks
+from tests.distributed.told import told, told_later
 
 in_both = on_ranks(("shm", 2), ("gloo", 2))
 CODES = {verb.name: verb.code for verb in (*VERBS, journal.SENDRECV)}
@@ -114,47 +122,6 @@ def test_an_end_is_recorded_where_nobody_waits(rank: int, size: int, count: int)
     assert np.all(x == size)
 
 
-@in_both
-def test_started_and_blocking_calls_keep_their_order(rank: int, size: int) -> None:
-    """Small ones that were started, large ones and blocking ones keep their order."""
-    settle()
-    group = current_world().group
-    for start in range(200):
-        arrays = [np.full(1 + (start * 7 + i) % 5000, float(i + rank)) for i in range(5)]
-        works = [
-            group.fast.collective(CODES["all_reduce"], x, None, "sum", 1.0, 0, 0, True)
-            for x in arrays[:3]
-        ]
-        group.all_reduce(arrays[3])
-        if start % 2:
-            for work in works:
-                work.wait()
-        works.append(group.all_reduce(arrays[4], async_op=True))
-        group.barrier()
-        assert all(work.is_completed() for work in works)
-        for i, x in enumerate(arrays):
-            assert np.all(x == size * i + size * (size - 1) / 2)
-        assert works[0].wait() is arrays[0]
-
-
-@in_both
-def test_closing_ends_what_was_started(rank: int, size: int) -> None:
-    """One that waits for the others ends when its group is closed, by whatever thread."""
-    settle()
-    world = current_world().group
-    group = world.new_group(range(size))
-    if rank == 0:
-        work = group.fast.collective(CODES["all_reduce"], np.zeros(3), None, "sum", 1.0, 0, 0, True)
-        with ThreadPoolExecutor(1) as thread:
-            waiting = thread.submit(work.wait)
-            group.close()
-            with pytest.raises(GroupClosedError):
-                waiting.result()
-        assert group.fast.collective(CODES["barrier"], *[None] * 4, 0, 0, False) is NotImplemented
-    world.barrier()
-    group.close()
-
-
 @on_ranks(("shm", 2))
 def test_rows_of_an_all_to_all_are_compared_and_checked(rank: int, size: int) -> None:
     """Lists of rows are read natively, arrays by Python: both are the same call."""
@@ -209,120 +176,6 @@ def test_several_messages_are_native(rank: int, size: int) -> None:
 
 
 @in_both
-def test_receives_of_any_rank_are_native(rank: int, size: int) -> None:
-    """Each is given in turn what the other rank has sent, however it asks for that."""
-    settle()
-    group, peer = current_world().group, 1 - rank
-    recv, x = CODES["recv"], np.arange(6.0).reshape(3, 2)
-
-    def sent(rows: int, after: float = 0) -> None:
-        """Rank 1 sends so many rows, once rank 0 has had ``after`` seconds to ask for them."""
-        fl.barrier()
-        time.sleep(after)
-        if rank == 1:
-            fl.send(x[:rows], 0, 7)
-
-    for count, after in ((3, 0.0), (1, 0.0), (3, 0.02), (1, 0.02), (0, 0.0)):
-        for peer_given, partial in ((None, count < 3), (peer, True)):
-            if rank == 1:
-                for _ in range(4):
-                    sent(count, after)
-                continue
-            room = np.zeros((3, 2))
-
-            def check(
-                part: Any, room: Any = room, n: int = count, whole: bool = not partial
-            ) -> None:
-                assert part is room if whole else part.base is room
-                np.testing.assert_array_equal(part, x[:n])
-                room[:] = 0
-
-            arguments = recv, room, None, partial, None, peer_given, 7
-            sent(count)
-            check(group.fast.collective(*arguments, False))
-            work = group.fast.collective(*arguments, True)
-            sent(count)
-            check(work.wait())
-            assert work.source == peer
-            assert work.wait() is work.wait()
-            work = group.fast.collective(*arguments, True)
-            with pytest.raises(CollectiveTimeoutError, match="still running"):
-                work.wait(timeout=0)  # Python takes over
-            assert peer_given is not None or work.source is None
-            sent(count)
-            check(work.wait())
-            assert work.source == peer
-            work = group.fast.collective(*arguments, True)
-            sent(count)
-            until = time.monotonic() + 10
-            while not work.is_completed():
-                assert time.monotonic() < until
-            check(work.wait(timeout=1))
-            assert work.source == peer
-    if rank == 0:
-        records = [record for record in group.journal.records() if record.what[2] == "recv"]
-        assert {record.what[7] for record in records} == {-1, peer}
-        assert all((record.what[1], record.what[8]) == (0, 7) for record in records[-8:])
-        assert all(record.as_dict()["ended"] for record in records)
-
-
-@on_ranks(("shm", 2))
-def test_batches_with_nobody_are_native(rank: int, size: int) -> None:
-    """Of messages to or from nobody the array keeps its place, whole or in part."""
-    settle()
-    group, peer = current_world().group, 1 - rank
-    rooms = [np.zeros((4, 2)) for _ in range(5)]
-    given = [(None, False), (peer, True), (None, True), (peer, False), (peer, True)]
-    ops = [
-        fl.P2POp("recv", x, src, 3, partial=partial)
-        for x, (src, partial) in zip(rooms, given, strict=True)
-    ]
-    ops.insert(2, fl.P2POp("send", rooms[1], None))  # nobody reads what is being filled
-    for python in (False, True):
-        work = group.fast.sendrecv(ops)
-        assert isinstance(work, Work)
-        if python:
-            with pytest.raises(CollectiveTimeoutError, match="still running"):
-                work.wait(timeout=0)
-        fl.barrier()
-        for i, rows in enumerate((3, 4, 2)):
-            fl.send(np.full((rows, 2), i + 1.0), peer, 3)
-        for _ in range(2):
-            parts = work.wait()
-            assert [len(part) for part in parts] == [4, 3, 4, 4, 4, 2]
-            assert [part[0, 0] for part in parts] == [0, 1, 1, 0, 2, 3]
-            assert parts[0] is rooms[0]
-            assert parts[1].base is rooms[1]
-            assert parts[3] is rooms[2]
-        written = [record.what for record in group.journal.records() if record.what[2] == "recv"]
-        assert [what[7] for what in written][-3:] == [peer] * 3
-        fl.barrier()
-    nobody = [fl.P2POp("send", rooms[0], None), fl.P2POp("recv", rooms[1], None)]
-    count = len(group.journal.records())
-    work = group.fast.sendrecv(nobody)
-    assert work.is_completed()
-    assert [given is got for given, got in zip(rooms, work.wait(), strict=False)] == [True] * 2
-    assert len(group.journal.records()) == count
-
-
-@in_both
-def test_half_a_sendrecv_is_native(rank: int, size: int) -> None:
-    """One half of a sendrecv, or none."""
-    settle()
-    group, x, out = current_world().group, np.full(3, rank + 1.0), np.zeros(3)
-    assert group.fast.sendrecv(x, None, out, None, 0, 0) is out
-    assert not out.any()
-    ends: list[tuple[int | None, int | None]] = [(1 - rank, None), (None, 1 - rank)]
-    for dst, src in ends if rank == 0 else ends[::-1]:
-        assert group.fast.sendrecv(x, dst, out, src, 4, 4) is out
-    assert out.tolist() == [2.0 - rank] * 3
-    assert [record.what[2] for record in group.journal.records()][-2:] == (
-        ["send", "recv"] if rank == 0 else ["recv", "send"]
-    )
-    fl.barrier()
-
-
-@in_both
 def test_a_rank_without_rows_receives_those_of_others(rank: int, size: int) -> None:
     """One that has nothing to give, and is given something."""
     settle()
@@ -361,32 +214,393 @@ def test_an_interrupted_batch_raises_what_the_handler_has_raised(rank: int, size
         signal.signal(signal.SIGALRM, before)
 
 
-@in_both
-def test_numbers_are_native(rank: int, size: int) -> None:
+# Memory by its address ----------------------------------------------------------------------------
+
+
+in_all = on_ranks(("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
+BFLOAT16 = DTYPES.index("bfloat16")
+# Whether x and out are given by their addresses.
+MIXED = ((1, 1), (0, 0), (1, 0), (0, 1))
+
+
+class Size(tuple[int, ...]):
+    """A shape as torch has it."""
+
+    __slots__ = ()
+
+
+class Owner:
+    """What keeps memory alive, and can be watched."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+
+def by_address(x: Any, owner: Any = None) -> tuple[Any, ...]:
+    """``x`` by its address; nothing else keeps its memory where that is its ``owner``."""
+    return x.ctypes.data, code_of(x.dtype), Size(x.shape), x if owner is None else owner
+
+
+def ops_of(code: int) -> tuple[str, ...]:
+    kind = dtype_of_code(code).kind
+    whole = {"b": ("max", "xor"), "i": ("sum", "and"), "u": ("prod", "or"), "c": ("avg", "prod")}
+    return whole.get(kind, ("sum", "avg", "min"))
+
+
+def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
+    """Every verb that there is for the dtype of ``code``."""
+    moved = [("broadcast", {"root": 1}), ("all_gather", {}), ("gather", {"root": 1})]
+    moved += [("scatter", {"root": 1}), ("all_to_all", {})]
+    for op in ops_of(code):
+        moved += [(verb, {"op": op}) for verb in ("all_reduce", "reduce_scatter", "scan", "exscan")]
+        moved.append(("reduce", {"op": op, "root": 1}))
+    return moved
+
+
+@pytest.mark.parametrize("count", [3, 30_000])
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(("shm", 2), ("gloo", 2), slow=[("shm", 3), ("gloo", 3)])
+def test_every_verb_does_what_it_does_with_arrays(
+    rank: int, size: int, async_op: bool, count: int
+) -> None:
+    """What arrays, and memory by its address, become is what public verbs return, bit for bit."""
     settle()
     group = current_world().group
-    for number in (1.5, 3, -7, np.float32(0.5), np.int16(-2), np.float64(4.0)):
-        for verb, op, wanted in [
-            ("all_reduce", "sum", number * size),
-            ("all_reduce", "min", number),
-            ("scan", "sum", number * (rank + 1)),
-            ("broadcast", None, number),
-            ("reduce", "sum", number * size if rank == 0 else number),
+    for code in range(len(DTYPES)) if count < 100 else (4, BFLOAT16, 12):
+        x = (np.arange(2 * size * count).reshape(2 * size, count) % 3 + rank).astype(
+            dtype_of_code(code)
+        )
+        for verb, how in calls_of(code, size):
+            mine, given = x.copy(), {"op": how.get("op", "sum"), "peer": how.get("root", 0)}
+            wanted = getattr(fl, verb)(x.copy(), **how)
+            in_place = verb_named(verb).in_place
+            if not in_place:
+                got = native(group, verb, x, async_op=async_op, **given)
+                assert got is wanted is None or np.array_equal(got, wanted), (verb, how, code)
+            out = None if in_place or wanted is None else np.zeros_like(wanted)
+            for one, other in MIXED[: 2 if in_place else 4]:
+                mine[...] = x
+                first = by_address(mine) if one else mine
+                if "op" in how:  # by its name, or as a ReduceOp
+                    given["op"] = how["op"] if one else ReduceOp[how["op"].upper()]
+                second = None if out is None else by_address(out) if other else out
+                got = native(group, verb, first, out=second, async_op=async_op, **given)
+                assert got is (first if in_place else second), (verb, how, code)
+                where = mine if in_place else out
+                if verb == "exscan" and rank == 0:  # fl.exscan writes the identity afterwards
+                    continue
+                assert where is None or np.array_equal(where, wanted), (verb, how, code)
+            assert record_of(group).as_dict()["dtype"] == str(x.dtype)
+
+
+def verb_named(name: str) -> Any:
+    return next(verb for verb in VERBS if verb.name == name)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@in_all
+def test_a_row_is_gathered_from_its_place_in_the_result(
+    rank: int, size: int, async_op: bool
+) -> None:
+    """A rank's row may lie in the place that it has in the result, as FSDP of torch has it."""
+    settle()
+    group = current_world().group
+    for count in (4, 5_000, 300_000):
+        out = np.full((size, count), -1.0)
+        mine = out[rank : rank + 1]
+        mine[:] = rank
+        given = by_address(mine), by_address(out)
+        assert native(group, "all_gather", given[0], out=given[1], async_op=async_op) is given[1]
+        assert (out == np.arange(size)[:, None]).all()
+        before = [*group.journal.header]
+        others = out[(rank + 1) % size :][:1]
+        for x, room in [
+            (by_address(others), given[1]),
+            (mine, given[1]),
+            (by_address(out.reshape(2 * size, -1)[2 * rank : 2 * rank + 2]), given[1]),
+            (by_address(out[0]), by_address(out.reshape(-1))),
         ]:
-            got = group.fast.collective(CODES[verb], number, None, op, 1.0, 0, 0, False)
-            assert got == wanted, (verb, number)
-            assert type(got) is type(number)
+            how = {"out": room, "async_op": async_op}
+            assert native(group, "all_gather", x, **how) is NotImplemented, x
+        assert [*group.journal.header] == before
+
+
+@in_both
+def test_memory_without_elements_has_no_address(rank: int, size: int) -> None:
+    """Scalars, and memory of no elements, whose address is 0."""
+    settle()
+    group = current_world().group
+    x, whole = np.full((), rank + 1.0), np.zeros(size)
+    assert native(group, "all_gather", by_address(x), out=by_address(whole)) is not NotImplemented
+    assert whole.tolist() == [rank + 1.0 for rank in range(size)]
+    native(group, "all_reduce", by_address(x))
+    assert x == size * (size + 1) / 2
+    for verb in CODES:
+        if verb in ("barrier", "send", "recv", "sendrecv"):
+            continue
+        x = 0, 12, (size, 0), None
+        out = None if verb_named(verb).in_place else (0, 12, (size, 0), None)
+        if verb in ("all_gather", "gather"):
+            out = 0, 12, (size * size, 0), None
+        elif verb in ("scatter", "reduce_scatter"):
+            out = 0, 12, (1, 0), None
+        for async_op in (False, True):
+            got = native(group, verb, x, out=out, async_op=async_op)
+            assert got is (out or x) or (verb, got) == ("gather", None)
+
+
+@in_both
+def test_what_is_malformed_is_left_to_python(rank: int, size: int) -> None:
+    settle()
+    group = current_world().group
+    x = np.zeros(4 * size)
+    whole = by_address(x)
+    address, code, shape, owner = whole
     before = [*group.journal.header]
-    for number, verb, op, asynchronous in [
-        (2**31, "all_reduce", "sum", False),
-        (3, "all_reduce", "prod", False),
-        (3, "all_reduce", ReduceOp.SUM, False),
-        (True, "all_reduce", "and", False),
-        (1.5, "all_reduce", "sum", True),
-        (1.5, "all_reduce", "xor", False),
-        (1.5, "recv", None, False),
-        (1.5, "all_gather", None, False),
+    wrong = [
+        (),
+        (address, code, shape),
+        (*whole, None),
+        [*whole],
+        Size(whole),
+        (float(address), code, shape, owner),
+        (True, code, shape, owner),
+        (None, code, shape, owner),
+        (-address, code, shape, owner),
+        (address + 2**64, code, shape, owner),
+        (0, code, shape, owner),
+        (12, code, shape, owner),
+        (address, -1, shape, owner),
+        (address, len(DTYPES), shape, owner),
+        (address, 2**70, shape, owner),
+        (address, "float64", shape, owner),
+        (address, np.float64, shape, owner),
+        (address, code, [*shape], owner),
+        (address, code, 8, owner),
+        (address, code, (-1,), owner),
+        (address, code, (1.0,), owner),
+        (address, code, (True,), owner),
+        (address, code, (2**70,), owner),
+        (address, code, (2**60, 2), owner),
+        (address, code, (2**40, 2**40), owner),
+        (address, code, (1,) * 9, owner),
+    ]
+    for given in wrong:
+        for verb in ("all_reduce", "broadcast", "scan"):
+            assert native(group, verb, given) is NotImplemented, given
+        out = by_address(np.zeros(4))
+        assert native(group, "reduce_scatter", given, out=out) is NotImplemented, given
+        if given != ():
+            assert native(group, "all_gather", out, out=given) is NotImplemented, given
+        assert native(group, "send", given, peer=1 - rank) is NotImplemented, given
+        assert native(group, "recv", given, peer=1 - rank) is NotImplemented, given
+        ops = [fl.P2POp("recv", given, 1 - rank)]
+        assert group.fast.sendrecv(ops) is NotImplemented, given
+        pair = given, 1 - rank, by_address(np.zeros(4))
+        assert group.fast.sendrecv(*pair, 1 - rank, 0, 0) is NotImplemented, given
+    for verb, given in [  # which would have to make an array, or do not go together
+        ("all_gather", {}),
+        ("all_to_all", {}),
+        ("reduce_scatter", {}),
+        ("gather", {"peer": rank}),
+        ("scatter", {}),
+        ("scatter", {"peer": 1}),
+        ("all_to_all", {"out": by_address(np.zeros(size))}),
+        ("all_to_all", {"out": by_address(np.zeros(4 * size, int))}),
+        ("all_to_all", {"out": (address + 8, *whole[1:])}),
+        ("all_to_all", {"out": x}),
+        ("all_reduce", {"op": "and"}),
+        ("broadcast", {"peer": size}),
     ]:
-        given = CODES[verb], number, None, op, 1.0, 1 - rank, 0, asynchronous
-        assert group.fast.collective(*given) is NotImplemented, (number, verb, op)
+        assert native(group, verb, whole, **given) is NotImplemented, (verb, given)
+    rows = [4] * size
+    for out in (None, whole):
+        given = whole, out, rows, 1.0, 0, 0, False
+        assert group.fast.collective(CODES["all_to_all"], *given) is NotImplemented
+    mixed = [fl.P2POp("recv", whole, 1 - rank), fl.P2POp("send", x, 1 - rank)]
+    assert group.fast.sendrecv(mixed) is NotImplemented
+    assert group.fast.sendrecv(x, 1 - rank, whole, 1 - rank, 0, 0) is NotImplemented
     assert [*group.journal.header] == before  # nothing has happened
+    given = whole if rank else x  # without a result here there needs to be no place for it
+    assert (native(group, "gather", given) is None) == (rank > 0)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@in_all
+def test_a_mismatch_is_raised_on_every_rank(rank: int, size: int, async_op: bool) -> None:
+    """Ranks that call different things all raise, and the group goes on."""
+    settle()
+    group = current_world().group
+    errors, x = [], np.zeros((3 + rank, 2))
+    for verb, given in itertools.product(("all_reduce", "broadcast", "reduce"), (by_address(x), x)):
+        now = told(functools.partial(native, group, verb, given, async_op=async_op))
+        errors.append(now or told_later())
+        recorded = record_of(group).error
+        assert re.match(rf"MismatchError: \[({verb}|barrier)\]", recorded), recorded
+        assert recorded.removeprefix("MismatchError: ") == errors[-1]
+        if now:  # ranks that have run ahead raise in the next call
+            told_later()
+    for mine in (np.zeros((2 * size, 3 + rank)), np.zeros(2 * size, "f8" if rank else "f4")):
+        for verb, rows in [("all_gather", 2 * size * size), ("all_to_all", 2 * size)]:
+            out = by_address(np.zeros((rows, *mine.shape[1:]), mine.dtype))
+            with pytest.raises(MismatchError) as caught:
+                native(group, verb, by_address(mine), out=out, async_op=async_op)
+            errors.append(str(caught.value))
+    memory = np.zeros(3, np.uint16)
+    given = (memory.ctypes.data, BFLOAT16, (3,), memory) if rank else by_address(memory)
+    with pytest.raises(MismatchError) as caught:
+        native(group, "all_reduce", given, async_op=async_op)
+    errors.append(str(caught.value))
+    assert record_of(group).error
+    x = np.ones(3)
+    native(group, "all_reduce", by_address(x), async_op=async_op)
+    assert np.all(x == size)
+    assert "all_reduce(float64 (3, 2)" in errors[0]
+    assert "all_reduce(float64 (4, 2)" in errors[0]
+    assert "all_reduce(bfloat16 (3,)" in errors[-1]
+    assert "all_reduce(uint16 (3,)" in errors[-1]
+
+
+@on_ranks(("shm", 2), ("shm", 3))
+def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
+    """An all_to_all of rows, and what happens where ``out`` has another number of them."""
+    settle()
+    group = current_world().group
+    for code in (BFLOAT16, 12):
+        for width in (0, 1, 5000):
+            rows = [1 + (rank + r) % 2 for r in range(size)]
+            x = (np.arange(sum(rows) * width) % 99 + rank).astype(dtype_of_code(code))
+            x = x.reshape(sum(rows), width)
+            wanted = fl.all_to_all(x, rows=rows)
+            given = CODES["all_to_all"], x, None, rows, 1.0, 0, 0, False
+            assert group.fast.collective(*given).tobytes() == wanted.tobytes()
+            for one, other in MIXED[: 2 if code == BFLOAT16 else 4]:
+                out = np.zeros_like(wanted)
+                given = by_address(x) if one else x, by_address(out) if other else out
+                y = group.fast.collective(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
+                assert y is given[1]
+                assert out.tobytes() == wanted.tobytes()
+                more = np.zeros((len(wanted) + 1, width), x.dtype) if rank == 0 else out
+                given = given[0], by_address(more) if other else more
+                y = group.fast.collective(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
+                assert (y is given[1]) == (rank > 0)
+                if rank == 0:
+                    assert y.shape == wanted.shape
+            if rank:
+                assert fl.all_to_all(given[0], rows=rows, out=given[1]) is given[1]
+            else:
+                with pytest.raises(ValueError, match="arrived from all ranks"):
+                    fl.all_to_all(given[0], rows=rows, out=given[1])
+    x, out = (by_address(np.zeros((size, 5 + rank))) for _ in range(2))
+    with pytest.raises(MismatchError):
+        group.fast.collective(CODES["all_to_all"], x, out, [1] * size, 1.0, 0, 0, False)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@in_all
+def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
+    """Gathers of unequal parts fill an ``out`` of the right length, and refuse another."""
+    settle()
+    group = current_world().group
+    rows = size * (size + 1) // 2
+    for width in (0, 3, 30_000):
+        x = np.full((rank + 1, width), rank)
+        wanted = np.concatenate([np.full((r + 1, width), r) for r in range(size)])
+        for one, other in MIXED:
+            first = by_address(x) if one else x
+            for verb in ("all_gather", "gather"):
+                out = np.zeros((rows, width), int)
+                second = by_address(out) if other else out
+                got = native(group, verb, first, out=second, async_op=async_op)
+                assert got is (second if verb == "all_gather" or rank == 0 else None)
+                assert got is None or np.array_equal(out, wanted)
+                out = np.full((rows + (rank == 0), width), -1)
+                second = by_address(out) if other else out
+                if rank:
+                    native(group, verb, first, out=second, async_op=async_op)
+                    continue
+                with pytest.raises(ValueError, match=rf"out has {rows + 1} rows, and {rows} arr"):
+                    native(group, verb, first, out=second, async_op=async_op)
+                assert np.all(out == -1)
+        assert np.array_equal(native(group, "all_gather", x, async_op=async_op), wanted)
+        got = native(group, "gather", x, peer=size - 1, async_op=async_op)
+        assert np.array_equal(got, wanted) if rank == size - 1 else got is None
+
+
+@in_all
+def test_messages(rank: int, size: int) -> None:
+    settle()
+    group = current_world().group
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (3, 50_000):
+        for code in (BFLOAT16, 3):
+            x = (np.arange(count) % 7 + rank).astype(dtype_of_code(code))
+            theirs = (np.arange(count) % 7 + before).astype(x.dtype)
+            for one, other in MIXED[: 2 if code == BFLOAT16 else 4]:
+                out = np.zeros_like(x)
+                given, room = by_address(x) if one else x, by_address(out) if other else out
+                assert group.fast.sendrecv(given, after, room, before, 4, 4) is room
+                assert out.tobytes() == theirs.tobytes()
+                out[:] = 0
+                receive = group.fast.collective(
+                    CODES["recv"], room, None, None, None, before, 5, True
+                )
+                send = group.fast.collective(CODES["send"], given, None, None, None, after, 5, True)
+                assert receive.wait() is room
+                assert receive.source == before
+                send.wait()
+                assert out.tobytes() == theirs.tobytes()
+                out[:] = 0
+                ops = [fl.P2POp("recv", room, before, 6), fl.P2POp("send", given, after, 6)]
+                assert group.fast.sendrecv(ops).wait()[0] is room
+                assert out.tobytes() == theirs.tobytes()
+            if rank == 0:
+                assert native(group, "send", by_address(x), peer=1) is None
+            elif rank == 1:
+                assert native(group, "recv", room) is room
+                assert out.tobytes() == theirs.tobytes()
+    if rank < 2:
+        # More than returns before its receiver has called.
+        x = by_address(np.zeros(60_000, dtype_of_code(BFLOAT16) if rank else np.float16))
+        with pytest.raises(MismatchError, match="bfloat16"):
+            native(group, "recv" if rank else "send", x, peer=1 - rank)
+
+
+@pytest.mark.parametrize("count", [3, 300_000])
+@in_both
+def test_the_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count: int) -> None:
+    """The owner lives until the operation has ended, though nobody has the Work any more."""
+    settle()
+    group = current_world().group
+    # A send of little has ended when it returns.
+    for verb in ("all_reduce", "all_gather", *(("send",) if count > 10_000 else ())):
+        if rank == 0:
+            owners = [Owner(np.ones(count)), Owner(np.zeros(2 * count))]
+            x, out = (by_address(owner.memory, owner) for owner in owners)
+            watched = [weakref.ref(owner) for owner in owners]
+            given = None if verb != "all_gather" else out
+            how = (None, None) if verb == "send" else ("sum", 1.0)
+            group.fast.collective(CODES[verb], x, given, *how, int(verb == "send"), 7, True)
+            del x, out, owners, given
+            gc.collect()
+            used = watched if verb == "all_gather" else watched[:1]
+            assert all(ref() is not None for ref in used)
+            fl.send(np.zeros(1), 1, tag=9)  # now the other one may join
+            fl.recv(np.zeros(1), 1, tag=9)
+            group.synchronize()
+            gc.collect()
+            assert all(ref() is None for ref in watched)
+        else:
+            fl.recv(np.zeros(1), 0, tag=9)
+            mine, out = np.ones(count), np.zeros(2 * count)
+            given = None if verb != "all_gather" else by_address(out)
+            native(group, "recv" if verb == "send" else verb, by_address(mine), out=given, tag=7)
+            assert np.all((out if verb == "all_gather" else mine) == 1 + (verb == "all_reduce"))
+            fl.send(np.zeros(1), 0, tag=9)
+
+
+def test_one_rank_takes_addresses() -> None:
+    x = by_address(np.ones(3, np.float32))
+    given = ALL_REDUCE.code, x, None, "sum", 1.0, 0, 0, False
+    fl.barrier()  # the first call takes no fast path
+    assert current_world().group.fast.collective(*given) is x

@@ -1,7 +1,9 @@
-"""NCCL's real library, without a GPU: found, opened, asked what it answers everywhere."""
+"""NCCL's real library, and how ranks prepare to join their GPUs: as far as no GPU is needed."""
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl import library
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.joining import NcclCard, meet
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.backends.nccl.reduction import form_of
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.errors import BackendUnavailableError, DistributedError
-from tests.distributed.conformance import dtype_of
+from flashlight_py.distributed.memory import topology
+from flashlight_py.distributed.memory.topology import DeviceRule
+from flashlight_py.distributed.start.world import current_world
+from flashlight_py.errors import (
+    BackendUnavailableError,
+    DistributedError,
+    UnavailableEverywhereError,
+)
+from tests.distributed.conformance import dtype_of, on_ranks
+from tests.distributed.harness import run_ranks
+from tests.distributed.jobs import free_port
 
 ffi = _native.load("nccl").ffi
+needs_none = pytest.mark.skipif(
+    any(Path("/dev").glob("nvidia[0-9]*")), reason="shows what happens without a GPU"
+)
 
 
 @pytest.fixture
@@ -98,16 +114,11 @@ def parameters(source: str, function: str) -> list[str]:
     return [each for each in types if each not in ("", "void")]
 
 
+@needs_none
 def test_without_a_gpu_a_communicator_is_refused_with_cuda_s_words(nccl: NcclLibrary) -> None:
     """Also shows that a struct of 128 bytes passes by value, and that the config is taken."""
-    if _gpus():
-        pytest.skip("there is a GPU here: tests/gpu makes communicators")
     with pytest.raises(DistributedError, match=r"\[init\] rank 0 of 2: NCCL 2.*[Cc]uda failure"):
         Communicator(nccl, nccl.unique_id(), 0, 2, 5.0)
-
-
-def _gpus() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def test_the_variable_comes_first_and_stands_alone(
@@ -197,3 +208,104 @@ def enum(name: str) -> list[tuple[int, str]]:
 def test_what_nccl_cannot_reduce_is_a_type_error(dtype: str, op: ReduceOp, told: str) -> None:
     with pytest.raises(TypeError, match=told):
         form_of(np.dtype(dtype), op)
+
+
+# Joining, on real processes -----------------------------------------------------------------------
+
+
+def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
+    """Return what rank 0's NCCL made, as rank 0 knows it, and as it arrived here."""
+    if port:  # the ENV rendezvous finds the world that the variables describe
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        fl.distributed_init(fl.DistributedInit.ENV)
+    made = library.load().unique_id() if rank == 0 else b""
+    card = NcclCard(version=library.load().version, gpu=f"gpu {rank}", unique_id=made.hex())
+    arrived, _ = meet(current_world().group.backend(), card)
+    if port:
+        fl.distributed_shutdown()
+    return made, arrived
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("init", ["file", "mpi", None])
+def test_the_real_id_crosses_the_rendezvous(init: str | None, backend: str) -> None:
+    port = 0 if init else free_port()
+    results = run_ranks(real_unique_id, 3, port, init=init, params={"BACKEND": backend})
+    made = results[0][0]
+    assert len(made) == 128
+    assert any(made)
+    assert [arrived for _, arrived in results] == [made] * len(results)
+
+
+@pytest.mark.parametrize(
+    ("cards", "told"),
+    [
+        ([{}, {"problem": "no GPU"}], "rank 1: no GPU"),
+        ([{"version": 22703}, {"version": 22901}], "0: 2.27.3, 1: 2.29.1"),
+        ([{"gpu": "a"}, {"gpu": "a"}], "ranks 0 and 1 are on the same GPU.*NCCL_HOSTID"),
+        ([{"gpu": ""}, {"gpu": ""}], ""),  # NCCL_MULTI_RANK_GPU_ENABLE=1
+    ],
+)
+@on_ranks(("shm", 2))
+def test_what_cannot_work_is_told_on_every_rank(
+    rank: int, size: int, cards: Any, told: str
+) -> None:
+    with pytest.raises(UnavailableEverywhereError, match=told) if told else nullcontext():
+        meet(current_world().group.backend(), NcclCard(**cards[rank]))
+
+
+@needs_none
+@on_ranks(("shm", 2), fresh=True)
+def test_without_a_gpu_the_reason_and_the_remedy_are_told_on_every_rank(
+    rank: int, size: int
+) -> None:
+    why = r"CuPy arrays cannot travel between these ranks\. rank 0: .*(pip install|nvidia-smi)"
+    with pytest.raises(BackendUnavailableError, match=f"(?s){why}"):
+        current_world().group.join_gpus()
+
+
+@needs_none
+@on_ranks(("shm", 2), fresh=True, init=None)
+def test_backend_nccl_needs_gpus_and_flashlight_s_key_alone_none(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    """Scripts give MAX_DEVICE_PER_NODE wherever they run; NumPy arrays need no GPU."""
+    place, path = (fl.DistributedInit.FILE_SYSTEM, rank, size), {"FILE_PATH": f"{tmp_path}/meet"}
+    with pytest.raises(UnavailableEverywhereError):
+        fl.distributed_init(*place, {**path, "BACKEND": "nccl"})
+    fl.distributed_init(*place, {**path, "MAX_DEVICE_PER_NODE": "8"})
+    assert fl.all_reduce(1) == size
+    fl.distributed_shutdown()
+
+
+@pytest.mark.parametrize(
+    ("rule", "count", "index"),
+    [
+        (DeviceRule(rank=5, local_rank=1), 4, 1),
+        (DeviceRule(rank=5, local_rank=1), 1, 0),  # each rank sees its own GPU only
+        (DeviceRule(rank=5, local_rank=1, max_per_node=4), 4, 1),
+        (DeviceRule(rank=6, local_rank=1, max_per_node=4), 4, 2),
+    ],
+)
+def test_the_device_follows_from_the_place(rule: DeviceRule, count: int, index: int) -> None:
+    assert rule.index(count) == index
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"CUDA device 3.*2 are visible"):
+        DeviceRule(rank=3, max_per_node=4).index(2)
+
+
+def test_several_ranks_on_one_gpu_when_nccl_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.cupy_stand_in import StandInCupy
+
+    cupy = StandInCupy(2)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    assert topology.gpu_identity(cupy, 0) != topology.gpu_identity(cupy, 1)
+    here = topology.gpu_identity(cupy, 0)
+    monkeypatch.setenv("NCCL_HOSTID", "another")
+    assert topology.gpu_identity(cupy, 0) != here
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert topology.gpu_identity(cupy, 0) == topology.gpu_identity(cupy, 1) == ""

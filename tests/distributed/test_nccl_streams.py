@@ -23,6 +23,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER
 from tests.cupy_stand_in import Event, StandInCupy, Stream
+from tests.distributed.nccl_stand_in import StandInLibrary
 from tests.distributed.test_nccl_failures import IN_PROGRESS, Cpu, Nccl, communicator
 
 BEGINNING = {"ncclAllReduce", "ncclReduce", "ncclReduceScatter", "ncclBroadcast", "ncclGroupEnd"}
@@ -107,7 +108,7 @@ typedef struct {
   const char *name;
   int share;
 } ncclConfig_t;
-static int communicator, child, asked, events;
+static int communicator, child, asked;
 
 static int is_right(const ncclConfig_t *config, int blocking) {
   return config->magic == 0xcafebeef && config->blocking == blocking && config->share == 1 &&
@@ -133,43 +134,6 @@ int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, voi
   *op = 0x7abc1234; /* such numbers have the operations that users create */
   return !memcmp(scalar, &quarter, 4) && type == 7 && residence == 1 && comm == &child ? 0 : 4;
 }
-#define FROM (from == (void *)0x7f0000001000)
-#define TO (to == (void *)0x7f0000002000)
-#define REST (count == 1ull << 40 && type == 7 && comm == &child && stream == (void *)0x55)
-#define OP (op == 0x7abc1234)
-#define PEER (peer == 2)
-#define NCCL(name, arguments, right) \
-  int nccl##name arguments { return (right) && events == 2 ? 0 : 4; }
-NCCL(AllReduce, (void *from, void *to, size_t count, int type, int op, void *comm, void *stream),
-     FROM && TO && REST && OP)
-NCCL(ReduceScatter,
-     (void *from, void *to, size_t count, int type, int op, void *comm, void *stream),
-     FROM && TO && REST && OP)
-NCCL(Reduce,
-     (void *from, void *to, size_t count, int type, int op, int peer, void *comm, void *stream),
-     FROM && TO && REST && OP && PEER)
-NCCL(Broadcast, (void *from, void *to, size_t count, int type, int peer, void *comm, void *stream),
-     FROM && TO && REST && PEER)
-NCCL(AllGather, (void *from, void *to, size_t count, int type, void *comm, void *stream),
-     FROM && TO && REST)
-NCCL(Send, (void *from, size_t count, int type, int peer, void *comm, void *stream),
-     FROM && REST && PEER)
-NCCL(Recv, (void *to, size_t count, int type, int peer, void *comm, void *stream),
-     TO && REST && PEER)
-int ncclGroupStart(void) { return events == 2 ? 0 : 4; }
-int ncclGroupEnd(void) { return events == 2 ? 0 : 4; }
-/* The caller's stream 0x66 is recorded and waited for; then the communication stream, in turn. */
-int cuEventRecord(void *event, void *stream) {
-  const int first = events == 0 && event == (void *)0x77 && stream == (void *)0x66;
-  const int last = events == 2 && event == (void *)0x88 && stream == (void *)0x55;
-  return ++events, first || last ? 0 : 1;
-}
-int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
-  const int first = events == 1 && event == (void *)0x77 && stream == (void *)0x55;
-  const int last = events == 3 && event == (void *)0x88 && stream == (void *)0x66;
-  events = last ? 0 : events + 1;
-  return first || last ? 0 : 1;
-}
 int ncclCommFinalize(void *comm) { return comm == &communicator || comm == &child ? 0 : 4; }
 int ncclCommDestroy(void *comm) { return 0; }
 int ncclCommAbort(void *comm) { return 0; }
@@ -178,36 +142,67 @@ const char *ncclGetLastError(void *comm) { return ""; }
 """
 
 
-class OwnDriver(NcclLibrary):
-    """A library that has the driver's functions too."""
-
-    def address(self, name: str) -> int:
-        return int(self.ffi.cast("uintptr_t", getattr(self.lib, name)))
-
-
-def test_arguments_arrive_as_c_declares_them(tmp_path: Path) -> None:
-    """Of each function that is launched, between the events that order two streams."""
+def test_arguments_of_a_communicator_arrive_as_c_declares_them(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so"
     source.write_text(LIBRARY)
-    declared = Path(__file__).parents[2] / "csrc" / "nccl" / "cuda.cdef.h"
-    assert "cuEventRecord(void *event, void *stream)" in declared.read_text()
     subprocess.run(["cc", "-shared", "-fPIC", "-o", built, source], check=True)
     ffi = _native.load("nccl").ffi
-    lib = ffi.dlopen(str(built))
-    nccl = OwnDriver(ffi, lib, str(built), 23203)
+    nccl = NcclLibrary(ffi, ffi.dlopen(str(built)), str(built), 23203)
     made = Communicator(nccl, bytes(range(128)), 3, 5, 30.0)
-    op = made.scaled_sum("all_reduce", 0.25, "float32", lib.ncclFloat32)
-    assert op == 0x7ABC1234
-    launcher = Launcher(nccl, 0x55, 0x77)
-    for kind in range(7):
-        steps = launcher.steps([(kind, 0x7F0000001000, 0x7F0000002000, 1 << 40, 7, op, 2)])
-        for is_group in (False, True):
-            how = is_group, steps, 0x66, 0x88, True
-            made.call("all_reduce", lambda comm, how=how: launcher.launch(comm, *how))
+    assert made.scaled_sum("all_reduce", 0.25, "float32", nccl.lib.ncclFloat32) == OP
     made.close()
     assert made.broken is None
+
+
+FROM, TO, COUNT, FLOAT, OP, PEER = 0x7F0000001000, 0x7F0000002000, 1 << 40, 7, 0x7ABC1234, 2
+ENDS = COMM, STREAM = 0x99, 0x55
+LAUNCHED = [
+    ("ncclAllReduce", FROM, TO, COUNT, FLOAT, OP, *ENDS),
+    ("ncclReduceScatter", FROM, TO, COUNT, FLOAT, OP, *ENDS),
+    ("ncclReduce", FROM, TO, COUNT, FLOAT, OP, PEER, *ENDS),
+    ("ncclBroadcast", FROM, TO, COUNT, FLOAT, PEER, *ENDS),
+    ("ncclAllGather", FROM, TO, COUNT, FLOAT, *ENDS),
+    ("ncclSend", FROM, COUNT, FLOAT, PEER, *ENDS),
+    ("ncclRecv", TO, COUNT, FLOAT, PEER, *ENDS),
+]
+
+
+class Noting:
+    """Functions of NCCL and of the driver, which note by which arguments C calls them."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Any] = []
+        self.log: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        cast = _native.load("nccl").ffi.cast
+
+        def note(*arguments: Any) -> int:
+            self.log.append((name, *(int(cast("uintptr_t", each)) for each in arguments)))
+            return 0
+
+        return note
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+def test_each_function_is_launched_between_the_events_that_order_two_streams(
+    is_group: bool,
+) -> None:
+    """The communication stream waits for the caller's, 0x66, and then that for it."""
+    ffi = _native.load("nccl").ffi
+    for kind, call in enumerate(LAUNCHED):
+        lib = Noting()
+        launcher = Launcher(StandInLibrary(ffi, lib, "stand-in", 23203), STREAM, 0x77)
+        steps = launcher.steps([(kind, FROM, TO, COUNT, FLOAT, OP, PEER)])
+        comm = ffi.cast("ncclComm_t", COMM)
+        assert launcher.launch(comm, is_group, steps, 0x66, 0x88, True) == 0
+        assert lib.log == [
+            *(("cuEventRecord", 0x77, 0x66), ("cuStreamWaitEvent", STREAM, 0x77, 0)),
+            *([("ncclGroupStart",), call, ("ncclGroupEnd",)] if is_group else [call]),
+            *(("cuEventRecord", 0x88, STREAM), ("cuStreamWaitEvent", 0x66, 0x88, 0)),
+        ]
 
 
 class Landed(Event):

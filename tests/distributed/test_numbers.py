@@ -1,5 +1,7 @@
 """Numbers are returned; what is no array is refused with what to call."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -25,10 +27,13 @@ def test_a_number_of_each_kind(rank: int, size: int) -> None:
         fl.broadcast(0.5 * rank, root=1, async_op=True).wait(),
         fl.reduce(rank + 1, root=1),
         fl.all_reduce(np.float32(rank)),
+        fl.all_reduce(np.int16(-2)),
+        fl.all_reduce(-7),
     ]
     world.close()
     reduced = 3 if rank == 1 else 1  # a reduce leaves the others theirs
-    expected = [2.0, 1.0, 6, True, False, 1 + 2j, 6, 1, 10, 0.5, reduced, np.float32(1)]
+    expected: list[object] = [2.0, 1.0, 6, True, False, 1 + 2j, 6, 1, 10, 0.5, reduced]
+    expected += [np.float32(1), np.int16(-4), -14]
     assert results == expected
     assert [type(x) for x in results] == [type(x) for x in expected]
 
@@ -48,6 +53,19 @@ def test_all_reduce_location_of_a_number_returns_a_number_and_a_rank(rank: int, 
     assert [(type(x), type(r)) for x, r in pairs] == [(type(x), int) for x, _ in expected]
     with pytest.raises(OverflowError, match="all_reduce_location: "):
         fl.all_reduce_location(2**63)
+
+
+@on_ranks(("single", 1), ("gloo", 3), ("shm", 5), ("hierarchical", 4), ("mpi", 3))
+def test_scans_of_numbers(rank: int, size: int) -> None:
+    assert fl.scan(1) == rank + 1
+    assert fl.exscan(2.5) == 2.5 * rank
+    assert fl.exscan(rank + 2, op="prod") == math.prod(range(2, rank + 2))
+    assert fl.exscan(True, op="or") is (rank > 0)
+    assert fl.scan(rank > 0, op="or") is (rank > 0)
+    with pytest.raises(OverflowError):
+        fl.scan(2**63 - size + 1)
+    with pytest.raises(TypeError, match="scan: a bool array"):
+        fl.scan(np.ones(2, bool), op="sum")
 
 
 @on_ranks(("shm", 2))

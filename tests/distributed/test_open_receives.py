@@ -178,11 +178,34 @@ def test_a_rank_that_is_gone_ends_a_receive_from_any(rank: int, size: int) -> No
     assert time.monotonic() - began < 20
 
 
-@on_ranks(("hierarchical", 4))
-def test_the_error_of_a_wait_that_ends_early_names_this_rank(rank: int, size: int) -> None:
-    work = fl.irecv(np.zeros(1), None, tag=3)
-    with pytest.raises(CollectiveTimeoutError, match=rf"^\[recv\] rank {rank} of {size}: still "):
-        work.wait(0.01)
+@on_ranks()
+def test_a_wait_that_ends_early_names_this_rank_and_can_be_repeated(rank: int, size: int) -> None:
+    """Of a receive from any rank, and of a batch, whose arrays for nobody keep their places."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    rooms = [np.zeros((5, 2)) for _ in range(4)]
+    work = fl.irecv(rooms[0], None, tag=3, partial=True)
+    batch = fl.batch_isend_irecv(
+        [
+            fl.P2POp("recv", rooms[1], before, 4, partial=True),
+            fl.P2POp("recv", rooms[2], None, 4, partial=True),
+            fl.P2POp("send", rooms[3], None, 4),
+        ]
+    )
+    for each, verb in ((work, "recv"), (batch, r"\w+")):
+        why = rf"^\[{verb}\] rank {rank} of {size}: still "
+        with pytest.raises(CollectiveTimeoutError, match=why):
+            each.wait(0.01)
+    assert work.source is None
     fl.barrier()
-    fl.send(np.zeros(1), size - 1 - rank, tag=3)
-    work.wait()
+    for rows in (3, 4):
+        fl.send(np.full((rows, 2), rank + 1.0), after, tag=rows)
+    part = work.wait()
+    assert part.base is rooms[0]
+    assert (part.tolist(), work.source) == ([[before + 1.0] * 2] * 3, before)
+    while not batch.is_completed():
+        pass
+    received, *others = batch.wait()
+    assert received.base is rooms[1]
+    assert received.tolist() == [[before + 1.0] * 2] * 4
+    assert all(x is room for x, room in zip(others, rooms[2:], strict=True))
+    assert not rooms[2].any()

@@ -16,10 +16,8 @@ from flashlight_py.distributed.rendezvous.secret import Secret, nonce
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, user_of
 from flashlight_py.errors import PeerLostError, RendezvousError
-from tests.distributed.rendezvous_helpers import Ranks, closed, port
+from tests.distributed.rendezvous_helpers import Ranks, closed
 from tests.distributed.threads import connected, on_threads
-
-__all__ = ["port"]
 
 NOBODY = 65534
 HEADER = struct.Struct("!4sHHQ")

@@ -1,4 +1,7 @@
-"""What only shared memory has: arrays in it, its size, its names, several hosts beside it."""
+"""What only shared memory has: arrays in it, its size, its names, several hosts beside it.
+
+And one array per host: who loads it, who can write to it, and when its memory is gone.
+"""
 
 import ctypes
 import gc
@@ -7,9 +10,10 @@ import logging
 import mmap
 import os
 import platform
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,17 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.hierarchical_calls import cut_evenly
-from tests.distributed import conformance
-from tests.distributed.conformance import assert_equal, combined, in_places, on_ranks, values
+from flashlight_py.distributed.memory import topology
+from tests.distributed import conformance, programs
+from tests.distributed.conformance import (
+    BACKENDS,
+    assert_equal,
+    combined,
+    in_places,
+    on_ranks,
+    ranks_in,
+    values,
+)
 from tests.distributed.harness import run_ranks
 from tests.launch.launcher import run
 
@@ -105,30 +118,35 @@ def test_no_file_has_a_name_once_all_have_mapped_it(rank: int, size: int) -> Non
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
 
 
-def describe(rank: int, size: int) -> tuple[str, str]:
-    return fl.distributed.describe(), fl.distributed_backend().name
+APART, HOSTS = {"env": in_places("ab")}, {"env": conformance.two_hosts}
 
 
 @pytest.mark.parametrize(
-    ("size", "world", "said", "name"),
+    ("ranks", "said", "name"),
     [
-        (2, {}, "shared memory (all ranks share this host's memory)", "SHM"),
-        (2, {"params": {"BACKEND": "gloo"}}, "Gloo over TCP (BACKEND is gloo)", "GLOO"),
-        (2, {"env": in_places("ab")}, "Gloo over TCP (no two ranks share memory)", "GLOO"),
-        (3, {"env": conformance.two_hosts}, "2 hosts with 2, 1 ranks", "GLOO"),
+        (("hierarchical", 2), "shared memory (all ranks share this host's memory)", "SHM"),
+        (("gloo", 2), "Gloo over TCP (BACKEND is gloo)", "GLOO"),
+        (("hierarchical", 2, APART), "Gloo over TCP (no two ranks share memory)", "GLOO"),
+        (("hierarchical", 3), "2 hosts with 2, 1 ranks", "GLOO"),
     ],
+    indirect=["ranks"],
 )
-def test_describe_says_which_way_and_why(
-    pool: Any, size: int, world: Any, said: str, name: str
+@on_ranks()
+def test_describe_says_which_way_and_why(rank: int, size: int, said: str, name: str) -> None:
+    text = fl.distributed.describe()
+    assert f"rank {rank} of {size}" in text
+    assert said in text
+    assert fl.distributed_backend().name == name
+
+
+@pytest.mark.parametrize(
+    ("hidden", "way"), [([0, 1, 2], "Gloo over TCP (no two ranks"), ([1], "2 hosts with 2, 1 rank")]
+)
+@on_ranks(("shm", 3), fresh=True, init=None)
+def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
+    rank: int, size: int, tmp_path: Path, hidden: list[int], way: str
 ) -> None:
-    for rank, (text, backend) in enumerate(pool(size, **world).run(describe)):
-        assert f"rank {rank} of {size}" in text
-        assert said in text
-        assert backend == name
-
-
-def hide_shm(rank: int, size: int, path: str, hidden: list[int]) -> tuple[str, list[str]]:
-    """Join without the extension on some ranks; return what is described and what is warned of."""
+    """Some ranks join without the extension."""
     records: list[logging.LogRecord] = []
     listener = logging.Handler(logging.WARNING)
     listener.emit = records.append  # type: ignore[method-assign]
@@ -143,28 +161,18 @@ def hide_shm(rank: int, size: int, path: str, hidden: list[int]) -> tuple[str, l
 
     if rank in hidden:
         _native.load = load_others
-    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
+    place = fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": str(tmp_path / "meet")}
+    fl.distributed_init(*place)
     assert fl.all_reduce(np.array(rank)) == sum(range(size))
     fl.new_group([0, 1])  # it warns of nothing that its parent has warned of
-    text = fl.distributed.describe()
+    text, warnings = fl.distributed.describe(), [record.getMessage() for record in records]
     fl.distributed_shutdown()
-    return text, [record.getMessage() for record in records]
-
-
-@pytest.mark.parametrize(
-    ("hidden", "way"), [([0, 1, 2], "Gloo over TCP (no two ranks"), ([1], "2 hosts with 2, 1 rank")]
-)
-def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
-    tmp_path: Path, hidden: list[int], way: str
-) -> None:
-    found = run_ranks(hide_shm, 3, str(tmp_path / "meet"), hidden, init=None)
-    apart = "rank 1 shares no memory with rank 0 of its host: the shm backend is not available: a"
-    for rank, (text, warnings) in enumerate(found):
-        assert way in text
-        assert apart in text
-        assert len(warnings) == (rank == 0), warnings
-    assert "using Gloo instead of shared memory" in found[0][1][0]
-    assert apart in found[0][1][0]
+    apart = f"rank 1 shares no memory with rank 0 of its host: {why}"
+    assert way in text
+    assert apart in text
+    assert len(warnings) == (rank == 0), warnings
+    assert all("using Gloo instead of shared memory" in each for each in warnings)
+    assert all(apart in each for each in warnings)
 
 
 @on_ranks(("shm", 2), fresh=True, env=in_places("ab"), init=None)
@@ -302,76 +310,29 @@ def can_keep_secrets() -> bool:
     return True
 
 
-def filled(array: Any, rank: int) -> Any:
-    array[...] = np.arange(array.size) % 1000 + rank
-    return array
-
-
-def broadcast(group: Any, x: Any, rank: int) -> Any:
-    y = x if rank == 1 else np.empty(COUNT, np.int32)
-    return group.broadcast(y, root=1), filled(np.empty_like(x), 1)
-
-
-def reduce(group: Any, x: Any, rank: int) -> Any:
-    y = group.reduce(x.copy() if rank == 0 else x, root=0)
-    return (y, y) if rank else (y, expected_sum(group.size))
-
-
-def expected_sum(size: int) -> Any:
-    return sum(filled(np.empty(COUNT, np.int32), rank) for rank in range(size))
-
-
-def reduce_scatter(group: Any, x: Any, rank: int) -> Any:
-    return group.reduce_scatter(x), np.split(expected_sum(group.size), group.size)[rank]
-
-
-def all_gather(group: Any, x: Any, rank: int) -> Any:
-    each = [filled(np.empty_like(x), r) for r in range(group.size)]
-    return group.all_gather(x), np.concatenate(each)
-
-
-def scatter(group: Any, x: Any, rank: int) -> Any:
-    whole = x.reshape(group.size, -1)
-    parts = filled(np.empty_like(x), 1).reshape(group.size, -1)
-    return group.scatter(whole if rank == 1 else None, 1), parts[rank]
-
-
-def all_to_all(group: Any, x: Any, rank: int) -> Any:
-    each = [np.split(filled(np.empty_like(x), r), group.size)[rank] for r in range(group.size)]
-    return group.all_to_all(x), np.concatenate(each)
-
-
-def message(group: Any, x: Any, rank: int) -> Any:
-    got = np.empty(COUNT, np.int32)
-    if rank == 1:
-        group.send(x, 0)
-    elif rank == 0:
-        return group.recv(got, 1), filled(np.empty_like(x), 1)
-    return got, got
-
-
-def exchange(group: Any, x: Any, rank: int) -> Any:
-    got = np.empty(COUNT, np.int32)
-    left, right = (rank - 1) % group.size, (rank + 1) % group.size
-    return group.sendrecv(x, right, out=got, src=left), filled(np.empty_like(x), left)
-
-
-VERBS: list[Callable[[Any, Any, int], Any]] = [
-    *(broadcast, reduce, reduce_scatter, all_gather, scatter, all_to_all, message, exchange)
-]
+def keep_secret(array: Any, layout: str) -> Any:
+    """Return the same values in memory that no other process can read."""
+    hidden = secret(max(1, array.size))[: array.size].reshape(array.shape)
+    hidden[...] = array
+    return hidden
 
 
 @pytest.mark.skipif(not can_keep_secrets(), reason="needs memfd_secret (Linux 5.14, x86 or ARM)")
 @on_ranks(("shm", 2), ("shm", 3))
 def test_secret_memory_is_moved_by_every_verb(rank: int, size: int) -> None:
     """Call each verb in a new group, as one that has failed to read once does not try again."""
-    x = filled(secret(COUNT) if rank == 1 or size == 3 else np.empty(COUNT, np.int32), rank)
-    for verb in VERBS:
-        with fl.new_group(range(size)) as group:
-            for turn in range(TURNS):
-                got, expected = verb(group, x, rank)
-                assert np.array_equal(np.ravel(got), np.ravel(expected)), (verb, turn)
-            group.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 or size == 3:
+            patch.setattr(programs, "lay_out", keep_secret)
+        for verb in (*programs.TABLED, *programs.MESSAGES):
+            calls = programs.every_verb(size, "int32", [COUNT], [verb], [1])
+            programs.run_program(rank, size, calls * TURNS)
+    x = np.full(COUNT, rank, np.int32)
+    for _ in range(TURNS):
+        if rank == 1:
+            fl.send(keep_secret(x, ""), 0)
+        elif rank == 0:
+            assert np.all(fl.recv(x, 1) == 1)
 
 
 def give_up_reading_by_right() -> None:
@@ -394,3 +355,178 @@ def test_a_process_that_becomes_undumpable_is_not_lost(rank: int, size: int) -> 
             assert _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
         got = fl.all_gather(np.full(COUNT, rank, np.int32))
         assert (got.reshape(size, -1) == np.arange(size)[:, None]).all(), turn
+
+
+# One array per host -------------------------------------------------------------------------------
+
+
+ranks = ranks_in(("shm", 2), ("gloo", 3), ("hierarchical", 4), slow=[("mpi", 3)])
+MB = 1 << 20
+
+
+def mappings(array: np.ndarray) -> list[tuple[str, str]]:
+    """The permissions and the inode of each mapping that ``array`` lies in."""
+    first = array.__array_interface__["data"][0]
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end, allowed, inode = re.match(  # type: ignore[union-attr]
+            r"(\w+)-(\w+) (\S+) \S+ \S+ (\d+)", line
+        ).groups()
+        if int(start, 16) <= first < int(end, 16):
+            found.append((allowed, inode))
+    return found
+
+
+def check(rank: int, size: int) -> tuple[bool, list[tuple[str, str]]]:
+    """Use arrays of every kind; returns whether this rank has loaded, and where one lies."""
+    calls = []
+
+    def load() -> np.ndarray:
+        calls.append(rank)
+        return np.arange(6.0).reshape(2, 3)[:, ::-1]
+
+    x = fl.host_array(load)
+    assert x.tolist() == [[2, 1, 0], [5, 4, 3]]
+    assert x.flags.c_contiguous
+    with pytest.raises(ValueError, match="read-only"):
+        x[0] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        x.flags.writeable = True
+
+    def fill(out: np.ndarray) -> None:
+        assert not out.any()
+        out[...] = 7
+
+    assert fl.host_array(fill, shape=(3, 2), dtype=np.int16).tolist() == [[7, 7]] * 3
+    kind = [("name", "S4"), ("value", "<f8", (2,))]
+    rows = fl.host_array(lambda: np.array([(b"one", (1, 2))], kind))
+    assert rows["value"].tolist() == [[1, 2]]
+    assert fl.host_array(lambda: 3.5) == 3.5
+    assert fl.host_array(lambda: np.zeros((0, 3))).shape == (0, 3)
+    raise_together(rank)
+    batches = used_as_data(size)
+    assert fl.all_reduce(batches) == 6 * size  # of the group, which goes on
+    return bool(calls), mappings(x)
+
+
+def raise_together(rank: int) -> None:
+    def fail() -> None:
+        raise KeyError("no such file")
+
+    with pytest.raises((KeyError, fl.errors.RankFailedError)) as caught:
+        fl.host_array(fail)
+    if isinstance(caught.value, fl.errors.RankFailedError):
+        assert "rank 0" in str(caught.value)
+        assert "KeyError: 'no such file'" in str(caught.value)
+        assert caught.value.rank == 0
+    else:
+        assert rank in (0, 2)  # the first one of a host
+    with pytest.raises((TypeError, fl.errors.RankFailedError), match="Python objects"):
+        fl.host_array(lambda: np.array([object()]))
+
+
+def used_as_data(size: int) -> int:
+    """Take all samples through every container; returns how many this rank has seen."""
+    x = fl.host_array(lambda: np.arange(24.0).reshape(6, 4))
+    rows = fl.dataset.TensorDataset([x, x[:, 0]])
+    sharded = fl.ShardedDataset(rows, size, seed=1)
+    sharded_rows = [len(a) for a, _ in fl.dataset.PrefetchDataset(sharded, 1, 2)]
+    assert fl.all_reduce(sum(sharded_rows)) == 6
+    own = fl.DistributedDataContainer(rows)
+    assert all(sample.base is not None for sample, _ in own)  # views: nothing is copied
+    assert fl.all_reduce(len(own)) == 6
+    batches = fl.dataset.BatchDataset(rows, 4)
+    y = [fl.nn.Linear(4, 1, dtype="float64")(fl.input(batch)) for batch, _ in batches]
+    return sum(len(each.array) for each in y)
+
+
+def test_one_rank_of_each_host_loads_and_all_map_the_same_memory(ranks: Any) -> None:
+    found = ranks.run(check)
+    hosts = [[0, 1], [2, 3]] if ranks.size == 4 else [list(range(ranks.size))]
+    loaded = [rank for rank, (has_loaded, _) in enumerate(found) if has_loaded]
+    assert loaded == [host[0] for host in hosts]
+    for host in hosts:
+        places = [found[rank][1] for rank in host]
+        assert [[allowed for allowed, _ in place] for place in places] == [["r--s"]] * len(host)
+        assert len({inode for ((_, inode),) in places}) == 1
+
+
+def test_one_process_needs_no_init() -> None:
+    has_loaded, _ = check(0, 1)
+    assert has_loaded
+    with pytest.raises(TypeError, match="load must be a function"):
+        fl.host_array(np.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Python objects"):
+        fl.host_array(lambda x: None, shape=3, dtype=object)
+    with pytest.raises(ValueError, match="negative"):
+        fl.host_array(lambda x: None, shape=(2, -1))
+
+
+def test_a_cupy_array_is_refused(strict: Any) -> None:
+    with pytest.raises(TypeError, match=r"array\.get\(\)"):
+        fl.host_array(lambda: strict.zeros(3))
+
+
+def test_a_file_is_copied_without_being_kept(tmp_path: Path) -> None:
+    rows = np.arange(5 * MB, dtype=np.int32).reshape(-1, 512)
+    rows.tofile(tmp_path / "rows")
+    file = np.memmap(tmp_path / "rows", np.int32, "r", shape=rows.shape)
+    x = fl.host_array(lambda: file[1:])
+    np.testing.assert_array_equal(x, rows[1:])
+    assert resident(mappings_of(str(tmp_path / "rows"))) < MB
+
+
+def mappings_of(name: str) -> list[str]:
+    """What the kernel says of each mapping of the file or memory ``name``."""
+    parts = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    return [part for part in parts if name in part.splitlines()[0]]
+
+
+def resident(parts: list[str], what: str = "Rss") -> int:
+    return sum(int(re.search(rf"\n{what}: +(\d+) kB", part)[1]) * 1024 for part in parts)  # type: ignore[index]
+
+
+def test_memory_is_freed_with_the_last_view() -> None:
+    gc.collect()  # what earlier tests left would be freed at any moment
+    before = len(mappings_of("flashlight-"))
+    view = fl.host_array(lambda: np.ones((3, 4)))[1]
+    assert len(mappings_of("flashlight-")) == before + 1
+    assert view.sum() == 4
+    del view
+    assert len(mappings_of("flashlight-")) == before
+
+
+@pytest.mark.slow
+@on_ranks(("shm", 2), lost=0)
+def test_the_loading_rank_is_killed(rank: int, size: int) -> None:
+    with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
+        fl.host_array(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@on_ranks(("shm", 2), fresh=True)
+def test_a_name_in_dev_shm_is_gone_when_all_have_mapped_it(rank: int, size: int) -> None:
+    """Memory is shared by a name, as containers of a pod do."""
+    topology.process_space = lambda: ""  # type: ignore[assignment]
+    x = fl.host_array(lambda: np.full(1000, 3.0))
+    fl.barrier()
+    assert x.sum() == 3000
+    assert fl.distributed.get_local_size() == size
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
+
+
+def outlives_the_group(rank: int, size: int, megabytes: int) -> float:
+    """Return the megabytes that this rank's part of the shared memory counts for."""
+    x = fl.host_array(lambda out: out.fill(1), shape=(megabytes, MB // 4))
+    assert x.sum(dtype=np.float64) == megabytes * MB // 4
+    fl.barrier()
+    share = resident(mappings_of("flashlight-"), "Pss") / MB
+    fl.barrier()
+    fl.distributed_shutdown()
+    assert x[-1, -1] == 1
+    return share
+
+
+@pytest.mark.slow
+def test_eight_ranks_hold_one_copy() -> None:
+    shares = run_ranks(outlives_the_group, 8, 64, **BACKENDS["shm"][1])
+    assert sum(shares) < 64 * 1.05 + 8  # beside it, the group's own segment

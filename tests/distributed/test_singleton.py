@@ -10,6 +10,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.rendezvous.environment import check_no_launcher, check_schedulers
 from flashlight_py.distributed.start.world import current_world
+from tests.distributed.conformance import on_ranks
 from tests.distributed.jobs import ended, start
 
 STARTED = {
@@ -187,8 +188,9 @@ def test_who_has_forgotten_nothing_is_not_warned(
     assert warned(arguments, environ) == ""
 
 
-def recorded(rank: int, size: int) -> list[dict[str, Any]]:
-    """Return the record of a call on the fast path, and of one that is left to Python."""
+@on_ranks(("single", 1))
+def test_a_world_of_one_records_both_ways_alike(rank: int, size: int) -> None:
+    """The records of a call on the fast path, and of one that is left to Python."""
     fixed = np.ones(3)
     fixed.setflags(write=False)
     with pytest.raises(ValueError, match="read-only"):
@@ -200,11 +202,7 @@ def recorded(rank: int, size: int) -> list[dict[str, Any]]:
     assert work.wait() is x
     fl.all_reduce(x, 2)  # whole numbers are scaled by Python
     assert (x == 2).all()
-    return [each.as_dict() for each in current_world().group.journal.records()[-2:]]
-
-
-def test_a_world_of_one_records_both_ways_alike(pool: Any) -> None:
-    ((short, long),) = pool(1).run(recorded)
+    short, long = (each.as_dict() for each in current_world().group.journal.records()[-2:])
     assert short["line"].startswith("distributed/test_singleton.py:")
     assert (short["number"], long["number"]) == (long["number"] - 1, short["number"] + 1)
     assert min(each["ended"] - each["started"] for each in (short, long)) >= 0

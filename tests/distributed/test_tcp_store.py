@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -14,16 +13,9 @@ import pytest
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION
 from flashlight_py.errors import RendezvousError
-from tests.distributed.rendezvous_helpers import Ranks, closed, port
+from tests.distributed.rendezvous_helpers import Ranks, closed, ranks_at
 
-__all__ = ["port"]
-
-
-@pytest.fixture
-def ranks(port: int) -> Iterator[Ranks]:
-    """Ranks that meet at ``port`` of the loopback address."""
-    with closing(Ranks(store="tcp", host="127.0.0.1", port=port)) as started:
-        yield started
+ranks = ranks_at("tcp")
 
 
 def test_the_port_is_free_again_at_once(ranks: Ranks) -> None:

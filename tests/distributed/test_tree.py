@@ -7,8 +7,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,21 +17,14 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.rendezvous.store import Roster, name_ranks
 from flashlight_py.distributed.rendezvous.wire import Connection, Kind
-from tests.distributed.rendezvous_helpers import Rank, Ranks, closed, port
-
-__all__ = ["port"]
+from tests.distributed.rendezvous_helpers import Rank, Ranks, closed, ranks_at
 
 SIZE = 8
 # In order of arrival, two below each.
 ABOVE = {1: 0, 2: 0, 3: 1, 4: 1, 5: 2, 6: 2, 7: 3}
 
 
-@pytest.fixture
-def ranks(port: int) -> Iterator[Ranks]:
-    """Ranks that meet in a tree, one below the other where a test does not say otherwise."""
-    how = {"env": {"FLASHLIGHT_TREE_FROM": "2"}, "fan": 1}
-    with closing(Ranks(store="tcp", host="127.0.0.1", port=port, **how)) as started:
-        yield started
+ranks = ranks_at("tree")
 
 
 def in_order(ranks: Ranks, count: int = SIZE, plans: Any = None, **plan: Any) -> list[Rank]:

@@ -113,10 +113,9 @@ def why_no_gpu() -> str:
         return str(error)
     runtime: Any = cupy.cuda.runtime
     try:
-        runtime.getDeviceCount()
+        return "" if runtime.getDeviceCount() else "there is none"
     except runtime.CUDARuntimeError as error:
         return str(error)
-    return ""
 
 
 def processor() -> str:

@@ -64,42 +64,6 @@ def test_a_consequence_is_not_taken_for_the_cause(tmp_path: Path) -> None:
     assert "flrun: rank 1 of 2" in done.stderr.splitlines()[-1]
 
 
-def test_the_other_ranks_report_why_one_has_raised(tmp_path: Path) -> None:
-    program = """
-    import signal
-    import numpy as np
-    import flashlight_py as fl
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher ends the others
-    fl.distributed_init()
-    def train():
-        if fl.get_world_rank() == 1:
-            raise ValueError("a bad batch")
-        fl.all_reduce(np.zeros(3))
-    train()
-    """
-    done = launch("-n", 2, write(tmp_path, program), code=1)
-    assert "flrun: rank 1 of 2" in done.stderr.splitlines()[-1]
-    lines = [line[4:] for line in done.stderr.splitlines() if line.startswith("[0] ")]
-    reported = "\n".join(lines[lines.index("The traceback of rank 1:") :])
-    assert "[all_reduce] rank 0 of 2: lost rank 1, which is process " in "\n".join(lines)
-    assert ", in train\n" in reported
-    assert reported.endswith("ValueError: a bad batch")
-
-
-@pytest.mark.slow
-def test_of_ranks_that_wait_for_each_other_one_that_waited_to_the_end_is_named(
-    tmp_path: Path,
-) -> None:
-    program = """
-    import numpy as np
-    import flashlight_py as fl
-    fl.distributed_init(params={"TIMEOUT": 1, "TRACE_DIR": ""})
-    fl.send(np.zeros(9000), 1 - fl.get_world_rank())  # which none receives
-    """
-    done = launch("-n", 2, write(tmp_path, program), code=1)
-    assert "raised flashlight_py.errors.CollectiveTimeoutError" in done.stderr.splitlines()[-1]
-
-
 def test_success_prints_whole_lines_by_rank_and_leaves_no_child(tmp_path: Path) -> None:
     program = """
     import os, subprocess, sys

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    run(["make", "-s", "-C", Path(__file__).parent, f"OUT={OUT}"], code=0)
+    run(["make", "-s", "-C", Path(__file__).parent, f"OUT={OUT}"], code=0, timeout=None)
     return OUT / "heartbeats"
 
 

@@ -39,7 +39,7 @@ def compare(
     (step, *held), (other, *others) = _made(make), _made(make)
     captured = fl.capture(other, state=others if named else (), check=check)
     number, raised, results = -1, 0, list[Any]()
-    fl.random.generator()  # else a recording makes it
+    fl.random.generator()  # else each run makes another one
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", "capture: ", RuntimeWarning)
         for number, call in enumerate(calls):

@@ -34,7 +34,8 @@ _EMPTY = np.empty(0, np.uint8)
 def between_hosts(seconds: float, times: int = 1) -> float:
     """Return the timeout between hosts if that of a host's ranks is ``seconds``.
 
-    The host of a late rank can name it meanwhile. ``times``: for ranks that wait for waiting ones.
+    It is longer, so that the host of a late rank can name the rank. Repeated ``times`` times for a
+    rank that waits for a waiting rank.
     """
     for _ in range(times):
         seconds += min(2.0, 0.2 * seconds)

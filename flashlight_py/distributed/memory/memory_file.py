@@ -100,11 +100,8 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
     """Have rank 0 make a file in memory and every rank map it. Collective; two exchanges.
 
     ``map_path(path, create)`` raises OSError where it cannot; ``named``: the file needs a name,
-    which it has until all have mapped it.
-
-    Raises:
-        OutOfMemoryError: a rank lacks memory; raised on every rank.
-        UnavailableEverywhereError: it failed on a rank otherwise; raised on every rank.
+    which it has until all have mapped it. Every rank raises OutOfMemoryError if a rank lacks
+    memory, and UnavailableEverywhereError if it failed on a rank otherwise.
     """
     mapped, file, path, error = None, None, "", ("", "")
     try:

@@ -248,7 +248,7 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def outer_sum(left: Array, right: Array, out: Array) -> None:
-    """Write ``left @ right.T`` (n, r) and (m, r) into ``out``, adding column after column."""
+    """Write ``left @ right.T``, of shapes (n, r) and (m, r), into ``out``, column after column."""
     xp = array_module(out)
     rows = xp.ascontiguousarray(right.T)
     height = len(out) if is_cupy(out) else max(1, _BLOCK // out.shape[1])

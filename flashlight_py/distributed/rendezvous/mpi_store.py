@@ -77,10 +77,8 @@ class MpiStore(TreeStore):
     MPI passes rank 0's address and a secret of this run to all ranks. Blocks until all are here.
     ``timeout`` is in seconds for each exchange.
 
-    Raises:
-        BackendUnavailableError: mpi4py or an MPI library is missing.
-        RendezvousError: the environment says that there are several ranks, MPI says one.
-        ValueError: the launcher's variables contradict each other.
+    Raises BackendUnavailableError as ``load_mpi``, RendezvousError as ``check_world``, and
+    ValueError as ``detect``.
     """
 
     name, kind, own = "MPI", "world of MPI", "mpirun"
