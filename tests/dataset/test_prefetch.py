@@ -23,10 +23,10 @@ def _nothing_left(leaves_nothing: None) -> Iterator[None]:
 
 
 class Recording(Dataset):
-    """Samples 0, 1, ...; index ``bad`` fails; counts what was asked for."""
+    """Samples 0, 1, ...; counts what was asked for."""
 
-    def __init__(self, size: int, bad: int = -1) -> None:
-        self.size, self.bad = size, bad
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.asked: list[int] = []
         self.threads: set[str] = set()
 
@@ -36,8 +36,6 @@ class Recording(Dataset):
     def get(self, index: int) -> tuple[int]:
         self.asked.append(index)
         self.threads.add(threading.current_thread().name)
-        if index == self.bad:
-            raise LookupError(f"sample {index} is broken")
         return (index,)
 
 
@@ -63,20 +61,6 @@ def test_no_more_than_the_prefetch_size_is_made_ahead() -> None:
         next(iterator)
         assert max(base.asked) < used + 4
     del iterator
-
-
-@pytest.mark.parametrize("bad", [0, 3, 9])
-def test_an_error_is_raised_at_the_turn_of_its_sample(bad: int) -> None:
-    iterator = iter(PrefetchDataset(Recording(10, bad), 3, 5))
-    assert [next(iterator) for _ in range(bad)] == [(i,) for i in range(bad)]
-    with pytest.raises(LookupError, match=f"sample {bad} is broken"):
-        next(iterator)
-
-
-def test_leaving_halfway_ends_the_threads() -> None:
-    for sample in PrefetchDataset(Recording(1000), 3, 10):
-        if sample == (5,):
-            break
 
 
 def test_indexing_works_without_threads() -> None:
@@ -182,9 +166,12 @@ def test_ends_of_workers(how: str) -> None:
     assert [index for index, *_ in found] == [0, 1, 2]
 
 
-def test_an_error_waits_for_its_turn() -> None:
-    iterator = iter(PrefetchDataset(Failing(6, 3, "raise"), 2, 6, "processes"))
-    assert [next(iterator)[0] for _ in range(3)] == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("bad", "workers"), [(0, "threads"), (3, "threads"), (9, "threads"), (3, "processes")]
+)
+def test_an_error_is_raised_at_the_turn_of_its_sample(bad: int, workers: Any) -> None:
+    iterator = iter(PrefetchDataset(Failing(10, bad, "raise"), 3, 6, workers))
+    assert [next(iterator)[0] for _ in range(bad)] == [*range(bad)]
     with pytest.raises(LookupError, match="broken"):
         next(iterator)
 
@@ -206,9 +193,10 @@ def test_a_deleted_current_folder_is_reported(
         list(PrefetchDataset(rows(), 1, 1, "processes"))
 
 
-def test_leaving_halfway_ends_the_processes() -> None:
-    for index, *_ in PrefetchDataset(Failing(100), 2, 4, "processes"):
-        if index == 2:
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_leaving_halfway_ends_the_workers(workers: Any) -> None:
+    for index, *_ in PrefetchDataset(Failing(1000), 3, 10, workers):
+        if index == 5:
             break
 
 

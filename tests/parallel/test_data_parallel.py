@@ -1,6 +1,7 @@
 """Gradients over ranks: buffers, flags, scopes, errors, new parameters. test_ways.py trains."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -183,29 +184,17 @@ def backward(model: fl.nn.Module) -> None:
     model(fl.input(np.full((2, 3), rank + 1, np.float32))).sum().backward()
 
 
-def replace_one(model: Net) -> None:
-    model.first.weight = fl.Variable(np.ones((3, 3), np.float32), calc_grad=True)
-
-
 def replace_all(model: Net) -> None:
     fresh = Net()
     model.first, model.last, model.middle = fresh.first, fresh.last, fresh.middle
 
 
-def replace_in_list(model: Net) -> None:
-    model.middle[0] = fl.nn.Linear(3, 3)
-
-
-def append(model: Net) -> None:
-    model.middle.append(fl.nn.Linear(3, 3))
-
-
-def unfreeze(model: Net) -> None:
-    model.scale.calc_grad = True
-
-
-CHANGES = {each.__name__: each for each in (replace_one, replace_all, replace_in_list)} | {
-    each.__name__: each for each in (append, unfreeze)
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "one": lambda model: setattr(model.first, "weight", fl.param(np.ones((3, 3), np.float32))),
+    "all": replace_all,
+    "in a list": lambda model: model.middle.__setitem__(0, fl.nn.Linear(3, 3)),
+    "appended": lambda model: model.middle.append(fl.nn.Linear(3, 3)),
+    "unfrozen": lambda model: setattr(model.scale, "calc_grad", True),
 }
 
 
@@ -218,7 +207,7 @@ def test_a_new_parameter_is_refused_until_the_module_is_distributed_again(
     fl.distribute_module_grads(model)
     backward(model)
     CHANGES[change](model)
-    name = "'scale'.*" * (change == "unfreeze")
+    name = "'scale'.*" * (change == "unfrozen")
     for _ in range(2):
         with pytest.raises(ValueError, match=f"{name}would not be reduced"):
             backward(model)
@@ -235,7 +224,7 @@ def test_a_new_parameter_of_a_sharded_module_is_refused(rank: int, size: int) ->
     model = Net()
     fl.fully_shard(model, across_hosts=True)
     backward(model)
-    replace_in_list(model)
+    CHANGES["in a list"](model)
     with pytest.raises(ValueError, match="would not be reduced"):
         backward(model)
 

@@ -153,17 +153,6 @@ def test_mutable_containers_stay_and_immutable_ones_without_numbers_too() -> Non
     assert changed["new"][0] is inner
 
 
-@pytest.mark.parametrize(
-    "tree", [3, (3,), Point(3), Frozen((3, 4)), [Frozen(Point(3, Box((4,))))]], ids=repr
-)
-def test_a_tree_that_is_immutable_itself_is_made_anew(tree: Any) -> None:
-    before = repr(tree)
-    plan = plan_of(copy.deepcopy(tree))
-    changed = put_numbers(plan, [number + 10 for _, _, number in plan.numbers])
-    assert repr(changed) == before.replace("3", "13").replace("4", "14")
-    assert type(changed) is type(tree)
-
-
 def test_keys_in_another_order_make_no_difference_where_they_are_sorted() -> None:
     one = {"a": np.zeros(1), "b": {1: 2.0, None: 3}}
     other = {"b": {None: 3, 1: 2.0}, "a": np.zeros(1)}
@@ -212,23 +201,23 @@ class Counted:
     """Has a field that its ``__init__`` does not take, and something beside the fields."""
 
     value: int
-    count: int = dataclasses.field(default=5, init=False)
+    count: int = dataclasses.field(default=4, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", f"value {self.value}")
 
 
-def test_classes_of_tuples() -> None:
-    changed = put_numbers(plan_of(Row([1, 2])), [3, 4])
-    assert changed == (3, 4)
-    assert type(changed) is Row
+IMMUTABLE = [3, (3,), Point(3), Row([3, 4]), Frozen((3, 4)), [Frozen(Point(3, Box((4,))))]]
 
 
-def test_classes_of_frozen_dataclasses() -> None:
-    changed = put_numbers(plan_of(Counted(1)), [2, 7])
-    assert (changed.value, changed.count, changed.text) == (2, 7, "value 2")
-    tree = [Counted(1)]
-    assert put_numbers(plan_of(tree), [1, 9])[0].count == 9
+@pytest.mark.parametrize("tree", [*IMMUTABLE, Counted(3), [Counted(3)]], ids=repr)
+def test_a_tree_that_is_immutable_itself_is_made_anew(tree: Any) -> None:
+    before = repr(tree)
+    plan = plan_of(copy.deepcopy(tree))
+    changed = put_numbers(plan, [number + 10 for _, _, number in plan.numbers])
+    assert repr(changed) == before.replace("3", "13").replace("4", "14")
+    assert type(changed) is type(tree)
+    assert not isinstance(changed, Counted) or changed.text == "value 13"
 
 
 @pytest.mark.parametrize("value", [Pair(1, 2), Seeded(1)], ids=lambda v: type(v).__name__)
@@ -278,16 +267,15 @@ def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
         (Box(1), Box(None), "tree.content", ["int", "no array or number"]),
         (Box(1), Point(1), "tree", ["Box", "Point"]),
         (np.float32(1), 1.0, "tree", ["NumPy float32", "float"]),
+        (
+            [a := np.zeros(2), a],
+            [a, a + 0],
+            "tree[1]",
+            ["the same object as tree[0]", "float64 (2,)"],
+        ),
     ],
 )
 def test_the_first_difference_is_named(one: Any, other: Any, path: str, kinds: list[str]) -> None:
     found = [kinds_of(tree) for tree in (one, other, one)]
     assert differences(found)[0] == f"{path} ({by_rank([*kinds, kinds[0]])})"
     assert not differences(found[:1] * 2)
-
-
-def test_one_array_twice_is_not_two_arrays() -> None:
-    a, b = np.zeros(2), np.zeros(2)
-    found = differences([kinds_of(tree) for tree in ([a, a], [a, b])])
-    kinds = by_rank(["the same object as tree[0]", "float64 (2,)"])
-    assert found == [f"tree[1] ({kinds})"]

@@ -5,27 +5,25 @@ from typing import Any
 
 import pytest
 
-
-def test_ranks_meet_again_at_a_file_that_is_left(torch_ranks: Any, tmp_path: Path) -> None:
-    assert torch_ranks("meeting.again_at_a_file", 3, f"{tmp_path}/f") == [[3.0] * 3] * 3
-
-
-def test_ranks_meet_by_a_port(torch_ranks: Any) -> None:
-    assert torch_ranks("meeting.by_method", 2, "env://") == [2.0] * 2
-
-
-@pytest.mark.parametrize("kind", ["tcp", "file", "prefix", "hash"])
-def test_ranks_meet_in_any_store(torch_ranks: Any, tmp_path: Path, kind: str) -> None:
-    size = 1 if kind == "hash" else 3
-    assert torch_ranks("meeting.by_store", size, kind, f"{tmp_path}/f") == [size] * size
+# What is done, on how many ranks, with what ("file" is one in a new folder), and what each returns.
+slow = pytest.mark.slow
+DONE = [
+    *(("again_at_a_file", 3, ["file"], [3.0] * 3), ("by_method", 2, ["env://"], 2.0)),
+    *(("by_store", 3, [kind, "file"], 3) for kind in ("tcp", "file", "prefix")),
+    *(("by_store", 1, ["hash", "file"], 1), ("in_our_world", 3, ["file"], [3.0] * 3)),
+    *(("in_torchs_world", 3, [], [3.0] * 4), ("overlapping", 3, [], [3.0])),
+    ("loads_data", 2, ["fork"], [2 * sum(range(24))]),
+    pytest.param("loads_data", 2, ["spawn"], [2 * sum(range(24))], marks=slow),
+    ("with_params", 2, [], ["GLOO", "0:00:20"]),
+]
 
 
-def test_torch_uses_a_world_of_ours(torch_ranks: Any, tmp_path: Path) -> None:
-    assert torch_ranks("meeting.in_our_world", 3, f"{tmp_path}/f") == [[3.0] * 3] * 3
-
-
-def test_our_verbs_use_a_world_of_torch(torch_ranks: Any) -> None:
-    assert torch_ranks("meeting.in_torchs_world", 3) == [[3.0] * 4] * 3
+@pytest.mark.parametrize(("what", "size", "args", "result"), DONE)
+def test_ranks_meet(
+    torch_ranks: Any, tmp_path: Path, what: str, size: int, args: list[str], result: Any
+) -> None:
+    given = [*args[:-1], f"{tmp_path}/f"] if "file" in args[-1:] else args
+    assert torch_ranks(f"meeting.{what}", size, *given) == [result] * size
 
 
 def test_both_must_count_ranks_alike(torch_ranks: Any, tmp_path: Path) -> None:
@@ -33,21 +31,12 @@ def test_both_must_count_ranks_alike(torch_ranks: Any, tmp_path: Path) -> None:
     assert ["give both the same" in each for each in words] == [True, True]
 
 
-@pytest.mark.slow
+@slow
 def test_nothing_is_left_of_fifty_worlds(torch_ranks: Any, tmp_path: Path) -> None:
     place = f"{tmp_path}/f"
     for held in torch_ranks("meeting.again_and_again", 3, place, 50, seconds=300):
         for first, last in held.values():
             assert last <= first + 2
-
-
-def test_groups_may_overlap(torch_ranks: Any) -> None:
-    assert torch_ranks("meeting.overlapping", 3) == [[3.0]] * 3
-
-
-@pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_load_data(torch_ranks: Any, way: str) -> None:
-    assert torch_ranks("meeting.loads_data", 2, way) == [[2 * sum(range(24))]] * 2
 
 
 def test_ranks_may_just_end(torch_ranks: Any) -> None:
@@ -56,19 +45,13 @@ def test_ranks_may_just_end(torch_ranks: Any) -> None:
         assert (outcome["returned"], outcome["exitcode"], outcome["output"]) == (3.0, 0, "")
 
 
-def test_params_are_those_of_distributed_init(torch_ranks: Any) -> None:
-    assert torch_ranks("meeting.with_params", 2) == [["GLOO", "0:00:20"]] * 2
-
-
 DDP = ["ddp", "ddp_views", "ddp_static", "ddp_no_sync", "ddp_join", "ddp_float16"]
 SHARDED = ["zero", "fsdp", "fsdp_bfloat16", "in_place", "messages", "chained"]
 SLOW = ["ddp_power_sgd", "sync_batch_norm", "hybrid", "dtensor", "checkpoint", "functional"]
 LAST = ["differentiated", "pipeline"]
 
 
-@pytest.mark.parametrize(
-    "names", [DDP, SHARDED, pytest.param([*SLOW, *LAST], marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("names", [DDP, SHARDED, pytest.param([*SLOW, *LAST], marks=slow)], ids=str)
 def test_results_are_those_of_gloo(torch_ranks: Any, tmp_path: Path, names: list[str]) -> None:
     places = [f"{tmp_path}/flashlight", f"{tmp_path}/gloo"]
     assert torch_ranks("training.beside_gloo", 4, places, names, seconds=100) == [{}] * 4

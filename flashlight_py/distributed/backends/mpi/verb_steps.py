@@ -74,113 +74,15 @@ def on_device(array: Any, steps: Steps) -> Steps:
         steps.close()
 
 
-class Movement:
-    """Moves flat arrays of bytes between the ranks of ``comm``. Counts are in bytes."""
-
-    def __init__(self, comm: Any, until: Until) -> None:
-        self._comm, self._until = comm, until
-        self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
-
-    def shares(self, count: int) -> list[int]:
-        """Return how many of ``count`` elements each rank gets, or combines."""
-        ends = [count * i // self._size for i in range(self._size + 1)]
-        return [end - start for start, end in itertools.pairwise(ends)]
-
-    def broadcast(self, data: Array, root: int) -> Steps:
-        """Make ``data`` equal to ``root``'s."""
-        if self._needs_pairs(data, 0):
-            # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
-            counts = self.shares(data.size)
-            parts = _by_rank(data, counts)
-            mine = parts[self._rank]
-            yield from self.swap(parts if self._rank == root else {}, {root: mine})
-            yield from self.gather(mine, data, counts)
-        else:
-            yield from self._until(partial(self._comm.Ibcast, c, root) for c in chunks(data))
-
-    def gather(
-        self, mine: Array, whole: Array | None, counts: Sequence[int], root: int | None = None
-    ) -> Steps:
-        """Fill ``whole`` with every rank's ``mine``: on all of them, or on ``root`` alone."""
-        comm, taken = self._comm, None if whole is None else [whole, counts]
-        if self._needs_pairs(mine, sum(counts)):
-            takers = range(self._size) if root is None else [root]
-            yield from self.swap(dict.fromkeys(takers, mine), _by_rank(whole, counts))
-        elif root is not None:
-            yield from self._until([partial(comm.Igatherv, mine, taken, root)])
-        elif len(set(counts)) == 1:
-            yield from self._until([partial(comm.Iallgather, mine, whole)])
-        else:
-            yield from self._until([partial(comm.Iallgatherv, mine, taken)])
-
-    def scatter(self, whole: Array | None, part: Array, root: int) -> Steps:
-        """Fill ``part`` with this rank's equal part of ``whole``, which ``root`` alone has."""
-        if self._needs_pairs(part, part.size * self._size):
-            gives = _by_rank(whole, [part.size] * self._size)
-            yield from self.swap(gives, {root: part})
-        else:
-            yield from self._until([partial(self._comm.Iscatter, whole, part, root)])
-
-    def all_to_all(
-        self,
-        given: Array,
-        taken: Array,
-        gives: Sequence[int] | None = None,
-        takes: Sequence[int] | None = None,
-        most: int = 0,
-    ) -> Steps:
-        """Give ``gives[r]`` bytes of ``given`` to rank r, and take ``takes[r]`` from it.
-
-        Without them it is an equal part. Else no rank's bytes exceed ``most``, either way, a number
-        that all ranks know.
-        """
-        if self._needs_pairs(given, most or given.size):
-            even = [given.size // self._size] * self._size
-            yield from self.swap(_by_rank(given, gives or even), _by_rank(taken, takes or even))
-        elif gives is None:
-            yield from self._until([partial(self._comm.Ialltoall, given, taken)])
-        else:
-            both = [given, gives], [taken, takes]
-            yield from self._until([partial(self._comm.Ialltoallv, *both)])
-
-    def swap(
-        self, gives: Mapping[int, Array], takes: Mapping[int, Array], number: int | None = None
-    ) -> Steps:
-        """Send and receive the parts of each rank, all at once; copy this rank's own.
-
-        Messages between two ranks keep their order. ``number`` is that of a message of users.
-        """
-        comm, me = self._comm, self._rank
-        tag = _OF_PARTS if number is None else 1 + number % _LARGEST_TAG
-        if me in gives and me in takes and takes[me] is not gives[me]:
-            takes[me][...] = gives[me]
-            settle(takes[me])
-        yield from self._until(
-            partial(method, c, rank, tag)
-            for method, parts in ((comm.Irecv, takes), (comm.Isend, gives))
-            for rank, part in parts.items()
-            if rank != me
-            for c in chunks(part)
-        )
-
-    def _needs_pairs(self, data: Array, total: int) -> bool:
-        return total > LARGEST_BYTES or is_cupy(data)
-
-
-def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
-    """Return the part of each rank; none where there is nothing."""
-    return {} if data is None else dict(enumerate(cut(data, counts)))
-
-
-class VerbSteps(Movement):
+class VerbSteps:
     """The steps of a call between the ranks of ``comm``, by verb; their result is the call's.
 
     ``gpu_aware`` says that the library takes pointers to a GPU's memory.
     """
 
     def __init__(self, mpi: Any, comm: Any, until: Until, gpu_aware: bool) -> None:
-        super().__init__(comm, until)
-        self._mpi, self._gpu_aware = mpi, gpu_aware
+        self._mpi, self._comm, self._until, self._gpu_aware = mpi, comm, until, gpu_aware
+        self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
     def of(self, call: Call, found: Any) -> Steps:
         """Return the steps of ``call``; ``found`` is what the ranks have found by comparing it."""
@@ -324,6 +226,98 @@ class VerbSteps(Movement):
         part = array[: found.rows] if found is not None and array.ndim else array
         yield from self.swap({}, {source: as_bytes(part)}, call.received[0])
         return array if found is None else found
+
+    # What the verbs are made of: it moves flat arrays of bytes, and counts are in bytes.
+
+    def shares(self, count: int) -> list[int]:
+        """Return how many of ``count`` elements each rank gets, or combines."""
+        ends = [count * i // self._size for i in range(self._size + 1)]
+        return [end - start for start, end in itertools.pairwise(ends)]
+
+    def broadcast(self, data: Array, root: int) -> Steps:
+        """Make ``data`` equal to ``root``'s."""
+        if self._needs_pairs(data, 0):
+            # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
+            counts = self.shares(data.size)
+            parts = _by_rank(data, counts)
+            mine = parts[self._rank]
+            yield from self.swap(parts if self._rank == root else {}, {root: mine})
+            yield from self.gather(mine, data, counts)
+        else:
+            yield from self._until(partial(self._comm.Ibcast, c, root) for c in chunks(data))
+
+    def gather(
+        self, mine: Array, whole: Array | None, counts: Sequence[int], root: int | None = None
+    ) -> Steps:
+        """Fill ``whole`` with every rank's ``mine``: on all of them, or on ``root`` alone."""
+        comm, taken = self._comm, None if whole is None else [whole, counts]
+        if self._needs_pairs(mine, sum(counts)):
+            takers = range(self._size) if root is None else [root]
+            yield from self.swap(dict.fromkeys(takers, mine), _by_rank(whole, counts))
+        elif root is not None:
+            yield from self._until([partial(comm.Igatherv, mine, taken, root)])
+        elif len(set(counts)) == 1:
+            yield from self._until([partial(comm.Iallgather, mine, whole)])
+        else:
+            yield from self._until([partial(comm.Iallgatherv, mine, taken)])
+
+    def scatter(self, whole: Array | None, part: Array, root: int) -> Steps:
+        """Fill ``part`` with this rank's equal part of ``whole``, which ``root`` alone has."""
+        if self._needs_pairs(part, part.size * self._size):
+            gives = _by_rank(whole, [part.size] * self._size)
+            yield from self.swap(gives, {root: part})
+        else:
+            yield from self._until([partial(self._comm.Iscatter, whole, part, root)])
+
+    def all_to_all(
+        self,
+        given: Array,
+        taken: Array,
+        gives: Sequence[int] | None = None,
+        takes: Sequence[int] | None = None,
+        most: int = 0,
+    ) -> Steps:
+        """Give ``gives[r]`` bytes of ``given`` to rank r, and take ``takes[r]`` from it.
+
+        Without them it is an equal part. Else no rank's bytes exceed ``most``, either way, a number
+        that all ranks know.
+        """
+        if self._needs_pairs(given, most or given.size):
+            even = [given.size // self._size] * self._size
+            yield from self.swap(_by_rank(given, gives or even), _by_rank(taken, takes or even))
+        elif gives is None:
+            yield from self._until([partial(self._comm.Ialltoall, given, taken)])
+        else:
+            both = [given, gives], [taken, takes]
+            yield from self._until([partial(self._comm.Ialltoallv, *both)])
+
+    def swap(
+        self, gives: Mapping[int, Array], takes: Mapping[int, Array], number: int | None = None
+    ) -> Steps:
+        """Send and receive the parts of each rank, all at once; copy this rank's own.
+
+        Messages between two ranks keep their order. ``number`` is that of a message of users.
+        """
+        comm, me = self._comm, self._rank
+        tag = _OF_PARTS if number is None else 1 + number % _LARGEST_TAG
+        if me in gives and me in takes and takes[me] is not gives[me]:
+            takes[me][...] = gives[me]
+            settle(takes[me])
+        yield from self._until(
+            partial(method, c, rank, tag)
+            for method, parts in ((comm.Irecv, takes), (comm.Isend, gives))
+            for rank, part in parts.items()
+            if rank != me
+            for c in chunks(part)
+        )
+
+    def _needs_pairs(self, data: Array, total: int) -> bool:
+        return total > LARGEST_BYTES or is_cupy(data)
+
+
+def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
+    """Return the part of each rank; none where there is nothing."""
+    return {} if data is None else dict(enumerate(cut(data, counts)))
 
 
 class MpiForm(NamedTuple):
