@@ -90,12 +90,11 @@ class WorkerMemory:
         self._end = 0  # of what was written
 
     def put(self, value: Any) -> Any:
-        """Write an array behind the previous one, return its place; None for anything else.
-
-        Raises a MemoryError.
-        """
-        if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        """Write an array behind the previous one; return its place. Raises a MemoryError."""
+        if not isinstance(value, np.ndarray):
             return None
+        if value.dtype.hasobject:
+            raise TypeError("an array of Python objects cannot be in memory of two processes")
         place = self._end, value.shape, value.dtype
         self._end += (value.nbytes // _ALIGNMENT + 1) * _ALIGNMENT
         if self._end > os.fstat(self.fd).st_size:
