@@ -12,7 +12,6 @@ import random
 import reprlib
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -352,32 +351,6 @@ def every_size(rank: int, size: int, verb: str, name: str, counts: list[int]) ->
         assert_equal(x, np.resize(expected, count), f"{verb} of {count} elements of {name}")
 
 
-def reduce_again(rank: int, size: int, verb: str, count: int) -> bytes:
-    x = values(rank, (count,), "float32").copy()
-    getattr(fl, verb)(x)
-    return x.tobytes()
-
-
-def all_reduce_multiple_equals_a_loop(
-    rank: int, size: int, contiguous: bool, async_op: bool, op: str, scale: float
-) -> None:
-    """Arrays below and above the limit of packing, more than one message holds, plain or not."""
-    names = ["float32", "float16", "float64"] + ["int32"] * (op != "avg")
-    shapes = [(), (0,), (3, 2), (2, 3), *[(1500,)] * 60, (2500,), (9000,)]
-    shapes += [(n,) for n in range(99)]
-    xs = [values(rank, shape, names[i % len(names)]).copy() for i, shape in enumerate(shapes)]
-    xs[2] = lay_out(xs[2], "fortran")
-    if rank % 2:  # which is left to Python on this rank
-        xs[7] = lay_out(xs[7], "strided")
-    expected = [x.copy() for x in xs]
-    for x in expected:
-        fl.all_reduce(x, scale, op=op)
-    result = fl.all_reduce_multiple(xs, scale, op=op, async_op=async_op, contiguous=contiguous)
-    got = result.wait() if async_op else result
-    assert all(a is b for a, b in zip(got, xs, strict=True))
-    assert [x.tobytes() for x in xs] == [x.tobytes() for x in expected]
-
-
 def many_in_flight(rank: int, size: int) -> None:
     arrays = [np.full(10 ** (i % 6), float(i + rank)) for i in range(30)]
     verbs = [(fl.all_reduce, size), (fl.scan, rank + 1), (fl.exscan, rank)] * 2
@@ -388,26 +361,6 @@ def many_in_flight(rank: int, size: int) -> None:
     for i, array in enumerate(arrays):
         count = verbs[i // 6][1]  # of the ranks whose arrays were added
         assert np.all(array == i * count + sum(range(count)))
-
-
-def synchronise_strided(rank: int, size: int) -> None:
-    room = np.full((1000, 2), float(rank))
-    packed = [np.full(10, float(rank)), np.full((2, 2), float(rank))]
-    fl.all_reduce(room[:, 1], async_op=True)
-    fl.all_reduce_multiple(packed, async_op=True, contiguous=True)
-    fl.sync_distributed()
-    assert all(np.all(x == sum(range(size))) for x in packed)
-    assert np.all(room[:, 1] == sum(range(size)))
-    assert np.all(room[:, 0] == rank)
-
-
-def dropped_work_is_safe(rank: int, size: int) -> None:
-    """Nobody keeps the Work nor the array; the library still writes into live memory."""
-    for i in range(50):
-        fl.all_reduce(np.full(50_000, float(i)), async_op=True)
-    x = np.ones(3)
-    fl.all_reduce(x)
-    assert np.all(x == size)
 
 
 def ring_of_messages(rank: int, size: int, count: int) -> None:
@@ -522,41 +475,3 @@ def everything_at_once(rank: int, size: int, seed: int, steps: int) -> None:
     """In any order of waiting."""
     Mix(rank, size, seed).run(steps)
     fl.sync_distributed()
-
-
-def two_threads(rank: int, size: int) -> None:
-    """A thread reduces while another sends and receives."""
-    peer = rank ^ 1
-
-    def reduce() -> None:
-        for _ in range(200):
-            array = np.full(3_000, rank + 1.0)
-            fl.reduce(array, root=0)
-            assert rank != 0 or np.all(array == size * (size + 1) / 2)
-
-    with ThreadPoolExecutor(1) as thread:
-        reduced = thread.submit(reduce)
-        for turn in range(200):
-            message = np.full(3, turn, np.int32) if rank < peer else np.zeros(3, np.int32)
-            if rank < peer:
-                fl.send(message, peer)
-            else:
-                fl.recv(message, peer)
-            assert np.all(message == turn)
-        reduced.result()
-
-
-def locations(rank: int, size: int, name: str) -> None:
-    everyone = [values(r, (40, 3), name).copy() for r in range(size)]
-    if everyone[0].dtype.kind not in "biu":
-        everyone[-1][0] = everyone[0][1, 0] = np.nan
-    for op, find in (("min", np.argmin), ("max", np.argmax)):
-        x = lay_out(everyone[rank], "fortran")
-        got, ranks = fl.all_reduce_location(x, op=op)
-        assert_equal(ranks, find(np.stack(everyone), axis=0), f"where the {op} of {name} is")
-        expected = combined(everyone, op, 1.0, flat=True)
-        assert got.dtype == expected.dtype
-        np.testing.assert_array_equal(got.astype(float), expected.astype(float))  # NaNs as well
-        assert x.tobytes() == everyone[rank].tobytes(), "the argument stays"
-    got, ranks = fl.all_reduce_location(np.array(-1.0 * rank), op="min", async_op=True).wait()
-    assert (got.shape, ranks.shape, int(ranks)) == ((), (), size - 1)

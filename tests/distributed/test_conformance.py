@@ -1,13 +1,28 @@
 """Every backend against NumPy: dtypes, layouts, sizes, ops, sync and async."""
 
 import itertools
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
+import flashlight_py as fl
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
-from tests.distributed.conformance import BY_NAME, DTYPES, LAYOUTS, WORLDS, ranks_in
+from tests.distributed.conformance import (
+    BY_NAME,
+    DTYPES,
+    LAYOUTS,
+    WORLDS,
+    assert_equal,
+    combined,
+    lay_out,
+    on_ranks,
+    ranks_in,
+    values,
+)
 from tests.distributed.programs import every_verb, run_program
 
 LARGER = [("gloo", 3), ("hierarchical", 4), ("mpi", 3)]
@@ -56,24 +71,54 @@ def test_reductions_of_sizes_around_every_threshold(ranks: Any) -> None:
     ranks.run_each(conformance.every_size, widest)
 
 
-def test_a_reduction_gives_the_same_bits_every_time(ranks: Any) -> None:
+@on_ranks()
+def test_a_reduction_gives_the_same_bits_every_time(rank: int, size: int) -> None:
     for verb, count in itertools.product(FOR_ALL, (100, 300_001)):
-        runs = [ranks.run(conformance.reduce_again, verb, count) for _ in range(3)]
-        assert runs[0] == runs[1] == runs[2]
+        x = values(rank, (count,), "float32")
+        first, *others = [getattr(fl, verb)(x.copy()).tobytes() for _ in range(3)]
+        assert others == [first] * 2
         if not BY_NAME[verb].prefix:
-            assert len(set(runs[0])) == 1, "on every rank"
+            assert len(set(fl.all_gather_object(zlib.crc32(first)))) == 1, "on every rank"
 
 
-def test_all_reduce_multiple_of_mixed_arrays(ranks: Any) -> None:
-    ways = itertools.product((False, True), (False, True), ("sum", "max"), (2.0,))
-    mean = itertools.product((False, True), (False, True), ("avg",), (1 / 3,))
-    ranks.run_each(conformance.all_reduce_multiple_equals_a_loop, [*ways, *mean])
+@pytest.mark.parametrize(("op", "scale"), [("sum", 2.0), ("max", 2.0), ("avg", 1 / 3)])
+@on_ranks()
+def test_all_reduce_multiple_of_mixed_arrays(rank: int, size: int, op: Any, scale: float) -> None:
+    """Arrays below and above the limit of packing, more than one message holds, plain or not."""
+    for contiguous, async_op in itertools.product((False, True), (False, True)):
+        names = ["float32", "float16", "float64"] + ["int32"] * (op != "avg")
+        shapes = [(), (0,), (3, 2), (2, 3), *[(1500,)] * 60, (2500,), (9000,)]
+        shapes += [(n,) for n in range(99)]
+        xs = [values(rank, shape, names[i % len(names)]).copy() for i, shape in enumerate(shapes)]
+        xs[2] = lay_out(xs[2], "fortran")
+        if rank % 2:  # which is left to Python on this rank
+            xs[7] = lay_out(xs[7], "strided")
+        expected = [x.copy() for x in xs]
+        for x in expected:
+            fl.all_reduce(x, scale, op=op)
+        result = fl.all_reduce_multiple(xs, scale, op=op, async_op=async_op, contiguous=contiguous)
+        got = result.wait() if async_op else result
+        assert all(a is b for a, b in zip(got, xs, strict=True))
+        assert [x.tobytes() for x in xs] == [x.tobytes() for x in expected]
 
 
-def test_works_that_are_in_flight_or_dropped(ranks: Any) -> None:
-    ranks.run(conformance.many_in_flight)
-    ranks.run(conformance.synchronise_strided)
-    ranks.run(conformance.dropped_work_is_safe)
+@on_ranks()
+def test_works_that_are_in_flight_or_dropped(rank: int, size: int) -> None:
+    """Where nobody keeps the Work nor the array the library still writes into live memory."""
+    conformance.many_in_flight(rank, size)
+    room = np.full((1000, 2), float(rank))
+    packed = [np.full(10, float(rank)), np.full((2, 2), float(rank))]
+    fl.all_reduce(room[:, 1], async_op=True)
+    fl.all_reduce_multiple(packed, async_op=True, contiguous=True)
+    fl.sync_distributed()
+    assert all(np.all(x == sum(range(size))) for x in packed)
+    assert np.all(room[:, 1] == sum(range(size)))
+    assert np.all(room[:, 0] == rank)
+    for i in range(50):
+        fl.all_reduce(np.full(50_000, float(i)), async_op=True)
+    x = np.ones(3)
+    fl.all_reduce(x)
+    assert np.all(x == size)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -99,14 +144,48 @@ def test_verbs_from_every_root_with_every_op(
         ranks.run(run_program, every_verb(ranks.size, dtype, [2], [verb], rows, ways))
 
 
-def test_messages(ranks: Any) -> None:
+@on_ranks()
+def test_messages(rank: int, size: int) -> None:
     """Around a ring, and beside the collectives of another thread."""
-    if ranks.size == 1:
-        pytest.skip("a world of one has nobody to send to (refused: test_arguments.py)")
-    ranks.run_each(conformance.ring_of_messages, [(0,), (1,), (5_000,), (1_000_000,)])
-    if ranks.size % 2 == 0:
-        ranks.run(conformance.two_threads)
+    if size == 1:
+        return  # it has nobody to send to (refused: test_arguments.py)
+    for count in (0, 1, 5_000, 1_000_000):
+        conformance.ring_of_messages(rank, size, count)
+    if size % 2:
+        return
+    peer = rank ^ 1
+
+    def reduce() -> None:
+        for _ in range(200):
+            array = np.full(3_000, rank + 1.0)
+            fl.reduce(array, root=0)
+            assert rank != 0 or np.all(array == size * (size + 1) / 2)
+
+    with ThreadPoolExecutor(1) as thread:
+        reduced = thread.submit(reduce)
+        for turn in range(200):
+            message = np.full(3, turn, np.int32) if rank < peer else np.zeros(3, np.int32)
+            if rank < peer:
+                fl.send(message, peer)
+            else:
+                fl.recv(message, peer)
+            assert np.all(message == turn)
+        reduced.result()
 
 
-def test_where_the_extremes_are(ranks: Any) -> None:
-    ranks.run_each(conformance.locations, [("float32",), ("bfloat16",), ("int8",)])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+@on_ranks()
+def test_where_the_extremes_are(rank: int, size: int, name: str) -> None:
+    everyone = [values(r, (40, 3), name).copy() for r in range(size)]
+    if everyone[0].dtype.kind not in "biu":
+        everyone[-1][0] = everyone[0][1, 0] = np.nan
+    for op, find in (("min", np.argmin), ("max", np.argmax)):
+        x = lay_out(everyone[rank], "fortran")
+        got, ranks = fl.all_reduce_location(x, op=op)
+        assert_equal(ranks, find(np.stack(everyone), axis=0), f"where the {op} of {name} is")
+        expected = combined(everyone, op, 1.0, flat=True)
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got.astype(float), expected.astype(float))  # NaNs as well
+        assert x.tobytes() == everyone[rank].tobytes(), "the argument stays"
+    got, ranks = fl.all_reduce_location(np.array(-1.0 * rank), op="min", async_op=True).wait()
+    assert (got.shape, ranks.shape, int(ranks)) == ((), (), size - 1)

@@ -104,17 +104,9 @@ double Author::some_scale(int dtype) {
 // Calls ---------------------------------------------------------------------------------------
 
 fl_signature Author::signature(int verb, int dtype, int op, int root, double scale, size_t count) {
-  fl_signature s;
-  std::memset(&s, 0, sizeof s);
-  s.verb = verb;
-  s.dtype = dtype;
+  fl_signature s = signature_of(verb, dtype, info_of(dtype).itemsize, count, root);
   s.op = op;
-  s.root = root;
   s.scale = scale;
-  s.count = static_cast<int64_t>(count);
-  s.itemsize = info_of(dtype).itemsize;
-  s.ndim = 1;
-  s.shape[0] = s.count;
   return s;
 }
 

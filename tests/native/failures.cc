@@ -55,8 +55,8 @@ void test_leaving_after_a_small_part() {
   sigaction(SIGSEGV, &give, &before);
   in_threads(3, [&](int rank) {
     auto group = world.join(rank);
-    fl_signature s = all_reduce_of(rank == 2 ? kWithheldBytes / sizeof(float) : 1);
-    s.verb = FL_GATHER;
+    const size_t floats = rank == 2 ? kWithheldBytes / sizeof(float) : 1;
+    const fl_signature s = signature_of(FL_GATHER, FL_FLOAT32, sizeof(float), floats);
     float small = 1;
     void* data = rank == 2 ? static_cast<void*>(withheld) : &small;
     const Outcome outcome = outcome_of(group->run({s, data, nullptr, -1, kForever}));
@@ -183,13 +183,7 @@ void test_out_of_memory() {
   in_threads(2, [&](int rank) {
     std::vector<char> data(4 << 20);
     const auto group = world.join(rank);
-    fl_signature s{};
-    s.verb = FL_GATHER;
-    s.dtype = 1;
-    s.scale = 1;
-    s.itemsize = 1;
-    s.ndim = 1;
-    s.count = s.shape[0] = rank == 0 ? 1 : kClaimed;
+    const fl_signature s = signature_of(FL_GATHER, FL_INT8, 1, rank == 0 ? 1 : kClaimed);
     for (bool first : {true, false}) {
       const Outcome outcome = outcome_of(group->run({s, data.data(), nullptr, -1, kForever}));
       const fl_status wanted = !first ? FL_CLOSED : rank == 0 ? FL_FAILED : FL_PEER_LOST;

@@ -4,7 +4,8 @@
 
 namespace stress {
 
-// Returns how many reductions were compared.
+// Each returns how many it has compared: reductions, and steps of optimizers.
 long test_kernels(uint64_t seed, long rounds);
+long test_steps(uint64_t seed, long rounds);
 
 }  // namespace stress

@@ -22,21 +22,13 @@ inline Outcome outcome_of(const fl::Handle& handle) {
   return {status, handle->outcome().missing, handle->outcome().message};
 }
 
-inline fl_signature all_reduce_of(size_t floats) {
-  fl_signature s{};
-  s.verb = FL_ALL_REDUCE;
-  s.dtype = 11;
-  s.scale = 1;
-  s.count = s.shape[0] = static_cast<int64_t>(floats);
-  s.itemsize = sizeof(float);
-  s.ndim = 1;
-  return s;
-}
-
 // A group and an array of its own, for calls of all_reduce.
 struct Member {
   Member(World& world, int rank, size_t floats)
-      : rank(rank), group(world.join(rank)), signature(all_reduce_of(floats)), data(floats) {}
+      : rank(rank),
+        group(world.join(rank)),
+        signature(signature_of(FL_ALL_REDUCE, FL_FLOAT32, sizeof(float), floats)),
+        data(floats) {}
 
   Outcome call(double seconds = kForever) {
     return outcome_of(group->run({signature, data.data(), nullptr, -1, seconds}));

@@ -1,6 +1,7 @@
 // What each rank calls, and what must come of it; made beforehand, so that ranks run freely.
 #pragma once
 
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -59,6 +60,21 @@ struct Script {
 constexpr double kForever = 100;
 
 std::string describe(const fl_signature& signature);
+
+// A call of `count` elements in one dimension: a sum without a scale, unless it is changed.
+inline fl_signature signature_of(int verb, int dtype, size_t itemsize, size_t count, int root = 0) {
+  fl_signature s;
+  std::memset(&s, 0, sizeof s);
+  s.verb = verb;
+  s.dtype = dtype;
+  s.op = FL_SUM;
+  s.root = root;
+  s.scale = 1;
+  s.count = s.shape[0] = static_cast<int64_t>(count);
+  s.itemsize = static_cast<int>(itemsize);
+  s.ndim = 1;
+  return s;
+}
 
 // What a rank calls that knows verb and root alone.
 void forget(fl_signature& signature);

@@ -1,6 +1,6 @@
 // The kernels of csrc/optim: every instruction set that this processor has gives the same bits, on
 // arrays that begin and end anywhere, and touches nothing beside them.
-#include "steps.h"
+#include "kernels.h"
 
 #include <cstring>
 #include <memory>

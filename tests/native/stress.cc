@@ -5,7 +5,6 @@
 #include "failures.h"
 #include "kernels.h"
 #include "ranks.h"
-#include "steps.h"
 #include "world.h"
 
 namespace {

@@ -58,17 +58,7 @@ void Rank::play(const Script& script) {
 }
 
 fl_signature signature_of(int verb, size_t count, int root) {
-  fl_signature signature{};
-  signature.verb = verb;
-  signature.dtype = FL_UINT32;
-  signature.op = FL_SUM;
-  signature.root = root;
-  signature.scale = 1;
-  signature.count = static_cast<int64_t>(count);
-  signature.itemsize = 4;
-  signature.ndim = 1;
-  signature.shape[0] = signature.count;
-  return signature;
+  return signature_of(verb, FL_UINT32, sizeof(uint32_t), count, root);
 }
 
 fl_status ended(fl_op* op) {

@@ -4,15 +4,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <fcntl.h>
-#include <new>
-#include <pthread.h>
-#include <sys/mman.h>
 #include <sys/single_threaded.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
 
-#include "../../../csrc/common/atomic.h"
 #include "runtime.h"
 
 extern "C" {
@@ -219,7 +212,7 @@ void decide(Why why) {
     next = earliest();
     wake(fibers[next], true);
   } else {
-      if (count > 1) {
+    if (count > 1) {
       uint64_t state = happened + static_cast<uint64_t>(steps) * 64 + static_cast<uint64_t>(self) * 4 + why;
       for (int i = 0; i < fiber_count; ++i) state = mixed(state) + fibers[i].state * 2u + fibers[i].has_yielded;
       if (was_there(state, left)) to_host();

@@ -21,10 +21,7 @@ constexpr double kForever = 100;
 constexpr fl_site kHere{"here"};
 
 inline fl_signature signature(int verb, size_t count) {
-  fl_signature s = stress::all_reduce_of(count);
-  s.verb = verb;
-  s.dtype = 3;
-  return s;
+  return stress::signature_of(verb, FL_INT32, sizeof(int32_t), count);
 }
 
 inline fl::Mapping map(int number, int rank, size_t bytes) {

@@ -354,20 +354,17 @@ T change(volatile T* place, int order, int otherwise, Site::Op op, const char* w
 
 }  // namespace
 
-void fence(int order) {
+// In the single order of all seq_cst operations.
+void full_fence() {
   Fiber& self = *here;
-  if (acquires(order)) self.now.join(self.to_acquire);
-  if (releases(order)) self.released = self.now;
-  if (order == kSequential) {
-    happens(self, kFences, true);
-    fences.at[self.number] = self.now.at[self.number];
-    self.fenced.join(fences);
-    self.fenced_at = ++operations;
-  }
+  self.now.join(self.to_acquire);
+  self.released = self.now;
+  happens(self, kFences, true);
+  fences.at[self.number] = self.now.at[self.number];
+  self.fenced.join(fences);
+  self.fenced_at = ++operations;
   tick(self);
 }
-
-void full_fence() { fence(kSequential); }
 
 uint32_t kernel_load(uintptr_t at, uintptr_t pc) {
   note(at, 4, kRead | kAtomic, pc);
@@ -458,10 +455,6 @@ void weaken(size_t number, int order) {
   sites[number].weaker = order;
   is_any_weaker = true;
 }
-void restore() {
-  for (Known& known : sites) known.weaker = -1;
-  is_any_weaker = false;
-}
 bool was_reached(size_t number) {
   const bool was = sites[number].is_reached;
   sites[number].is_reached = false;
@@ -530,21 +523,11 @@ ATOMICS(16, uint16_t)
 ATOMICS(32, uint32_t)
 ATOMICS(64, uint64_t)
 
-void __tsan_atomic_thread_fence(int order) {
-  if (watched == nullptr || model::is_quiet) return;
-  order = model::order_at(CALLER, model::Site::kChange, order, model::kBase);
-  model::point(model::kBase);
-  model::fence(order);
-}
-void __tsan_atomic_signal_fence(int) {}
-
 #define PLAIN(size)                                                                                          \
   void __tsan_read##size(void* at) { note(as_number(at), size, model::kRead, CALLER); }                      \
   void __tsan_write##size(void* at) { note(as_number(at), size, model::kWrite, CALLER); }                    \
   void __tsan_unaligned_read##size(void* at) { note(as_number(at), size, model::kRead, CALLER); }            \
-  void __tsan_unaligned_write##size(void* at) { note(as_number(at), size, model::kWrite, CALLER); }          \
-  void __tsan_volatile_read##size(void* at) { note(as_number(at), size, model::kRead, CALLER); }             \
-  void __tsan_volatile_write##size(void* at) { note(as_number(at), size, model::kWrite, CALLER); }
+  void __tsan_unaligned_write##size(void* at) { note(as_number(at), size, model::kWrite, CALLER); }
 PLAIN(1)
 PLAIN(2)
 PLAIN(4)

@@ -38,7 +38,6 @@ struct Case {
   bool is_small = false;    // they are not too many: to the end, whatever its share
   int processors = 8;
   bool reads_fail = false;  // out of other processes, now and then
-  const char* refuted = nullptr;  // it is wrong: the model must say so, in words of which these are a part
   long vanishing = 0;  // the share of a case more, NAME/vanish, in which any one rank does
 };
 
@@ -101,7 +100,6 @@ size_t site_count();
 const Site& site(size_t number);
 void weaken(size_t number, int order);  // a wake or a fence: it does nothing
 bool was_reached(size_t number);  // since this was last asked, by one of several fibers that share it
-void restore();
 
 // `file:line` in csrc, by DWARF.
 std::string place_of(const uintptr_t (&at)[4]);  // of those that were resolved
