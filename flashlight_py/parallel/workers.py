@@ -11,6 +11,7 @@ import pickle
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
@@ -23,6 +24,7 @@ import numpy as np
 from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import on_backward_end
+from flashlight_py.autograd.graph import Walk
 from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.cores import check_processes, thread_variables, usable_cores
 from flashlight_py.device import Array, is_cupy
@@ -39,14 +41,16 @@ _ALIGNMENT = 64  # bytes
 _can_import_main = cache(main_can_be_imported)
 
 Part: TypeAlias = "Variable | Array"
+# A parameter of the module (True) or an input (False), and its number.
+Leaf: TypeAlias = tuple[bool, int]
 # The first byte, shape and dtype of an array in shared memory.
 ArrayPlace: TypeAlias = "tuple[int, tuple[int, ...], np.dtype[np.generic]]"
-# Results or gradients of leaves, by number, and the numbers of the leaves below each result.
-Answer: TypeAlias = tuple[dict[int, Any], list[set[int]]]
+# Arrays by leaf, or by the number of a result, and the leaves below each result.
+Answer: TypeAlias = tuple[dict[Any, Any], list[list[Leaf]]]
 
 
 # A module is pickled without its parameters for each pass, which takes some 0.1 ms for a small one,
-# so modes, ratios and buffers need no list of possible changes.
+# and sent if the pickle has changed. So modes, ratios and buffers need no list of possible changes.
 def take_apart(
     value: Any, is_part: Callable[[Any], bool], what: str = ""
 ) -> tuple[bytes, list[Any]]:
@@ -63,10 +67,10 @@ def take_apart(
     return form, [part for _, part in parts.values()]
 
 
-def put_together(form: bytes, part_of: Callable[[Any], Any]) -> Any:
-    """Return the value of a pickle from ``take_apart``, with parts in place of the numbers."""
+def put_together(form: bytes, parts: Sequence[Any]) -> Any:
+    """Return the value of a pickle from ``take_apart``, with ``parts`` in place of the numbers."""
     unpickler = pickle.Unpickler(io.BytesIO(form))
-    unpickler.persistent_load = part_of  # type: ignore[method-assign]
+    unpickler.persistent_load = parts.__getitem__  # type: ignore[method-assign]
     return unpickler.load()
 
 
@@ -87,36 +91,30 @@ class WorkerMemory:
         self.fd = os.memfd_create("flashlight workers") if fd is None else fd
         os.set_inheritable(self.fd, False)
         self._map: mmap.mmap | None = None
-        self._end = 0  # of what was written
 
-    def put(self, value: Any) -> Any:
-        """Write an array behind the previous one, return its place; None for anything else.
+    def put(self, arrays: Iterable[Array]) -> list[ArrayPlace]:
+        """Write ``arrays`` over the previous ones; return their places. Raises a MemoryError."""
+        arrays, places, size = list(arrays), [], 0
+        for array in arrays:
+            if array.dtype.hasobject:
+                raise TypeError("an array of Python objects cannot be in memory of two processes")
+            places.append((size, array.shape, array.dtype))
+            size += (array.nbytes // _ALIGNMENT + 1) * _ALIGNMENT
+        if size > os.fstat(self.fd).st_size:
+            reserve_memory(self.fd, size, f"arrays for the workers of {WHAT}")
+        for view, array in zip(self.views(places), arrays, strict=True):
+            view[...] = array
+        return places
 
-        Raises a MemoryError.
-        """
-        if not isinstance(value, np.ndarray) or value.dtype.hasobject:
-            return None
-        place = self._end, value.shape, value.dtype
-        self._end += (value.nbytes // _ALIGNMENT + 1) * _ALIGNMENT
-        if self._end > os.fstat(self.fd).st_size:
-            reserve_memory(self.fd, self._end, f"arrays for the workers of {WHAT}")
-        self.view(place)[...] = value
-        return place
-
-    def view(self, place: ArrayPlace) -> Array:
-        """Return the array at ``place``, without a copy; it stays valid after ``close``."""
-        start, shape, dtype = place
-        if self._map is None or len(self._map) < start + math.prod(shape) * dtype.itemsize:
-            self._map = mmap.mmap(self.fd, 0)  # the last array frees the previous mapping
-        return np.ndarray(shape, dtype, self._map, start)
-
-    def dumps(self, message: Any) -> bytes:
-        """Pickle ``message``, whose arrays are written here in the place of the previous ones."""
-        self._end, file = 0, io.BytesIO()
-        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = self.put  # type: ignore[method-assign]
-        pickler.dump(message)
-        return file.getvalue()
+    def views(self, places: Iterable[ArrayPlace]) -> list[Array]:
+        """Return the arrays at ``places``, without a copy; they stay valid after ``close``."""
+        arrays = []
+        for offset, shape, dtype in places:
+            end = offset + math.prod(shape) * dtype.itemsize
+            if self._map is None or len(self._map) < end:
+                self._map = mmap.mmap(self.fd, 0)  # the last array frees the previous mapping
+            arrays.append(np.ndarray(shape, dtype, self._map, offset))
+        return arrays
 
     def close(self) -> None:
         """Close the descriptor and drop the mapping."""
@@ -125,174 +123,195 @@ class WorkerMemory:
 
 
 class WorkerShare:
-    """In worker ``number``: its share, with parameters and gradients in shared memory."""
+    """In worker ``number``: its share, with parameters in shared memory, and graphs."""
 
     def __init__(
         self, takes_output: bool, number: int, fds: Sequence[int], params: Any, grads: Any
     ) -> None:
         model, self._box = map(WorkerMemory, fds)
-        self._params = [Variable(model.view(place)) for place in params]
-        for param, place in zip(self._params, grads, strict=True):
-            param.buffer = model.view(place)
+        self._params = [Variable(array) for array in model.views(params)]
+        for param, grad in zip(self._params, model.views(grads), strict=True):
+            param.buffer = grad
         model.close()
-        self._takes_output, self._number = takes_output, number
-        self._graphs: dict[int, tuple[dict[Variable, int], list[Part]]] = {}  # leaves, results
+        self._takes_output, self._number, self._module = takes_output, number, b""
+        self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # inputs and results
 
     def __call__(self, link: Connection) -> None:
-        """Answer requests until ``link`` ends, by a failure or None, a pickle, and printed text.
+        """Answer requests until ``link`` ends, by a failure or None, the answer, and printed text.
 
-        The pickle is of the answer, or of the exception that failed, empty if there can be none.
+        The answer of a failure is a pickle of the exception, empty if there can be none.
         """
         while True:
             try:
-                kept, method, arguments = link.recv()
+                request = link.recv()
             except (EOFError, ConnectionResetError):
                 return
-            # The parent still has the graphs ``kept``.
-            self._graphs = {graph: self._graphs[graph] for graph in kept if graph in self._graphs}
             failure, printed = None, io.StringIO()
             out, err = (printed, printed) if self._takes_output else (sys.stdout, sys.stderr)
             with redirect_stdout(out), redirect_stderr(err):
                 try:
-                    result: Answer = {}, []
-                    if method:
-                        result = getattr(self, method)(*put_together(arguments, self._box.view))
-                    answer = self._box.dumps(result)
+                    answer: Any = self._answer(*request)
                 except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
                     failure, answer = Failure.of_exception(error, time.monotonic()), b""
                     with suppress(TypeError):
                         answer = dumps(error)
             link.send((failure, answer, printed.getvalue()))
 
-    def forward(
-        self, arrays: list[Array], graph: int, seed: int, module: bytes, form: bytes, learns: Any
+    def _answer(
+        self, module: bytes | None, kept: list[int], method: str, places: Any, *arguments: Any
     ) -> Answer:
-        """Return the results, and the numbers of the leaves below each: parameters, then inputs.
+        """Return an answer with the arrays' places, None for the gradient of a parameter.
 
-        ``learns`` has their ``calc_grad``, None for an array.
+        ``module`` is None if it has not changed, ``places`` if this worker has no rows. The parent
+        still has the graphs ``kept``.
         """
-        for param, flag in zip(self._params, learns, strict=False):
-            param.calc_grad = flag
+        self._module = module or self._module
+        self._graphs = {each: self._graphs[each] for each in kept if each in self._graphs}
+        if places is None:
+            return {}, []
+        arrays, below = getattr(self, method)(self._box.views(places), *arguments)
+        sent = [key for key, array in arrays.items() if array is not None]
+        places = self._box.put(map(arrays.__getitem__, sent))
+        return {**arrays, **dict(zip(sent, places, strict=True))}, below
+
+    def forward(
+        self, arrays: list[Array], graph: int, seed: int, form: bytes, calc_grads: list[bool | None]
+    ) -> Answer:
+        """Return the results; ``calc_grads`` are of parameters and inputs, None for an array."""
+        for param, flag in zip(self._params, calc_grads, strict=False):
+            param.calc_grad = bool(flag)
         # Copies: the graph needs the inputs, and the answer overwrites them.
-        flags = zip(map(np.array, arrays), learns[len(self._params) :], strict=True)
+        flags = zip(map(np.array, arrays), calc_grads[len(self._params) :], strict=True)
         inputs = [x if flag is None else Variable(x, flag) for x, flag in flags]
         random.set_seed(seed + self._number)
-        given, options = put_together(form, inputs.__getitem__)
-        result = put_together(module, self._params.__getitem__)(*given, **options)
-        _, results = take_apart(result, is_data)
-        parts = enumerate([*self._params, *inputs])
-        leaves = {part: number for number, part in parts if isinstance(part, Variable)}
-        self._graphs[graph] = leaves, results
-        below = [{leaves[x] for x in _reached_from(part) if x in leaves} for part in results]
+        module = put_together(self._module, self._params)
+        given, options = put_together(form, inputs)
+        _, results = take_apart(module(*given, **options), is_data)
+        self._graphs[graph] = inputs, results
+        leaves = self._leaves(inputs)
+        below = [[leaves[v] for v in _leaves_below(part) if v in leaves] for part in results]
         return dict(enumerate(map(array_of, results))), below
 
-    def backward(self, seeds: dict[int, Array], graph: int) -> Answer:
-        """Return the gradients of leaves, for ``seeds``, gradients of results by number.
-
-        Those of parameters are None: they lie in the shared memory.
-        """
-        leaves, results = self._graphs[graph]
+    def backward(self, seeds: list[Array], graph: int, numbers: list[int]) -> Answer:
+        """Return the gradients of leaves, for the gradients ``seeds`` of results ``numbers``."""
+        inputs, results = self._graphs[graph]
+        leaves = self._leaves(inputs)
         for variable in leaves:
             variable.grad = None
         # One pass from all results: the root is a number that depends on each of them.
-        roots = [(results[number], seed) for number, seed in seeds.items()]
+        roots = zip([results[each] for each in numbers], seeds, strict=True)
         edges = [(x, lambda _, seed=seed: seed) for x, seed in roots if isinstance(x, Variable)]
         root = record(np.zeros(()), *edges)
         if root.calc_grad:
             root.backward(retain_graph=True)  # until the parent's graph is gone
-        grads = {leaf: variable.grad for variable, leaf in leaves.items()}
-        count = len(self._params)
-        return {n: None if n < count else x for n, x in grads.items() if x is not None}, []
+        grads = {leaf: v.grad for v, leaf in leaves.items() if v.grad is not None}
+        return {leaf: None if leaf[0] else grad for leaf, grad in grads.items()}, []
+
+    def _leaves(self, inputs: Sequence[Part]) -> dict[Variable, Leaf]:
+        """Return the variables whose gradients the parent may need."""
+        leaves = {part: (False, n) for n, part in enumerate(inputs) if isinstance(part, Variable)}
+        return leaves | {param: (True, n) for n, param in enumerate(self._params)}
 
 
-def _reached_from(result: Part) -> set[Any]:
-    """Return the nodes and leaves that a backward pass from ``result`` would reach."""
-    unseen = [result.node or result] if isinstance(result, Variable) and result.calc_grad else []
-    seen: set[Any] = set(unseen)
-    while unseen:
-        for target, _ in getattr(unseen.pop(), "edges", None) or ():
-            if target not in seen:
-                seen.add(target)
-                unseen.append(target)
-    return seen
+def _leaves_below(result: Part) -> list[Variable]:
+    """Return the leaves that a backward pass from ``result`` would reach."""
+    if not isinstance(result, Variable) or not result.calc_grad:
+        return []
+    if result.node is None:
+        return [result]
+    walk = Walk(result.node, result.array, False)
+    with suppress(RuntimeError):  # it was differentiated already: a second pass raises this, too
+        walk.count([result.node], (), walk.pending)
+    return [target for target in walk.pending if isinstance(target, Variable)]
 
 
-# How to end the workers of each team. Python may collect a team at any line, and an exception that
-# a signal handler raises in code of the collection is lost. So none runs then: the next use of a
-# team ends the workers of those that are gone.
-_ends: dict[weakref.ref[Team], Callable[[], None]] = {}
+class TeamResources(AbstractContextManager["TeamResources"]):
+    """In the parent: processes and memory of a team. An exception within ``with`` ends them."""
 
+    def __init__(self) -> None:
+        self.pid, self.is_open = os.getpid(), True
+        self.workers: list[Worker] = []
+        self.memories: list[WorkerMemory] = []
+        self.limited: list[Any] = []
 
-def _end(pid: int, workers: list[Worker], memories: list[WorkerMemory], limited: list[Any]) -> None:
-    """Kill the workers of process ``pid``; blocks. After an interrupt, a second call does."""
-    if os.getpid() == pid:  # not in a process that was forked from it
-        while workers:
-            workers[-1].end()
-            workers.pop()
-        blas.restore(limited)
-    while memories:
-        memories.pop().close()
-
-
-def end_dropped() -> None:
-    """End the workers of teams that were collected, each on one thread."""
-    for team in list(_ends):
-        if team() is None and (end := _ends.pop(team, None)):
-            end()
-
-
-@atexit.register
-def _end_all() -> None:
-    for end in list(_ends.values()):
-        end()
-
-
-# A message that was interrupted cannot be completed, so an error in one ends all workers. The next
-# call starts new ones without a loss: this process has the parameters, modes and random numbers.
-class Team(AbstractContextManager["Team"]):
-    """``count`` workers, which share ``cores`` with this process, and map the arrays of ``params``.
-
-    One request at a time: ``ask``, then ``fill``. An exception within ``with`` ends the workers.
-    """
-
-    def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
-        end_dropped()
-        self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs, until the workers drop them
-        self.workers: list[Worker] = []  # empty when they have been ended
-        self.params = list(params)
-        self._answers: list[Any] = []  # to the last request
-        self._is_waiting, self._pid = False, os.getpid()
-        limited: list[Any] = []
-        memories: list[WorkerMemory] = []
-        self.end = _ends[weakref.ref(self)] = partial(
-            _end, self._pid, self.workers, memories, limited
-        )
-        variables = thread_variables(os.environ, count + 1, cores)
-        with self:
-            memories.extend(WorkerMemory() for _ in range(count + 1))
-            model, *self._boxes = memories
-            # The parameters, and for each worker the gradients.
-            sets = [[model.put(param.data) for param in self.params] for _ in range(count + 1)]
-            self._views, *self._grads = [[*map(model.view, places)] for places in sets]
-            for number, box in enumerate(self._boxes, 1):
-                name, fds = (WHAT, number, count + 1), (model.fd, box.fd)
-                # A notebook's own object is in the place of stdout: processes print past it.
-                args = sys.stdout is not sys.__stdout__, number, fds, sets[0], sets[number]
-                self.workers.append(Worker(name, WorkerShare, args, fds, variables))
-            self.holds(self.params)
+    def end(self) -> None:
+        """Kill the workers; blocks. After an interrupt, a second call ends the rest."""
+        self.is_open = False
+        if os.getpid() == self.pid:  # not in a process that was forked from it
             for worker in self.workers:
-                worker.wait_for_start()
-            limited += blas.limit_each(max(1, cores // (count + 1)))
+                worker.end()
+            blas.restore(self.limited)
+        while self.memories:
+            self.memories.pop().close()
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self.end()
 
+
+# Python may collect a team at any line, and an exception that a signal handler raises in code of
+# the collection is lost. So the collection appends a reference, and the next use of a team ends
+# the workers.
+_held: dict[weakref.ref[Team], TeamResources] = {}
+_dropped: deque[weakref.ref[Team]] = deque()
+
+
+def end_dropped() -> None:
+    """End the workers of teams that were collected, each on one thread."""
+    with suppress(IndexError):  # there is none, or another thread has the last one
+        while True:
+            team = _dropped.popleft()
+            _held[team].end()
+            del _held[team]
+
+
+@atexit.register
+def _end_all() -> None:
+    for held in list(_held.values()):
+        held.end()
+
+
+# A message that was interrupted cannot be completed, so an error in one ends all workers. The next
+# call starts new ones without a loss: this process has the parameters, modes and random numbers.
+class Team:
+    """``count`` workers, which share ``cores`` with this process, and map the arrays of ``params``.
+
+    One request at a time: ``ask``, then ``fill``. The workers end with this process.
+    """
+
+    def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
+        self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs, until the workers drop them
+        self._params = list(params)
+        self._module: bytes | None = None  # the pickle that the workers have
+        self._answers: list[Any] = []  # to the last request
+        self._is_waiting = False
+        end_dropped()
+        self.held = held = _held[weakref.ref(self, _dropped.append)] = TeamResources()
+        self._workers = held.workers
+        variables = thread_variables(os.environ, count + 1, cores)
+        with held:
+            held.memories.extend(WorkerMemory() for _ in range(count + 1))
+            model, *self._boxes = held.memories
+            size = len(self._params)
+            places = model.put([param.data for param in self._params] * (count + 1))
+            # The parameters, and for each worker the gradients.
+            sets = [places[size * k : size * (k + 1)] for k in range(count + 1)]
+            self._views, *self._grads = map(model.views, sets)
+            self.holds(self._params)
+            for number, box in enumerate(self._boxes, 1):
+                name, fds = (WHAT, number, count + 1), (model.fd, box.fd)
+                # A notebook's own object is in the place of stdout: processes print past it.
+                args = sys.stdout is not sys.__stdout__, number, fds, sets[0], sets[number]
+                held.workers.append(Worker(name, WorkerShare, args, fds, variables))
+            for worker in held.workers:
+                worker.wait_for_start()
+            held.limited += blas.limit_each(max(1, cores // (count + 1)))
+
     def holds(self, params: Sequence[Variable]) -> bool:
         """Return whether workers map these parameters; a new array of the same kind is copied."""
-        if not self.workers or [*map(id, params)] != [*map(id, self.params)]:
+        if not self.held.is_open or [*map(id, params)] != [*map(id, self._params)]:
             return False
-        for param, view in zip(self.params, self._views, strict=True):
+        for param, view in zip(self._params, self._views, strict=True):
             if param.data is not view:
                 if (param.data.shape, param.data.dtype) != (view.shape, view.dtype):
                     return False
@@ -300,25 +319,30 @@ class Team(AbstractContextManager["Team"]):
                 param.data = view
         return True
 
-    def ask(self, shares: Iterable[Any], method: str, *arguments: Any) -> list[Any]:
-        """Call ``method`` of the first workers, with a share each; return a list for ``fill``.
+    def ask(
+        self, shares: Iterable[Sequence[Array]], module: bytes | None, method: str, *arguments: Any
+    ) -> list[Any]:
+        """Send a request with one share for each of the first workers; return a list for ``fill``.
 
         Raises:
             RuntimeError: the workers have ended, or this process was forked from their parent.
         """
         end_dropped()
+        self._require_open()
         with suppress(RankFailedError):  # nobody has waited for the last request
             self._receive()
         self._require_open()
         for answer in self._answers:  # the request overwrites arrays that the asker still needs
             if isinstance(answer, tuple):
-                answer[0].update({key: array.copy() for key, array in answer[0].items()})
+                answer[0].update({key: np.array(array) for key, array in answer[0].items()})
         self.numbers = {graph: n for graph, n in self.numbers.items() if graph() is not None}
+        request = None if module == self._module else module, [*self.numbers.values()], method
+        self._module = module or self._module
         self._answers = []
-        with self:
-            for worker, box, share in zip_longest(self.workers, self._boxes, shares):
-                call = ("", b"") if share is None else (method, box.dumps((share, *arguments)))
-                worker.send(([*self.numbers.values()], *call))
+        with self.held:
+            for worker, box, share in zip_longest(self._workers, self._boxes, shares):
+                places = None if share is None else box.put(share)
+                worker.send((*request, places, *arguments))
             self._is_waiting = True  # within: no interrupt may come between
         return self._answers
 
@@ -334,6 +358,8 @@ class Team(AbstractContextManager["Team"]):
         if errors:
             answers.clear()  # so that the frames of the error do not refer to it
             raise errors.pop(0)
+        if not answers:
+            self._require_open()
         return answers
 
     def _receive(self) -> None:
@@ -341,34 +367,34 @@ class Team(AbstractContextManager["Team"]):
 
         A share that raised answers a RankFailedError, with the cause if that can be pickled.
         """
-        if not self._is_waiting:
+        if not (self._is_waiting and self.held.is_open):
             return
-        self._require_open()
-        received: list[Any] = []
-        with self:
-            for worker, box, grads in zip(self.workers, self._boxes, self._grads, strict=True):
-                failure, pickled, printed = worker.receive()
-                for line in printed.splitlines():
+        received = []
+        with self.held:
+            for worker in self._workers:
+                received.append(worker.receive())
+                for line in received[-1][2].splitlines():
                     print(f"[{worker.number}] {line}")
-                if failure is not None:
-                    answer: Any = worker.error(failure.what, failure.traceback)
-                    with suppress(Exception):  # runs its code; the message has its traceback
-                        answer.__cause__ = pickle.loads(pickled)
-                else:
-                    answer = put_together(pickled, box.view)
-                    arrays = answer[0]
-                    arrays.update({n: grads[n] for n, grad in arrays.items() if grad is None})
-                received.append(answer)
             self._is_waiting = False
-        self._answers += received
+        shares = zip(self._workers, received, self._boxes, self._grads, strict=True)
+        for worker, (failure, answer, _), box, grads in shares:
+            if failure is not None:
+                error = worker.error(failure.what, failure.traceback)
+                with suppress(Exception):  # runs its code; the message has its traceback
+                    error.__cause__ = pickle.loads(answer)
+                self._answers.append(error)
+                continue
+            for key, place in answer[0].items():
+                answer[0][key] = grads[key[1]] if place is None else box.views([place])[0]
+            self._answers.append(answer)
 
     def _require_open(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self.held.pid:
             raise RuntimeError(
                 f"{WHAT}: this process ({os.getpid()}) was forked from the one whose workers these "
-                f"are ({self._pid}); wrap the module again here"
+                f"are ({self.held.pid}); wrap the module again here"
             )
-        if not self.workers:
+        if not self.held.is_open:
             raise RuntimeError(
                 f"{WHAT}: the workers that computed this have been ended since, by close() or "
                 "after an error; compute it again"
@@ -390,7 +416,7 @@ class DataParallel(Module):
     This process computes the first share, and workers compute the others. The first call starts
     them, as fresh interpreters like the ranks of :func:`flashlight_py.spawn`, so a script makes it
     under ``if __name__ == "__main__":``. All processes map the parameters and gradients; the rest
-    of the module (modes, ratios, buffers) is sent with each call. Each share has its own random
+    of the module (modes, ratios, buffers) is sent if it has changed. Each share has its own random
     numbers, from this process's seed. Changes of the module by a forward pass, such as running
     statistics, are those of the first share.
 
@@ -462,21 +488,21 @@ class DataParallel(Module):
         team, module, params = self._ready_team()
         self._number += 1
         seed = int(random.generator().integers(1 << 62)) * self.nprocs
-        learns = [getattr(part, "calc_grad", None) for part in (*params, *parts)]
-        graph = WorkersGraph(team, self._number, others, [*params, *parts])
+        calc_grads = [getattr(part, "calc_grad", None) for part in (*params, *parts)]
+        graph = WorkersGraph(team, self._number, others)
         shares = [[array_of(part)[rows] for part in parts] for rows in others]
-        answers = team.ask(shares, "forward", self._number, seed, module, form, learns)
+        answers = team.ask(shares, module, "forward", self._number, seed, form, calc_grads)
         instead = self.module._instead
         compute = partial(instead, self.module) if instead else self.module.forward
-        inputs, options = put_together(form, [part[own] for part in parts].__getitem__)
+        inputs, options = put_together(form, [part[own] for part in parts])
         form, results = take_apart(compute(*inputs, **options), is_data, "a result")
-        joined = graph.join(results, team.fill(answers)[: count - 1])
-        return put_together(form, joined.__getitem__)
+        joined = graph.join(results, team.fill(answers)[: count - 1], params, parts)
+        return put_together(form, joined)
 
     def close(self) -> None:
         """End the workers now; a later call starts new ones. Blocks until they are gone."""
         if self._team is not None:
-            self._team.end()
+            self._team.held.end()
             self._team = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -541,32 +567,32 @@ def _rows(parts: Sequence[Part]) -> int:
 class WorkersGraph:
     """The graphs of workers for forward pass ``number``, which they drop after this object.
 
-    ``shares`` are the workers' rows of the batch, ``leaves`` the parameters, and then the inputs.
-    Only operations of the graph refer to it.
+    ``shares`` are the workers' rows of the batch. Only operations of the graph refer to it.
     """
 
-    def __init__(
-        self, team: Team, number: int, shares: Sequence[slice], leaves: Sequence[Any]
-    ) -> None:
-        self._team, self._number, self._shares, self._leaves = team, number, shares, leaves
-        self._seeds: list[dict[int, Array]] = []  # of each worker: its gradients of results
+    def __init__(self, team: Team, number: int, shares: Sequence[slice]) -> None:
+        self._team, self._number, self._shares = team, number, shares
+        self._rows: dict[int, list[Array]] = {}  # of the gradients of results, for each worker
         self._answers: list[Answer] = []
         team.numbers[weakref.ref(self)] = number
 
-    def join(self, own: list[Part], answers: list[Any]) -> list[Part]:
+    def join(
+        self, own: list[Part], answers: list[Answer], params: list[Variable], inputs: list[Part]
+    ) -> list[Part]:
         """Return this process's ``own`` results joined with the workers', recorded."""
-        others, leaves_below = zip(*answers, strict=True)
+        others, leaves = zip(*answers, strict=True)
         counts = [len(own), *map(len, others)]
         if len(set(counts)) > 1:
             raise ValueError(
                 f"{WHAT}: the shares of the batch have different numbers of results: "
                 f"{', '.join(map(str, counts))}; the module must return as many for any rows"
             )
-        below = [set[int]().union(*each) for each in zip(*leaves_below, strict=True)]  # a result
-        nodes = {
-            leaf: record_in_order(_NOTHING, (self._leaves[leaf], partial(self._gradient, leaf)))
-            for leaf in sorted(set[int]().union(*below))
-        }
+        below = [set[Leaf]().union(*each) for each in zip(*leaves, strict=True)]  # each result
+        nodes: dict[Leaf, Variable] = {}
+        for leaf in sorted(set[Leaf]().union(*below)):
+            source: Any = (params if leaf[0] else inputs)[leaf[1]]
+            gradient = partial(self._gradient, leaf, source.data)
+            nodes[leaf] = record_in_order(_NOTHING, (source, gradient))
         results: list[Part] = []
         for k, part in enumerate(own):
             arrays = [array_of(part), *(arrays[k] for arrays in others)]
@@ -587,28 +613,27 @@ class WorkersGraph:
 
     def _cut(self, result: int, ends: Sequence[int], grad: Array) -> Array:
         """Return the first share's rows of the gradient of ``result``; keep the workers' rows."""
-        if not self._seeds:
+        if not self._rows:
             on_backward_end(self._forget)
-            self._seeds = [{} for _ in self._shares]
-        for seeds, (begin, end) in zip(self._seeds, pairwise(ends), strict=True):
-            seeds[result] = grad[begin:end]
+        self._rows[result] = [grad[begin:end] for begin, end in pairwise(ends)]
         return grad[: ends[0]]
 
     def _send(self, grad: Array) -> Array:
         """Send the workers their rows, unless this was done; do not wait for them."""
-        if self._seeds:
-            self._answers = self._team.ask(self._seeds, "backward", self._number)
-            self._seeds = []
+        if self._rows:
+            shares = zip(*self._rows.values(), strict=True)
+            self._answers = self._team.ask(shares, None, "backward", self._number, [*self._rows])
+            self._rows = {}
         return grad
 
-    def _gradient(self, leaf: int, _: object) -> Array:
+    def _gradient(self, leaf: Leaf, like: Array, _: object) -> Array:
         """Return a parameter's gradient from the workers, or an input's, with 0 in other rows."""
-        answers = zip(self._shares, self._team.fill(self._answers), strict=False)
-        parts = [(rows, grads.pop(leaf)) for rows, (grads, _) in answers if leaf in grads]
-        if leaf >= len(self._team.params):
-            grad: Array = np.zeros_like(self._leaves[leaf].data)
-            for rows, part in parts:
-                grad[rows] = part
+        answers = enumerate(self._team.fill(self._answers))
+        parts = [(worker, arrays.pop(leaf)) for worker, (arrays, _) in answers if leaf in arrays]
+        if not leaf[0]:
+            grad = np.zeros_like(like)
+            for worker, part in parts:
+                grad[self._shares[worker]] = part
             return grad
         total: Array = parts.pop(0)[1]
         for _, part in parts:
@@ -616,5 +641,5 @@ class WorkersGraph:
         return total
 
     def _forget(self, completed: bool) -> None:
-        self._seeds = []
+        self._rows = {}
         self._answers.clear()

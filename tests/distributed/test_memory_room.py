@@ -405,6 +405,6 @@ def test_workers_of_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
     memory = WorkerMemory()
     with pytest.raises(MemoryError, match="arrays for the workers of DataParallel"):
-        memory.put(np.empty((17, MB), np.float32))
+        memory.put([np.empty((17, MB), np.float32)])
     assert os.fstat(memory.fd).st_size == 0
     memory.close()

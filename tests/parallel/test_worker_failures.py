@@ -104,11 +104,10 @@ def test_threads_end_dropped_workers_once() -> None:
 
 def _lose_a_worker(model: fl.DataParallel) -> None:
     out = model(rows(0, 0))
-    pids = worker_pids(model)
     with pytest.raises(RankFailedError, match="worker 1 of 2 was killed by SIGKILL") as info:
         model(rows(0, BE_KILLED))
     assert info.value.exit_code == -signal.SIGKILL
-    assert pids.isdisjoint(processes.running())
+    assert worker_pids(model).isdisjoint(processes.running())
     with pytest.raises(RuntimeError, match="have been ended since, by close"):
         out.backward(np.ones((2, 3)))
 

@@ -155,13 +155,14 @@ def test_modes_buffers_and_settings_are_those_of_the_module(pair: Pair) -> None:
 def test_workers_that_a_short_batch_leaves_idle_have_what_the_next_one_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A module without buffers: its form is sent only where it has changed."""
     graphs: dict[int, list[int]] = {1: [], 2: []}  # that each worker has
     send = Worker.send
 
     def spy(worker: Worker, request: Any) -> None:
-        kept, method, _ = request
+        _, kept, _, places, number, *_ = request
         left = [graph for graph in graphs[worker.number] if graph in kept]
-        graphs[worker.number] = [*left, wrapped._number] if method else left
+        graphs[worker.number] = left if places is None else [*left, number]
         send(worker, request)
 
     monkeypatch.setattr(Worker, "send", spy)

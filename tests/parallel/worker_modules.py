@@ -83,4 +83,4 @@ class Everything(fl.nn.Module):
 def worker_pids(model: fl.DataParallel) -> set[int]:
     """The processes that compute for ``model``."""
     team = model._team
-    return set() if team is None else {worker._process.pid for worker in team.workers}
+    return set() if team is None else {worker._process.pid for worker in team._workers}

@@ -72,7 +72,7 @@ class _World(Joined):
             while len(data) < call.array.nbytes:
                 data += wire.recv(call.array.nbytes - len(data))
             call.array.view("u1")[:] = memoryview(data)
-        return Done()
+        return Done(call.array)
 
     def _to(self, peer: int) -> Any:
         if peer not in self._wires:
@@ -125,9 +125,9 @@ class Grouping(Start):
         joiner = Joiner(join, lambda cpu: cpu, lambda seconds: joiner)
         groups.new_group(self.members_of[rank], group=Membership(_World(rank, size), None, joiner))
 
-    def _compare(self, steps: Any, card: bytes) -> list[bytes]:
+    def _compare(self, backend: Any, card: bytes, _: str) -> list[bytes]:
         """Stand in for an all_gather of all ranks: see the top."""
-        self._cards[steps.rank] = card
+        self._cards[backend.rank] = card
         size, hosts = self.ranks, len(self.hosts)
         if len(self._cards) == size:
             self._cards_of_all = [self._cards[rank] for rank in range(size)]
