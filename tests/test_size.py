@@ -16,7 +16,7 @@ SOURCES = {".py", ".c", ".cc", ".h", ".inc", ".mk", ".pml", ".supp", ".txt"}
 # Maximum number of lines of files and folders. Blank lines, comments and docstrings count. In csrc
 # and tests all sources count, in the package Python alone, without stubs.
 LIMITS = {
-    "flashlight_py": 50_124,
+    "flashlight_py": 50_150,
     "flashlight_py/distributed": 17_692,
     "flashlight_py/parallel": 6_120,
     "flashlight_py/launch flashlight_py/engines": 3_984,
