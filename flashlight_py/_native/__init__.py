@@ -48,9 +48,9 @@ def load(name: str) -> ModuleType:
 
 @functools.cache
 def optional(name: str, without: str) -> Any | None:
-    """Return the extension module as :func:`load`; if it is missing, None.
+    """Return the extension module as :func:`load` does; None, with a warning, if it is missing.
 
-    Then a warning says why, and what works ``without`` it.
+    The warning consists of ``without``, the consequence, and of the reason.
     """
     try:
         return load(name)

@@ -115,7 +115,7 @@ def store_record(flight: Flight, text: str) -> Path:
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of a flight record.
 
-    Raises OSError if it cannot be read, and ValueError if it is none.
+    Raises OSError if the file cannot be read, and ValueError if it is not a flight record.
     """
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -324,7 +324,7 @@ class Watchdog:
             faulthandler.unregister(signal.SIGUSR1)
 
     def record(self, reason: str, threads: list[str] | None = None) -> Path:
-        """Write the record and return its path; an OSError if it cannot be written."""
+        """Write the record and return its path; raises OSError if it cannot be written."""
         with self._alone():
             self._written = system.wall_clock()  # nearly; it counts also where the writing fails
             path = write_record(self.flight, reason, threads)

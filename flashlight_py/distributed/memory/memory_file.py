@@ -73,7 +73,7 @@ class MemoryFile:
 
 @contextlib.contextmanager
 def open_memory(path: str) -> Iterator[int]:
-    """Open what another process of this user has made, as a descriptor; or raise an OSError."""
+    """Open a file that a process of this user made, for a ``with``; raises OSError if it cannot."""
     without_links = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | without_links)
     try:
@@ -101,7 +101,7 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
 
     ``map_path(path, create)`` raises OSError where it cannot; ``named``: the file needs a name,
     which it has until all have mapped it. Every rank raises OutOfMemoryError if a rank lacks
-    memory, and UnavailableEverywhereError if it failed on a rank otherwise.
+    memory, and UnavailableEverywhereError if a rank cannot map the file for another reason.
     """
     mapped, file, path, error = None, None, "", ("", "")
     try:

@@ -43,8 +43,8 @@ def store_of(group: ProcessGroup) -> BackendStore:
 def meet(group: ProcessGroup, doing: str) -> None:
     """Wait until all ranks are at the same place of what they do, one of ``COMPOSED``. Collective.
 
-    The others read afterwards what a rank has written to common memory before. Raises
-    DistributedError as :func:`flashlight_py.barrier`; a MismatchError closes the group.
+    The others read afterwards what a rank has written to common memory before. Raises as
+    :func:`flashlight_py.barrier`. If ranks do different things, the MismatchError closes the group.
     """
     group.run(Call(BARRIER, part_of=doing)).wait()
 

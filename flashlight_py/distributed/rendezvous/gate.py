@@ -237,7 +237,7 @@ class Gate(abc.ABC):
     # Who joins ------------------------------------------------------------------------------------
 
     def _greet(self, candidate: Connection) -> None:
-        """Do what a candidate's next message calls for; a WireError: it is none of ours."""
+        """Answer a candidate's next message; raises WireError if it is not a valid greeting."""
         kind, body = candidate.inbox.popleft()
         if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
             mine, key = nonce(), self._secret.key(candidate.address)

@@ -33,8 +33,8 @@ class TcpStore(TreeStore):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` seconds per exchange.
 
     ``one_host``: all ranks are on one host, so that they know the user's secret if the job was
-    given none. ``also`` are further addresses of rank 0. Raises ValueError if an argument makes no
-    sense; RendezvousError if rank 0 cannot listen there, or there is no secret and no file for one.
+    given none. ``also`` are further addresses of rank 0. Raises ValueError if an argument is out of
+    range; RendezvousError if rank 0 cannot listen there, or as ``Secret.find``.
     """
 
     kind, own, is_common = "address", "MASTER_PORT", True
@@ -100,8 +100,8 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[system.So
     """Return sockets that listen at ``port`` of this host, called ``host``; the caller closes them.
 
     For an address, the loopback, and ranks of ``one_host``, they listen at what ``host`` means
-    here. Other hosts may resolve a name differently: then they listen at all addresses. An OSError
-    says what to do if ``host`` is not this host, or the port is in use.
+    here. Other hosts may resolve a name differently: then they listen at all addresses. Raises
+    OSError, with the remedy, if ``host`` is not this host, or the port is in use.
     """
     if (listener := _handed_over(port)) is not None:
         return [listener]

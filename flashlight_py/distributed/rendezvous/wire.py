@@ -217,8 +217,8 @@ class Connection:
     def receive(self, timeout: float) -> None:
         """Take what arrives within ``timeout`` seconds; a message that is whole goes to the inbox.
 
-        Nothing that follows a message is read with it. Raises WireError if it is no message of
-        ours, or too long for who has proven nothing.
+        Nothing that follows a message is read with it. Raises WireError if it is not a message of
+        this protocol, or too long for a sender that has not yet proven that it knows the secret.
         """
         self.wire.settimeout(max(0.001, timeout))
         try:
