@@ -101,7 +101,7 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[system.So
 
     For an address, the loopback, and ranks of ``one_host``, they listen at what ``host`` means
     here. Other hosts may resolve a name differently: then they listen at all addresses. Raises
-    OSError, with the remedy, if ``host`` is not this host, or the port is in use.
+    OSError, which says what to do, if ``host`` is not this host, or the port is in use.
     """
     if (listener := _handed_over(port)) is not None:
         return [listener]

@@ -156,7 +156,7 @@ def read_init_method(
     """Translate ``"env://"``, ``"file://PATH"``, ``"tcp://HOST:PORT"`` and names of backends.
 
     Returns the method (None: the environment decides), and ``params`` with what the word adds.
-    Raises ValueError if ``value`` is neither such a word nor a method, or contradicts ``params``.
+    Raises ValueError if ``value`` is no such word or ``DistributedInit``, or ``params`` differ.
     """
     if isinstance(value, DistributedBackend):  # an IntEnum: its numbers are those of methods, too
         value = value.name.lower()
