@@ -49,15 +49,18 @@ def test_the_marks_of_a_step_that_was_not_completed(sharded: Any) -> None:
 def test_all_parameters_of_a_module_change_together(
     sharded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = sharded
+    """In one change, also if the optimizer has a parameter of this process alone."""
+    model, own = sharded[0], fl.param(np.ones(2, np.float32))
+    optimizer = fl.optim.SGDOptimizer([*model.params(), own], 0.5)
     (shards,), calls = optimizer._shards, []
     changing = type(shards).changing
     monkeypatch.setattr(
         type(shards), "changing", lambda own, what: calls.append(what) or changing(own, what)
     )
     loss_of(model, 0, 0).backward()
+    own.grad = np.ones(2, np.float32)
     optimizer.step()
-    assert calls == ["SGDOptimizer.step"]
+    assert (calls, own.array.tolist()) == (["SGDOptimizer.step"], [0.5, 0.5])
 
 
 def test_state_of_another_shape_is_refused(sharded: Any) -> None:
