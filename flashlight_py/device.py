@@ -109,8 +109,8 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
 def floating(dtype: Any, what: str) -> np.dtype[Any]:
     """Return a dtype, also by its name; ``"bfloat16"`` is ml_dtypes'. ``what``: for errors.
 
-    Raises TypeError if it is not a real floating one; for bfloat16 without ml_dtypes,
-    BackendUnavailableError.
+    Raises TypeError if it is no real floating dtype, and BackendUnavailableError if it is bfloat16
+    and ml_dtypes is not installed.
     """
     try:
         found = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
@@ -122,9 +122,9 @@ def floating(dtype: Any, what: str) -> np.dtype[Any]:
 
 
 def bfloat16(otherwise: np.dtype[Any] | None = None) -> np.dtype[Any]:
-    """Return the dtype of ml_dtypes; if that is not installed, ``otherwise``.
+    """Return the dtype of ml_dtypes, or ``otherwise`` if ml_dtypes is not installed.
 
-    Raises BackendUnavailableError if ``otherwise`` is None then.
+    Raises BackendUnavailableError if ml_dtypes is not installed and ``otherwise`` is None.
     """
     try:
         import ml_dtypes

@@ -52,7 +52,7 @@ def _addresses_of(word: str) -> list[str]:
 
 
 def resolved(host: str, port: int) -> list[tuple[Any, ...]]:
-    """Return the socket addresses that ``host`` means here; an OSError if it means none."""
+    """Return the socket addresses that ``host`` means here. Raises OSError if it means none."""
     try:
         found = system.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # of a name that cannot be one

@@ -157,7 +157,7 @@ def state_of(generator: Any) -> dict[str, Any]:
 def set_state_of(generator: Any, state: Mapping[str, Any]) -> None:
     """Let ``generator`` go on from ``state``, which ``state_of`` returned, in place.
 
-    A ValueError says that the state is of a generator of another kind.
+    Raises ValueError if the state is of a generator of another kind.
     """
     bits = generator.bit_generator
     if state["bit_generator"] != type(bits).__name__:

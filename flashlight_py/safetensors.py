@@ -125,7 +125,7 @@ def pieces(tree: object) -> Iterator[Array]:
 def from_bytes(file: Array) -> Any:
     """Return the tree that ``file`` (uint8, one dimension) holds; its arrays are views of it.
 
-    Raises ValueError if it is no such file, BackendUnavailableError as ``bfloat16``.
+    Raises ValueError if it is no such file, BackendUnavailableError if bfloat16 needs ml_dtypes.
     """
     try:
         (length,) = _LENGTH.unpack(file[: _LENGTH.size].tobytes())

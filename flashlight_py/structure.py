@@ -54,7 +54,7 @@ here = _Here()
 def as_one(function: Function) -> Function:
     """Let replays repeat ``function`` as one operation, not the operations in it.
 
-    It may do more with arrays than compute others. Other results must be the same each time.
+    It may change arrays, not only compute new ones. Results that are no arrays must not vary.
     """
 
     @functools.wraps(function)

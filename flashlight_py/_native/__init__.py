@@ -48,9 +48,9 @@ def load(name: str) -> ModuleType:
 
 @functools.cache
 def optional(name: str, without: str) -> Any | None:
-    """Return the extension module as :func:`load`; if it is missing, None.
+    """Return the extension module as :func:`load`; if it is missing, log a warning, return None.
 
-    Then a warning says why, and what works ``without`` it.
+    The warning says what happens ``without`` the extension, and why it is missing.
     """
     try:
         return load(name)

@@ -254,12 +254,9 @@ class FirstOrderOptimizer(Structured, ABC):
                 old[...] = to_device(new, device_of(old))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles hold: of parameters that are their process's own.
-
-        A shallow copy, too, has a rate and counts of its own.
-        """
+        """Return what copies and pickles hold. A shallow copy, too, has a rate of its own."""
         cut = [variable for variable in self.params if not is_in_common(variable)]
-        own = {name: x.copy() for name, x in vars(self).items() if isinstance(x, np.ndarray)}
+        own = {name: x.copy() for name, x in vars(self).items() if name == "_lr"}
         return {**vars(self), **own, "_shards": shards_of(cut)}
 
     def _state(self) -> dict[str, Any]:
@@ -466,7 +463,9 @@ class RuleOptimizer(FirstOrderOptimizer):
         )
         made_for = zip(self._made_for, in_common, strict=True)
         made = [None if common else shards for shards, common in made_for]
-        return {**super().__getstate__(), "_states": states, "_made_for": made}
+        counts = [name for name in ("_steps", "_square_norms") if name in vars(self)]
+        own: dict[str, Any] = {name: vars(self)[name].copy() for name in counts}
+        return {**super().__getstate__(), **own, "_states": states, "_made_for": made}
 
     def _state(self) -> dict[str, Any]:
         return dict(zip(self._names, self._states, strict=True))

@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
     @property
     def slot(self) -> Any:
-        """The name of the variable's slot that this is, or an empty string."""
+        """The name of this slot of a variable; empty if the holder is no variable."""
         return self.key if isinstance(self.holder, Variable) else ""
 
     def has(self, value: Any) -> bool:

@@ -216,6 +216,7 @@ class Own(optim.FirstOrderOptimizer):
         self.lr = 0.5
         super().__init__(params, self.lr)
         self._steps: Any = {"all": 0}
+        self.first = self.params[0].array
 
     def step(self) -> None:
         self._steps["all"] += 1
@@ -226,8 +227,8 @@ def test_an_optimizer_of_a_users_keeps_its_attributes() -> None:
     optimizer.step()
     for each in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         each.step()
-        assert (each._steps, each.lr) == ({"all": 2}, 0.5)
-    assert optimizer._steps == {"all": 1}
+        assert (each._steps, each.lr, each.first is each.params[0].array) == ({"all": 2}, 0.5, True)
+    assert (optimizer._steps, copy.copy(optimizer).first is optimizer.first) == ({"all": 1}, True)
 
 
 @MAKES

@@ -21,10 +21,10 @@ TREES = """
         m = np.random.default_rng(n).standard_normal((3, tree.len)).astype(np.float32)
         v = np.random.default_rng(n + 1).uniform(0, 2, (3, tree.len)).astype(np.float32)
         found = utils.get_labels(m.ravel(), v.ravel(), tree, n, 3)
-        given = m.ravel(), v.ravel(), [0, 1, 1]
+        y = [0, 1, 1]
         # The get_errors() of pytagi calls this with an argument too many.
-        wrong, _ = (utils._cpp_backend.get_error_wrapper(*given, n, 3)
-                    if hasattr(utils, "_cpp_backend") else utils.get_errors(*given, tree, n, 3))
+        wrong, _ = (utils._cpp_backend.get_error_wrapper(m.ravel(), v.ravel(), y, n, 3)
+                    if hasattr(utils, "_cpp_backend") else utils.get_errors(m, v, y, tree, n, 3))
         one = utils.obs_to_label_prob(m[1], v[1], tree, n)
         obs = utils.label_to_obs([n - 1, 0, n // 2], n)
         hot = utils.label_to_one_hot([n - 1, 0, n // 2], n)

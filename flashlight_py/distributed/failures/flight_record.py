@@ -81,7 +81,7 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     """Write or replace this rank's file and return its path.
 
     ``threads`` are the stacks of the threads in lines, by default those of this moment. Raises
-    OSError if it cannot be written, or somebody else has put the folder there.
+    OSError if the file cannot be written, or another user owns the folder.
     """
     text = record_text(flight, reason, stacks() if threads is None else threads)
     path = store_record(flight, text)
@@ -115,7 +115,7 @@ def store_record(flight: Flight, text: str) -> Path:
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of a flight record.
 
-    Raises OSError if it cannot be read, and ValueError if it is none.
+    Raises OSError if the file cannot be read, and ValueError if it is no flight record.
     """
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -324,7 +324,7 @@ class Watchdog:
             faulthandler.unregister(signal.SIGUSR1)
 
     def record(self, reason: str, threads: list[str] | None = None) -> Path:
-        """Write the record and return its path; an OSError if it cannot be written."""
+        """Write the record and return its path. Raises OSError if it cannot be written."""
         with self._alone():
             self._written = system.wall_clock()  # nearly; it counts also where the writing fails
             path = write_record(self.flight, reason, threads)

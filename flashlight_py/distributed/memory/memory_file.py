@@ -73,7 +73,7 @@ class MemoryFile:
 
 @contextlib.contextmanager
 def open_memory(path: str) -> Iterator[int]:
-    """Open what another process of this user has made, as a descriptor; or raise an OSError."""
+    """Open another process's file. Raises OSError if it is missing, or of another user."""
     without_links = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | without_links)
     try:
@@ -99,7 +99,7 @@ def _remove_orphans() -> None:
 def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool) -> Any:
     """Have rank 0 make a file in memory and every rank map it. Collective; two exchanges.
 
-    ``map_path(path, create)`` raises OSError where it cannot; ``named``: the file needs a name,
+    ``map_path(path, create)`` raises OSError if it fails; ``named``: the file needs a name,
     which it has until all have mapped it. Every rank raises OutOfMemoryError if a rank lacks
     memory, and UnavailableEverywhereError if it failed on a rank otherwise.
     """

@@ -47,7 +47,7 @@ class DeviceRule:
     max_per_node: int | None = None
 
     def index(self, count: int) -> int:
-        """Return the index among ``count`` visible devices; BackendUnavailableError if beyond."""
+        """Return the index of one of ``count`` devices, or raise BackendUnavailableError."""
         if self.max_per_node is None:
             return self.local_rank % count
         index = self.rank % self.max_per_node
@@ -277,7 +277,7 @@ def address_inside(interface: str) -> str:
 def choose(cards: Sequence[Card]) -> list[str]:
     """Return the address of each rank: all of one family, and none that two hosts have.
 
-    A ValueError says of which host there is none, and why.
+    Raises ValueError, which names the host and the reason, if a host has no such address.
     """
     shared = shared_addresses((card.host, card.own) for card in cards)
     by_host, translated = _connections(cards)

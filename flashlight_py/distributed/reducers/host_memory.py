@@ -44,7 +44,7 @@ def meet(group: ProcessGroup, doing: str) -> None:
     """Wait until all ranks are at the same place of what they do, one of ``COMPOSED``. Collective.
 
     The others read afterwards what a rank has written to common memory before. Raises
-    DistributedError as :func:`flashlight_py.barrier`; a MismatchError closes the group.
+    DistributedError like :func:`flashlight_py.barrier`. A MismatchError closes the group.
     """
     group.run(Call(BARRIER, part_of=doing)).wait()
 
@@ -72,7 +72,7 @@ def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -
     The ranks must share memory. All ranks read what one rank writes; the caller must order reads
     and writes. ``what`` names the purpose in errors. The host must also have ``unwritten`` bytes,
     the part of its other mappings that no rank has written yet. Every rank raises OutOfMemoryError
-    or UnavailableEverywhereError as ``map_together``, or DistributedError as ``all_reduce``.
+    or UnavailableEverywhereError like ``map_together``, or DistributedError like ``all_reduce``.
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:

@@ -166,7 +166,7 @@ class EagerReducer(_Pending):
     a thread for them costs more time than it saves. CuPy arrays always overlap, without a thread.
 
     A ``hook`` reduces the arrays, which are flat then; ``parts`` are the views into each of them,
-    in their order. Raises TypeError if it is not callable, or does not compress this dtype.
+    in their order. Raises TypeError if ``hook`` is not callable, or cannot compress the dtype.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def detect(environ: Mapping[str, str] = system.environ) -> LaunchEnvironment | N
     then Kubernetes, where a pod is one rank. A shell inside ``salloc`` or a batch script is no
     Slurm task, although it has Slurm's variables.
 
-    A ValueError names variables that are half set, no integers, out of range or contradictory.
+    Raises ValueError if variables are half set, no integers, out of range or contradictory.
     """
     pod, slurm = _pod(environ), _slurm(environ)
     inner = None if pod else _INNER.read(environ)

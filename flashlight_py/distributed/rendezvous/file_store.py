@@ -72,7 +72,7 @@ class Announcement(NamedTuple):
 
     @classmethod
     def parse(cls, content: bytes) -> Announcement:
-        """Read what ``pack`` wrote; a ValueError says why it is none."""
+        """Read what ``pack`` wrote. Raises ValueError, with the reason, if it is anything else."""
         try:
             record = json.loads(content)
         except (ValueError, RecursionError) as error:  # what is nested too deeply
@@ -102,7 +102,7 @@ class SharedDirectory:
 
     ``path`` may be an existing directory (the files in it are then named ``flashlight.*``) or a
     path whose parent exists (files beside it, named after it). ``nonce`` is fresh for every object.
-    Raises RendezvousError if the directory is missing, is none, or nothing can be created in it.
+    Raises RendezvousError if the directory is missing, is no directory, or no file can be created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -197,8 +197,8 @@ class FileStore(TreeStore):
     """A store at ``path``, which every rank must see; ``timeout`` seconds per exchange.
 
     ``path`` is that of a ``SharedDirectory``. Nothing needs to be prepared or removed by hand, even
-    after a run that was killed. Files of other users are ignored. Raises ValueError as
-    ``check_member``, RendezvousError as ``SharedDirectory``, or without a loopback network.
+    after a run that was killed. Files of other users are ignored. Raises ValueError like
+    ``check_member``; RendezvousError like ``SharedDirectory``, or if there is no loopback network.
     """
 
     kind, own, moves, patience = "path", "FILE_PATH", True, _PATIENCE

@@ -237,7 +237,7 @@ class Gate(abc.ABC):
     # Who joins ------------------------------------------------------------------------------------
 
     def _greet(self, candidate: Connection) -> None:
-        """Do what a candidate's next message calls for; a WireError: it is none of ours."""
+        """Handle a candidate's next message. Raises WireError if it must be dropped silently."""
         kind, body = candidate.inbox.popleft()
         if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
             mine, key = nonce(), self._secret.key(candidate.address)
@@ -337,8 +337,8 @@ class Gate(abc.ABC):
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
         """Greet rank 0 and go to the rank that it names, for so many seconds of ``patience``.
 
-        Or, until ``inside``, the rank that speaks for this host. Returns False if the named rank is
-        not there; raises NobodyError if nobody who knows the secret is.
+        Or, until ``inside``, the rank that speaks for this host. Returns False if the named rank
+        does not answer. Raises NobodyError if no process that knows the secret answers.
         """
         place, is_asking = self._place, not (inside or patience)
         if inside:

@@ -77,8 +77,8 @@ class MpiStore(TreeStore):
     MPI passes rank 0's address and a secret of this run to all ranks. Blocks until all are here.
     ``timeout`` is in seconds for each exchange.
 
-    Raises BackendUnavailableError as ``load_mpi``, RendezvousError as ``check_world``, and
-    ValueError as ``detect``.
+    Raises BackendUnavailableError like ``load_mpi``, RendezvousError like ``check_world``, and
+    ValueError like ``detect``.
     """
 
     name, kind, own = "MPI", "world of MPI", "mpirun"

@@ -102,7 +102,7 @@ class Secret:
 def folder(environ: Mapping[str, str]) -> Path:
     """Return the folder that is this user's alone; made among the temporary files if need be.
 
-    Raises RendezvousError if others may write to that one or read it.
+    Raises RendezvousError if other users may write to the folder or read it.
     """
     user = os.geteuid()
     for name in (environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}"):
@@ -135,7 +135,7 @@ def _not_ours(status: os.stat_result, is_kind: Any) -> str:
 
 
 def create_private(file: Path, content: bytes) -> None:
-    """Create ``file``, which no other user may read; an OSError leaves nothing of it behind."""
+    """Create ``file`` for this user alone. If that raises OSError, no new file is left."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS, 0o600)
     try:
         with open(descriptor, "wb") as new:

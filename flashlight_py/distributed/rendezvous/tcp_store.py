@@ -100,8 +100,8 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[system.So
     """Return sockets that listen at ``port`` of this host, called ``host``; the caller closes them.
 
     For an address, the loopback, and ranks of ``one_host``, they listen at what ``host`` means
-    here. Other hosts may resolve a name differently: then they listen at all addresses. An OSError
-    says what to do if ``host`` is not this host, or the port is in use.
+    here. Other hosts may resolve a name differently: then they listen at all addresses. Raises
+    OSError, which says what to do, if ``host`` is not this host, or the port is in use.
     """
     if (listener := _handed_over(port)) is not None:
         return [listener]

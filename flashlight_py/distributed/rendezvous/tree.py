@@ -54,7 +54,7 @@ _log = logging.getLogger("flashlight_py")
 class TreeNode(Gate):
     """This rank in the tree: below another one, but for rank 0, and above others perhaps.
 
-    Raises RendezvousError if it is rank 0, and cannot listen at ``place``.
+    Raises RendezvousError if this is rank 0, and it cannot listen at ``place``.
     """
 
     def __init__(self, place: MeetingPoint) -> None:

@@ -144,7 +144,7 @@ class Handshake(NamedTuple):
 class Connection:
     """One connected socket: whole messages in, whole messages out.
 
-    Raises OSError if the other end has hung up already; ``wire`` is closed then.
+    Raises OSError, and closes ``wire``, if the other end has hung up already.
     """
 
     def __init__(self, wire: system.Socket) -> None:
@@ -218,7 +218,7 @@ class Connection:
         """Take what arrives within ``timeout`` seconds; a message that is whole goes to the inbox.
 
         Nothing that follows a message is read with it. Raises WireError if it is no message of
-        ours, or too long for who has proven nothing.
+        ours, or too long for a peer that has proven nothing.
         """
         self.wire.settimeout(max(0.001, timeout))
         try:

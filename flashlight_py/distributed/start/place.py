@@ -27,7 +27,7 @@ def choose(
 ) -> StoreFactory | None:
     """Return what makes the store; None: a world of one process, which meets no other.
 
-    Raises ValueError and RendezvousError as ``distributed_init``.
+    Raises ValueError and RendezvousError like ``distributed_init``.
     """
     host, port, file = settings.master_addr, settings.master_port, settings.file_path
     is_given = (rank, size) != (-1, -1)

@@ -155,8 +155,8 @@ def read_init_method(
 ) -> tuple[DistributedInit | None, Mapping[str, Any] | None]:
     """Translate ``"env://"``, ``"file://PATH"``, ``"tcp://HOST:PORT"`` and names of backends.
 
-    Returns the method (None: the environment decides), and ``params`` with what the word adds. A
-    ValueError: it is none of these and no ``DistributedInit``; or ``params`` say otherwise.
+    Returns the method (None: the environment decides), and ``params`` with what the word adds.
+    Raises ValueError if ``value`` is no such word or ``DistributedInit``, or ``params`` differ.
     """
     if isinstance(value, DistributedBackend):  # an IntEnum: its numbers are those of methods, too
         value = value.name.lower()
