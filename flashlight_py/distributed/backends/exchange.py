@@ -57,7 +57,7 @@ def read_frames(joined: Array, most: int | None = None) -> list[Frame]:
 def exchange_bytes(
     backend: Backend, payload: bytes, part_of: str = "", seconds: float | None = None
 ) -> list[bytes]:
-    """Exchange ``payload``, of any length: return every rank's. Raises as ``Work.wait``."""
+    """Return the payloads of all ranks; the rest is as in ``Call``. Raises as ``Work.wait``."""
     frame = Frame(payload).pack()
     joined = backend.start(Call(ALL_GATHER, frame, part_of=part_of, seconds=seconds)).wait()
     return [bytes(frame.content) for frame in read_frames(joined)]

@@ -101,7 +101,7 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
 
     ``map_path(path, create)`` raises OSError if it fails; ``named``: the file needs a name,
     which it has until all have mapped it. Every rank raises OutOfMemoryError if a rank lacks
-    memory, and UnavailableEverywhereError if it failed on a rank otherwise.
+    memory, and UnavailableEverywhereError if a rank cannot map the file for another reason.
     """
     mapped, file, path, error = None, None, "", ("", "")
     try:

@@ -191,7 +191,7 @@ def _matrix(array: Array) -> Array:
 
 
 def orthonormal(columns: Array) -> Array:
-    """Return a new matrix whose columns are orthonormal, like ``columns``: (n, r) with r <= n.
+    """Return a new matrix with orthonormal columns, like ``columns`` of shape (n, r), r <= n.
 
     The first j of them span the first j of ``columns``; where these are linearly dependent, or
     zero, arbitrary directions take their place, the same on every rank. All NaN where ``columns``
@@ -248,7 +248,7 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def outer_sum(left: Array, right: Array, out: Array) -> None:
-    """Write ``left @ right.T``, of shapes (n, r) and (m, r), into ``out``, column after column."""
+    """Write ``left @ right.T`` into ``out`` (n, m), of one dtype, in the order of the columns."""
     xp = array_module(out)
     rows = xp.ascontiguousarray(right.T)
     height = len(out) if is_cupy(out) else max(1, _BLOCK // out.shape[1])

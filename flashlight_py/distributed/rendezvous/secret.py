@@ -68,7 +68,7 @@ class Secret:
     def find(cls, one_host: bool, environ: Mapping[str, str] = system.environ) -> Secret:
         """Return the secret that ``environ`` (default: ``os.environ``) or else the user's file has.
 
-        Raises RendezvousError if there is none, and the file cannot be created or is not private.
+        Raises RendezvousError if a variable is empty, or the file cannot be made or is not private.
         """
         for name in VARIABLES:
             if name in environ:

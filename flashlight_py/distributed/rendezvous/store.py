@@ -58,7 +58,7 @@ class Store(abc.ABC):
     def close(self) -> None:  # noqa: B027  (optional, as the next one)
         """Leave; collective. When it has returned on every rank, nothing of it is left behind.
 
-        Nothing happens if the ranks are joined otherwise: whoever joined them ends that.
+        By default nothing happens: the connections belong to another object, which closes them.
 
         Raises:
             RendezvousError: a rank has not left within the timeout, or has died (named).

@@ -33,8 +33,8 @@ class TcpStore(TreeStore):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` seconds per exchange.
 
     ``one_host``: all ranks are on one host, so that they know the user's secret if the job was
-    given none. ``also`` are further addresses of rank 0. Raises ValueError if an argument makes no
-    sense; RendezvousError if rank 0 cannot listen there, or there is no secret and no file for one.
+    given none. ``also`` are further addresses of rank 0. Raises ValueError if an argument is out of
+    range; RendezvousError if rank 0 cannot listen there, or as ``Secret.find``.
     """
 
     kind, own, is_common = "address", "MASTER_PORT", True

@@ -38,7 +38,7 @@ def limit(threads: int) -> None:
 def use_one_thread() -> tuple[int, str]:
     """Limit each OpenBLAS of this process to one thread, even if the user has chosen more.
 
-    Returns the threads, 0 if there is no OpenBLAS, and their instruction sets ("Haswell").
+    Returns the number of threads, 0 without an OpenBLAS, and the instruction sets ("Haswell").
     """
     global reason  # noqa: PLW0603  (see above)
     reason = "1, so that bits do not depend on them"

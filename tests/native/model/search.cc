@@ -530,7 +530,7 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     }
     return true;
   });
-  bool is_well = true;
+  bool is_well = !mutants.empty();
   std::printf("| file | function | what | order | weaker, and what notices |\n|---|---|---|---|---|\n");
   std::string row, file;
   for (size_t i = 0; i < mutants.size(); ++i) {
