@@ -5,7 +5,7 @@
 #   EXAMPLE=--capture   its other options; empty: without capture, which takes some ten times as long
 #   PYTEST="-k gloo"    arguments of pytest in `make test`, test-slow and test-all
 #   SLOW=tests/native   what `make test-slow` runs the slow tests of
-#   KILLS=50            how often `make test-slow` kills examples/ResumableTraining.py
+#   KILLS=50            rounds in which `make test-slow` kills ranks of examples/ResumableTraining.py
 #   ROUNDS=5000 SEED=2  of `make sanitize` and `make arm`: calls of a group, and which
 #   SCHEDULES=1000000   of `make model`, all cases together; CASE="send part" for cases that begin so;
 #                       SEARCH=1000000 at most for a search of each other case with one thread a rank;

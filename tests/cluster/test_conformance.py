@@ -9,6 +9,7 @@ from tests.cluster.hosts import Cluster
 from tests.distributed.test_conformance import (  # noqa: F401 - run here, with the fixture below
     test_a_reduction_gives_the_same_bits_every_time,
     test_all_reduce_multiple_of_mixed_arrays,
+    test_everything_at_once_in_any_order_of_waiting,
     test_messages,
     test_reductions_of_every_dtype_and_of_every_layout,
     test_reductions_of_every_dtype_in_every_layout,

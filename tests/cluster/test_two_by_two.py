@@ -12,6 +12,10 @@ from tests.cluster.hosts import Cluster
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks
 from tests.distributed.programs import every_verb, run_program
+from tests.distributed.test_conformance import (  # noqa: F401 - run here, with the fixture below
+    test_all_reduce_multiple_of_mixed_arrays,
+    test_where_the_extremes_are,
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +38,6 @@ def test_the_short_form_of_the_conformance_suite(rank: int, size: int) -> None:
         for dtype in ("float32", "float16", "int8"):
             conformance.every_op(rank, size, verb, dtype, "strided")
             conformance.every_size(rank, size, verb, dtype, [1, 16_384, 16_385, 300_001])
-    conformance.all_reduce_multiple_equals_a_loop(rank, size, True, True, "sum", 1.0)
     conformance.many_in_flight(rank, size)
     run_program(rank, size, every_verb(size, "float32", (1, 100_000)))
     conformance.ring_of_messages(rank, size, 100_000)
-    conformance.locations(rank, size, "float32")

@@ -114,6 +114,7 @@ def test_every_verb_is_the_identity_alone() -> None:
     assert x.tolist() == [0, 2, 4, 6]
     assert fl.all_reduce_multiple([x], scale=0.5, contiguous=True)[0] is x
     assert fl.broadcast(x) is x
+    assert fl.all_reduce(np.array([2.5, 0, np.nan]), op="land").tolist() == [1, 0, 1]
     assert fl.all_gather(x).tolist() == x.tolist() == fl.reduce_scatter(x).tolist()
     fl.barrier()
     fl.sync_distributed()

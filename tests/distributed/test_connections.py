@@ -27,7 +27,7 @@ from flashlight_py.errors import (
 from tests.distributed.conformance import in_places, on_ranks
 from tests.distributed.harness import run_ranks
 
-RANKS = 12
+RANKS = 12  # a number of ranks that pass on what they call, and are not all connected
 # One listens; 1, 2, 4 and 8 ranks before and after it are 6 others.
 AT_FIRST = 1 + 6
 LATE, GONE = 7, 5
@@ -240,17 +240,12 @@ def test_the_first_rank_that_gave_up_has_the_reason(rank: int, size: int, tmp_pa
 # Groups share connections and threads, and nothing else -------------------------------------------
 
 
-# More than what fits into the kernel's memory of a connection; and what a lost rank may take.
-LARGE, PROMPT = 4_000_000, 10.0
+LARGE = 4_000_000  # more than fits into the kernel's memory of a connection
 
 
 def by_both(size: int) -> Any:
     """Return a decorator of a test on new ranks, in shared memory and over TCP."""
     return on_ranks(("gloo", size), ("shm", size), fresh=True, params={"TIMEOUT": 30})
-
-
-# So many pass on what they call, and are not all connected.
-MANY = 12
 
 
 def total(group: Any = None) -> int:
@@ -361,7 +356,7 @@ def test_a_group_that_breaks_breaks_no_other(rank: int, size: int) -> None:
 
 
 @on_ranks(
-    *(("gloo", 4), ("shm", 4), ("gloo", MANY), ("shm", MANY)), lost=-1, params={"TIMEOUT": 30}
+    *(("gloo", 4), ("shm", 4), ("gloo", RANKS), ("shm", RANKS)), lost=-1, params={"TIMEOUT": 30}
 )
 def test_a_lost_rank_ends_the_groups_that_have_it(rank: int, size: int) -> None:
     with_it, without = fl.new_group([0, size - 1, 1]), fl.new_group(range(size - 1))
@@ -401,7 +396,7 @@ def test_groups_are_made_in_any_order(rank: int, size: int) -> None:
     goes_on(size)
 
 
-@by_both(MANY)
+@by_both(RANKS)
 def test_a_group_connects_who_is_not_connected(rank: int, size: int) -> None:
     """Ranks that are no neighbours: connections are made by the group that needs them first."""
     far = fl.split(rank % (size // 2), rank)

@@ -20,7 +20,6 @@ from tests.distributed.harness import run_outcomes, run_ranks, run_survivors
 from tests.distributed.told import first_error, told_now_or_later
 
 SHM, MPI = (pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "mpi"))
-EVERY = pytest.mark.parametrize("backend", ["gloo", SHM, MPI])
 ranks = ranks_in(*((b, n) for b in ("gloo", "mpi") for n in (2, 3)), slow=[("shm", 2), ("shm", 3)])
 pairs = on_ranks(("gloo", 2), ("mpi", 2), slow=[("shm", 2)])
 
@@ -212,7 +211,7 @@ def stay_away(rank: int, size: int, seconds: float) -> str:
 
 
 @pytest.mark.slow
-@EVERY
+@pytest.mark.parametrize("backend", ["gloo", SHM, MPI])
 def test_a_rank_that_stays_away_is_named_after_the_timeout(backend: str) -> None:
     outcomes = run_outcomes(stay_away, 3, 4.0, **world_of(backend, TIMEOUT=1))
     for rank in (0, 2):

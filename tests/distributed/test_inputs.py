@@ -270,15 +270,15 @@ def test_failures_that_were_raised_are_freed(rank: int, size: int) -> None:
 
 @on_ranks()
 def test_bools_of_any_byte(rank: int, size: int) -> None:
-    """Files and C code make bools whose byte is neither 0 nor 1."""
+    """Files and C code make bools whose byte is neither 0 nor 1. Of floats only 0 is false."""
     everyone = [np.array([r + 2, 255 * (r == 0), 0, 7 - r] * 9, np.uint8) for r in range(size)]
     truth = [each != 0 for each in everyone]
-    for op in (np.logical_and, np.logical_or, np.logical_xor):
-        name = op.__name__.removeprefix("logical_")
-        for each in (name, f"l{name}"):
-            same(fl.all_reduce(everyone[rank].view(bool).copy(), op=each), op.reduce(truth))
-    same(fl.all_reduce(everyone[rank].view(bool).copy(), op="min"), np.logical_and.reduce(truth))
-    same(fl.all_reduce(everyone[rank].view(bool).copy(), op="max"), np.logical_or.reduce(truth))
+    ops = {"and land min": np.logical_and, "or lor max": np.logical_or, "xor lxor": np.logical_xor}
+    for names, op in ops.items():
+        for name in names.split():
+            same(fl.all_reduce(everyone[rank].view(bool).copy(), op=name), op.reduce(truth))
+    floats = np.array([2.5, 0.0, np.nan, -1.0])
+    same(fl.all_reduce(floats, op="land"), np.array([1, 0, 1, 1]))
 
 
 @on_ranks()

@@ -273,7 +273,7 @@ def test_every_verb_does_what_it_does_with_arrays(
         for verb, how in calls_of(code, size):
             mine, given = x.copy(), {"op": how.get("op", "sum"), "peer": how.get("root", 0)}
             wanted = getattr(fl, verb)(x.copy(), **how)
-            in_place = verb_named(verb).in_place
+            in_place = conformance.BY_NAME[verb].in_place
             if not in_place:
                 got = native(group, verb, x, async_op=async_op, **given)
                 assert got is wanted is None or np.array_equal(got, wanted), (verb, how, code)
@@ -291,10 +291,6 @@ def test_every_verb_does_what_it_does_with_arrays(
                     continue
                 assert where is None or np.array_equal(where, wanted), (verb, how, code)
             assert record_of(group).as_dict()["dtype"] == str(x.dtype)
-
-
-def verb_named(name: str) -> Any:
-    return next(verb for verb in VERBS if verb.name == name)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -339,7 +335,7 @@ def test_memory_without_elements_has_no_address(rank: int, size: int) -> None:
         if verb in ("barrier", "send", "recv", "sendrecv"):
             continue
         x = 0, 12, (size, 0), None
-        out = None if verb_named(verb).in_place else (0, 12, (size, 0), None)
+        out = None if conformance.BY_NAME[verb].in_place else (0, 12, (size, 0), None)
         if verb in ("all_gather", "gather"):
             out = 0, 12, (size * size, 0), None
         elif verb in ("scatter", "reduce_scatter"):

@@ -118,7 +118,7 @@ def test_no_file_has_a_name_once_all_have_mapped_it(rank: int, size: int) -> Non
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
 
 
-APART, HOSTS = {"env": in_places("ab")}, {"env": conformance.two_hosts}
+APART = {"env": in_places("ab")}
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def functions_called(verb: Callable[[], object]) -> list[str]:
     return called
 
 
-@on_ranks(("shm", 2), ("single", 1))
+@on_ranks(("shm", 2), ("gloo", 2), ("single", 1))
 def test_plain_calls_do_not_pass_through_python(rank: int, size: int) -> None:
     x, whole, other = np.ones(4), np.zeros(4 * size), 1 - rank
     group = fl.new_group(range(size))
@@ -254,6 +254,7 @@ def test_plain_calls_do_not_pass_through_python(rank: int, size: int) -> None:
     if size > 1:
         verbs.append(lambda g: (fl.send, fl.recv)[rank](x, other, 3, group=g))
         verbs.append(lambda g: (fl.recv, fl.send)[rank](x, other, tag=3, group=g))
+        verbs.append(lambda g: fl.send(x, 1) if rank == 0 else fl.recv(x, None, partial=True))
         verbs.append(lambda g: fl.sendrecv(x, other, src=other, out=np.empty(4), group=g))
         verbs.append(lambda g: fl.sendrecv(x, None, src=None, out=x, tag=4, recv_tag=5, group=g))
         half = [(other, None), (None, other)]  # of a sendrecv
