@@ -46,17 +46,13 @@ def test_the_marks_of_a_step_that_was_not_completed(sharded: Any) -> None:
     model(fl.input(np.zeros((1, 30), np.float32)))
 
 
-def test_all_parameters_of_a_module_change_together(
-    sharded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one change, also if the optimizer has a parameter of this process alone."""
+def test_parameters_change_together(sharded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a module in one change, also if the optimizer has a parameter of this process alone."""
     model, own = sharded[0], fl.param(np.ones(2, np.float32))
     optimizer = fl.optim.SGDOptimizer([*model.params(), own], 0.5)
     (shards,), calls = optimizer._shards, []
-    changing = type(shards).changing
-    monkeypatch.setattr(
-        type(shards), "changing", lambda own, what: calls.append(what) or changing(own, what)
-    )
+    changing = shards.changing
+    monkeypatch.setattr(shards, "changing", lambda what: calls.append(what) or changing(what))
     loss_of(model, 0, 0).backward()
     own.grad = np.ones(2, np.float32)
     optimizer.step()
