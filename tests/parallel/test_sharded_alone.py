@@ -47,7 +47,7 @@ def test_the_marks_of_a_step_that_was_not_completed(sharded: Any) -> None:
 
 
 def test_parameters_change_together(sharded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a module in one change, also if the optimizer has a parameter of this process alone."""
+    """All of a module in one change, also if the optimizer has one of this process alone."""
     model, own = sharded[0], fl.param(np.ones(2, np.float32))
     optimizer = fl.optim.SGDOptimizer([*model.params(), own], 0.5)
     (shards,), calls = optimizer._shards, []
