@@ -60,7 +60,7 @@ typedef struct {
                       then 1; the others end without one (source -1) when they are cancelled, or tried */
 } fl_match;
 
-/* A send or a receive, one of several that are exchanged; its signature's root is the tag. */
+/* A send or a receive; the root of its signature is the tag. */
 typedef struct {
   fl_signature signature;
   void *data;
