@@ -40,7 +40,7 @@ def dask_client(workers: int, threads: int = 1, **options: Any) -> Iterator[Any]
         # A LocalCluster closes the nanny of a worker that is not there so long after it was lost;
         # by default 15 s, when a later test may just have killed it again.
         dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"}),
-        distributed.LocalCluster(n_workers=workers, **where, **options) as cluster,
+        distributed.LocalCluster(n_workers=workers, **{**where, **options}) as cluster,
         distributed.Client(cluster) as client,
     ):
         yield client

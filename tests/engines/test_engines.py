@@ -76,7 +76,7 @@ def test_arguments_that_make_no_sense(run: Run) -> None:
 
 
 def test_dask_needs_a_process_for_each_rank() -> None:
-    with dask_client(2, processes=False) as client:
+    with dask_client(2, processes=False, host=None) as client:  # threads have no host
         with pytest.raises(ValueError, match="and the cluster has 1; start more with proc"):
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=2)
         with pytest.raises(ValueError, match="5 ranks need as many worker processes"):
