@@ -49,10 +49,10 @@ class RendezvousError(DistributedError):
 class MismatchError(DistributedError):
     """The ranks called different things: operation, order, dtype, shape, root, reduce op or group.
 
-    Also where one has refused what was passed to it, which then raises its own error.
-    Raised on every rank, naming what each has called and where. The group can be used again
-    afterwards where ``group_lives``; not after a mismatch of groups, or through NCCL. ``calls``
-    are what the ranks have called, in words, as far as that is known.
+    Every rank raises it, and the message names the call and the line of each rank. If one rank
+    refused its arguments, that rank raises its own error and the other ranks raise this one. If
+    ``group_lives``, the group can be used again: not after a mismatch of groups, or through NCCL.
+    ``calls`` describes the known calls of the ranks in words.
     """
 
     def __init__(self, *args: object, group_lives: bool = True, calls: Sequence[str] = ()) -> None:

@@ -83,13 +83,13 @@ def save(
     job at a time may save into a directory.
 
     Args:
-        path: the directory, made if there is none; that of rank 0 counts.
-        module: has ``state_dict()`` and ``load_state_dict()``, as have the next three, or a list,
-            tuple or dict of such, as for two networks; arrays of any shape, dtype boolean, integer,
-            floating up to 64 bits, bfloat16 or complex.
-        optimizer: such as ``fl.optim.AdamOptimizer`` or ``fl.DistributedOptimizer``.
-        sampler: such as ``fl.DistributedSampler``; equally far on all ranks.
-        schedule: such as ``fl.optim.CosineAnnealingLR``.
+        path: the directory, created if it does not exist; rank 0's path is used.
+        module: an object with ``state_dict()`` and ``load_state_dict()``, or a list, tuple or dict
+            of such objects. Its arrays have any shape and a boolean, integer, floating (up to 64
+            bits), bfloat16 or complex dtype.
+        optimizer: like ``module``, for example ``fl.optim.AdamOptimizer``.
+        sampler: like ``module``, for example ``fl.DistributedSampler``; equally far on all ranks.
+        schedule: like ``module``, for example ``fl.optim.CosineAnnealingLR``.
         rng: True for the package's random numbers (dropout, initialisation), or generators of
             NumPy or CuPy (one, or a list, tuple or dict of them), whose state is saved as well.
         step: of the training, at least 0; the same on every rank.

@@ -9,10 +9,10 @@ products of two gates' weights, ``sum_j W_p[k, j] W_q[k, j] var(x_j)``: for a ga
 a part of the variance, for two gates the covariance before their functions. ``PAIRS`` are these p
 and q, in the order in which arrays have them:
 
-    ff ii gg oo   the variances, completed by those of the weights
+    ff ii gg oo   the variances of the gates, to which the variances of the weights are added
     ig            for the mean and variance of i g
-    fo io go      for those of o tanh(c); over the inputs of the layer alone, as pytagi has it
-    fi fg         only for the way back
+    fo io go      for the mean and variance of o tanh(c); over the layer's inputs only, as in pytagi
+    fi fg         only for the backward pass
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def cell_forward(z: Array, u: Array, states: States | None, slopes: Array) -> St
 
     Args:
         z: means of the inputs of the gates, ``[rows, 4, n]``.
-        u: their variances and covariances, ``[rows, 8, n]``, the first eight of ``PAIRS``.
-        states: those of the step before; None: 0.
-        slopes: ``[rows, 6, n]``, is written: covariances with c of the inputs of f, i and g, over
-            their variances; that of o with h; that of c with h; and f.
+        u: their variances and covariances, ``[rows, 8, n]``: the first eight of ``PAIRS``.
+        states: the result for the previous step; None means zeros.
+        slopes: ``[rows, 6, n]``, overwritten: for the inputs of f, i and g the covariance with c
+            over the variance of the input; the same for o with h and for c with h; then f.
     """
     xp = array_module(z)
     # sigmoid(z) = 1/2 + tanh(z/2) / 2, so all four gates are one tanh.

@@ -102,10 +102,10 @@ _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 class State:
     """The state that ``function`` and ``roots`` lead to, as it was when this was made.
 
-    ``held``: places of arrays, and of tuples that have some, with what was there. ``names``: those
-    that nobody tells of, which replays compare. ``variables``: each once. ``signature``: of
-    the structure; equal ones compute the same. ``numbers``: those in it, with their paths.
-    ``reason``: why no recording can be made.
+    ``held``: places of arrays, and of tuples with arrays, and their values. ``names``: places
+    whose changes are not reported, so replays compare their values. ``variables``: each once.
+    ``signature`` of the structure: steps with equal signatures compute the same. ``numbers`` of
+    the state, with their paths. ``reason``: why the step cannot be recorded.
     """
 
     def __init__(self, function: Callable[..., Any], roots: Iterable[Any] = ()) -> None:

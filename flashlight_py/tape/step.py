@@ -389,7 +389,7 @@ class _Call:
         self.recording.leave(reason, instead)
 
     def released(self) -> Any:
-        """Return what the step returned; put arrays in the place of what stands for them."""
+        """Return the step's result, with the arrays in place of their stand-ins."""
         result, self._result = unwrapped(self._result), None
         self._known.clear()
         found = [each for ref in self.recording.stand_ins if (each := ref()) is not None]

@@ -129,12 +129,12 @@ def sendrecv(
 
     Args:
         x: array to send.
-        dst: rank in the group that gets it; None: no rank, like MPI's PROC_NULL.
-        src: rank in the group that sends; None: no rank, and ``out`` stays as it is. So the edges
-            of a :func:`grid` need no case of their own.
+        dst: rank in the group that receives ``x``. If None, nothing is sent (MPI's PROC_NULL).
+        src: rank in the group that sends to this rank. If None, ``out`` stays unchanged, so the
+            edges of a :func:`grid` need no special case.
         out: array to fill, of the shape and dtype that ``src`` sends.
-        tag: of what is sent.
-        recv_tag: of what is received; default ``tag``.
+        tag: tag of the sent message.
+        recv_tag: tag of the received message, default ``tag``.
         group: the process group, default the world.
 
     Returns:

@@ -198,9 +198,9 @@ def _why_unreadable(offer: Sequence[str], own_domain: str) -> str:
 class Card(NamedTuple):
     """The addresses of a rank, as it reports them.
 
-    ``host`` identifies the host, ``name`` is for people, ``has`` lists its interfaces and ``own``
-    its addresses. ``asked`` is the user's interface, ``wanted`` its addresses, ``sources`` those of
-    packets to its peers, the best first, and ``ends`` those of connections, as in ``Store``.
+    ``host`` identifies the host, and people read ``name``. ``has`` lists the interfaces of the
+    host, ``own`` its addresses. The user chose interface ``asked`` with addresses ``wanted``.
+    Packets to peers come from ``sources``, the best first; ``ends`` is the field of ``Store``.
     """
 
     host: str
