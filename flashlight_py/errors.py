@@ -47,10 +47,10 @@ class RendezvousError(DistributedError):
 
 
 class MismatchError(DistributedError):
-    """The ranks called different things: operation, order, dtype, shape, root, reduce op or group.
+    """The ranks made different calls: operation, order, dtype, shape, root, reduce op or group.
 
     Every rank raises it, and the message names the call and the line of each rank. If one rank
-    refused its arguments, that rank raises its own error and the other ranks raise this one. If
+    rejected its arguments, that rank raises its own error and the other ranks raise this one. If
     ``group_lives``, the group can be used again: not after a mismatch of groups, or through NCCL.
     ``calls`` describes the known calls of the ranks in words.
     """

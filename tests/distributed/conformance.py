@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import MEANINGS, cut, factors
+from flashlight_py.distributed.calls.combining import RESULTS, factors, split_rows
 from flashlight_py.distributed.calls.combining import combined as in_order
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, VERBS, Verb
@@ -254,7 +254,7 @@ def by_hosts(arrays: Sequence[Array], op: ReduceOp, scale: float, hosts: Sequenc
         if op is ReduceOp.AVG:
             op, scale = ReduceOp.SUM, scale / len(arrays)
         first, scale = factors(arrays[0].dtype, op, scale)
-        arrays = [in_order(some, op, first) for some in cut(arrays, hosts)]
+        arrays = [in_order(some, op, first) for some in split_rows(arrays, hosts)]
     return in_order(arrays, op, scale)
 
 
@@ -267,7 +267,7 @@ def meant(
         return None
     if verb in BY_HOSTS and not flat:
         return combined(everyone, op, call.scale)
-    return MEANINGS[verb](everyone, rank, call)
+    return RESULTS[verb](everyone, rank, call)
 
 
 def assert_equal(got: Array, expected: Array, what: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import flashlight_py as fl
-from flashlight_py.distributed.calls.combining import MEANINGS
+from flashlight_py.distributed.calls.combining import RESULTS
 from flashlight_py.distributed.verbs import ALL_TO_ALL, REDUCE_SCATTER, SCATTER
 from flashlight_py.distributed.verbs import VERBS as VERBS_OF_ALL
 from tests.distributed.conformance import (
@@ -31,7 +31,7 @@ from tests.distributed.conformance import (
 )
 
 # Those that the table has, each also with unequal parts where it knows them.
-TABLED = {verb.name: verb for verb in VERBS_OF_ALL if verb in MEANINGS}
+TABLED = {verb.name: verb for verb in VERBS_OF_ALL if verb in RESULTS}
 UNEVEN = {f"{verb}_uneven": verb for verb in (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)}
 MESSAGES = ("sendrecv", "crossing messages")
 OBJECTS = ("broadcast_object", "all_gather_object", "gather_object", "scatter_object")

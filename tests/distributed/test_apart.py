@@ -11,7 +11,7 @@ from numpy.lib.array_utils import byte_bounds
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls import checks
-from flashlight_py.distributed.calls.checks import Apart
+from flashlight_py.distributed.calls.checks import OverlapCheck
 from flashlight_py.distributed.reducers import reducer
 from tests.cupy_stand_in import StandInCupy
 
@@ -43,7 +43,7 @@ def bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def add_all(arrays: Any) -> None:
-    together = Apart("a verb")
+    together = OverlapCheck("a verb")
     for array in arrays:
         together.add(array)
 
@@ -68,7 +68,7 @@ def test_arrays_that_lie_apart_are_taken(pair: tuple[Any, Any]) -> None:
 
 
 def test_what_is_only_read_may_overlap() -> None:
-    together = Apart("a verb")
+    together = OverlapCheck("a verb")
     together.add(X, writes=False)
     together.add(X[1:], writes=False)
     with pytest.raises(ValueError, match=r"array 2 shares memory with array [01]"):

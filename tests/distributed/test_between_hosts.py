@@ -12,7 +12,7 @@ from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
-from flashlight_py.distributed.calls.combining import cut
+from flashlight_py.distributed.calls.combining import split_rows
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_GATHER, REDUCE, Verb
 from tests.distributed.conformance import (
@@ -71,7 +71,7 @@ def parts(rank: int, size: int, places: str, name: str) -> None:
         for uneven in (None, [rows * (1 + r % 3) for r in range(size)], [0] * (size - 1) + [rows]):
             many = uneven or [rows] * size
             everyone = [values(r, (sum(many), 2), name) for r in range(size)]
-            mine = [list(cut(array, many))[rank] for array in everyone]
+            mine = [list(split_rows(array, many))[rank] for array in everyone]
             for scale in {1.0, *(scale for _, scale in fractions(name))}:
                 expected = in_order(mine, places, "sum", scale)
                 what = f"{many} rows of {name}, scale={scale}"

@@ -156,10 +156,10 @@ def test_hooks_of_others_stay_and_are_put_back(monkeypatch: pytest.MonkeyPatch) 
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
     before = sys.excepthook
-    abort.install()
+    abort.install_hooks()
     hook, error = sys.excepthook, ValueError("uncaught")
     hook(ValueError, error, None)
-    abort.uninstall()
+    abort.uninstall_hooks()
     assert printed == [error]
     assert sys.excepthook is before
 
@@ -167,7 +167,7 @@ def test_hooks_of_others_stay_and_are_put_back(monkeypatch: pytest.MonkeyPatch) 
 def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
-    abort.install()
+    abort.install_hooks()
     assert sys.excepthook is before
 
 

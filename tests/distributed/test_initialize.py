@@ -185,7 +185,7 @@ def test_ranks_are_notified_if_a_failed_start_cannot_be_undone(
     store: Any = SimpleNamespace(abort=reasons.append)
     before = held()
     with pytest.raises(KeyboardInterrupt, match="again"):
-        initialize.meet(lambda: store, Settings())
+        initialize.create_world(lambda: store, Settings())
     assert reasons == ["KeyboardInterrupt: again"]
     assert held() == before
 

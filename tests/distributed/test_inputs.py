@@ -109,7 +109,7 @@ def test_a_failure_that_was_reported_is_not_raised_by_sync_distributed(
 ) -> None:
     work = fl.all_reduce(np.ones((4, 2 * size + 2 * rank))[:, ::2], async_op=True)
     for _ in range(2):
-        with pytest.raises(fl.errors.MismatchError, match="called different things"):
+        with pytest.raises(fl.errors.MismatchError, match="made different calls"):
             work.wait()
     fl.sync_distributed()  # who waited knows of it
 

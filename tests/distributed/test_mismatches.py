@@ -160,7 +160,7 @@ def test_what_runs_beside_a_mismatch_goes_on(rank: int, size: int, count: int) -
     other = np.full(50_000, 7.0)
     given = np.zeros(50_000, np.float32)
     exchange = [lambda: fl.send(given, 1, 2), lambda: fl.recv(other, 0, 2)]
-    with pytest.raises(fl.errors.MismatchError, match=r"different things in (a )?message"):
+    with pytest.raises(fl.errors.MismatchError, match=r"different calls in (a )?message"):
         exchange[rank]()
     assert np.all(other == 7.0)
     for work in works:
@@ -204,7 +204,7 @@ def test_each_side_reports_where_the_others_have_called(rank: int, size: int, st
 
 def number_of(message: str) -> int:
     """Which call of the group it was, the first being 1."""
-    found = re.search(r"the ranks called different things in call (\d+) of this group: ", message)
+    found = re.search(r"the ranks made different calls in call (\d+) of this group: ", message)
     assert found, message
     return int(found[1])
 

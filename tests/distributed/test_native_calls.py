@@ -20,7 +20,7 @@ import flashlight_py as fl
 from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls import journal
-from flashlight_py.distributed.calls.arrays import code_of, dtype_of_code
+from flashlight_py.distributed.calls.arrays import dtype_of_code, native_code
 from flashlight_py.distributed.calls.journal import Record
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.start.world import current_world
@@ -238,7 +238,7 @@ class Owner:
 
 def by_address(x: Any, owner: Any = None) -> tuple[Any, ...]:
     """``x`` by its address; nothing else keeps its memory where that is its ``owner``."""
-    return x.ctypes.data, code_of(x.dtype), Size(x.shape), x if owner is None else owner
+    return x.ctypes.data, native_code(x.dtype), Size(x.shape), x if owner is None else owner
 
 
 def ops_of(code: int) -> tuple[str, ...]:

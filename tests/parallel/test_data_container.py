@@ -245,7 +245,7 @@ def test_epochs_are_compared_in_the_group_only(rank: int, size: int, name: str) 
         assert text.startswith(f"rank {group.rank} of 2: the ranks pass a {name} different")
         assert f"{what} (rank(s) 0: " in text
         assert "Pass the same on every rank of this group (ranks 2, 0" in text
-    other = f"rank 0 called {name}, and refused its arguments"
+    other = f"rank 0 called {name}, and rejected its arguments"
     own = ("seed must be at least 0, got -1", "and a group") if group.rank == 0 else (other, other)
     assert [words in text for words, text in zip(own, errors[3:], strict=True)] == [True, True]
 

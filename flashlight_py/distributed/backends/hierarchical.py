@@ -29,13 +29,13 @@ from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.calls.call_site import Place, called_at, caller
+from flashlight_py.distributed.calls.call_site import Site, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.agreement import Agreement, Load, between_hosts
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_room import shared_array
-from flashlight_py.distributed.work import FAILURES, Done, Then, Work, limit_passed, wait_for
+from flashlight_py.distributed.work import FAILURES, Done, Then, Work, wait_for, wait_timeout_error
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -83,13 +83,13 @@ class HierarchicalBackend(Backend):
         self._inside, self._between, self._flat = inside, between, flat
         self.network = flat.network
         if inside.memory is not None:
-            places = dict(zip(self._host, inside.near, strict=True))
+            places = dict(zip(self._host, inside.memory_ranks, strict=True))
             self.memory = inside.memory
-            self.near = [places.get(each, -1) for each in range(self.size)]
+            self.memory_ranks = [places.get(each, -1) for each in range(self.size)]
         self._parts = [part for part in (inside, between, flat) if part is not None]
-        team = object()
+        composite = object()
         for part in self._parts:
-            part.team = team
+            part.composite = composite
             if isinstance(part, NativeBackend) and isinstance(flat, GlooBackend):
                 flat.take_along(part)
         self._checked = checked
@@ -162,7 +162,7 @@ class HierarchicalBackend(Backend):
             ]
             receive = PartWork(self, call, works, claim)
             if not call.blocking:
-                self._receives = [one for one in self._receives if not one.is_heard]
+                self._receives = [one for one in self._receives if not one.is_settled]
                 self._receives.append(work := Then(receive, lambda found: found))
         return Done(receive.find()) if call.blocking else work
 
@@ -175,7 +175,7 @@ class HierarchicalBackend(Backend):
         """Exchange rows: how many each rank has is known where calls have been compared."""
         if not self._checked:
             load = Load(len(call.array))
-            self._rows = self._agreement.meet(call.verb.name, load, None).lengths
+            self._rows = self._agreement.exchange(call.verb.name, load, None).lengths
         return self._calls.all_gather(call, self._rows)
 
     def _flatly(self, call: Call) -> Any:
@@ -207,7 +207,7 @@ class HierarchicalBackend(Backend):
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
         assert isinstance(work, FutureWork)
-        work.is_heard = True  # this rank raises its own
+        work.is_settled = True  # this rank raises its own
         return work
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
@@ -224,13 +224,13 @@ class HierarchicalBackend(Backend):
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
             work = FutureWork(self._thread.submit(self._run_there, caller(), call, number, run))
-            work.is_heard = call.compared  # by whoever compares
+            work.is_settled = call.compared  # by whoever compares
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
         return work
 
-    def _run_there(self, place: Place, call: Call, number: int, run: Callable[[], Any]) -> Any:
+    def _run_there(self, place: Site, call: Call, number: int, run: Callable[[], Any]) -> Any:
         with called_at(place):
             return self._run(call, number, run)
 
@@ -241,7 +241,7 @@ class HierarchicalBackend(Backend):
         try:
             if not self._checked:
                 return run()
-            found = self._agreement.reach(call, number, self._calls.load(call))
+            found = self._agreement.agree(call, number, self._calls.load(call))
             if self._calls.has(call, found):
                 return self._calls.take(call, found)
             self._rows = found.lengths
@@ -357,11 +357,11 @@ class FutureWork(Work):
         if timeout is not None:
             limit = min(timeout, threading.TIMEOUT_MAX)
             if not futures.wait([self._future], limit).done:
-                raise limit_passed("an operation over several hosts", timeout)
+                raise wait_timeout_error("an operation over several hosts", timeout)
         try:
             return self._future.result()
         except FAILURES:
-            self.is_heard = True
+            self.is_settled = True
             raise
 
     def is_completed(self) -> bool:
@@ -369,7 +369,7 @@ class FutureWork(Work):
 
     def has_ended_well(self) -> bool:
         """Return whether it has ended without an error that no ``wait`` has raised."""
-        if not self._future.done() or self.is_heard or self._future.cancelled():
+        if not self._future.done() or self.is_settled or self._future.cancelled():
             return self._future.done()
         return not isinstance(self._future.exception(), FAILURES)
 
@@ -407,7 +407,7 @@ class PartWork(Work):
         end = time.monotonic() + timeout
         if not self._await(timeout):
             who = f"rank {self._owner.rank} of {self._owner.size}"
-            raise limit_passed(f"[{self._call.name}] {who}", timeout)
+            raise wait_timeout_error(f"[{self._call.name}] {who}", timeout)
         return self._found(max(0.0, end - time.monotonic()))
 
     def _await(self, seconds: float) -> bool:

@@ -17,9 +17,9 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.calls.arrays import as_bytes, dtype_code, require_length, row_bytes
+from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, dtype_code, row_bytes
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import cut, factors
+from flashlight_py.distributed.calls.combining import factors, split_rows
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
@@ -221,7 +221,7 @@ class HostCalls:
         came = work.wait()
         if came is not None:
             places = [region.sections[index] for region in regions]
-            for place, part in zip(places, cut(came, list(map(len, places))), strict=True):
+            for place, part in zip(places, split_rows(came, list(map(len, places))), strict=True):
                 place[...] = part
         for region in regions:
             if region is not home:
@@ -243,13 +243,13 @@ class HostCalls:
             self._reduce_section(call, last, ours, lengths, result.reshape(-1))
             self._runs_ahead()
             return result
-        home = cut(counts, [len(host) for host in self._hosts])[self._home]
+        home = split_rows(counts, [len(host) for host in self._hosts])[self._home]
         whole = np.empty(sum(home), flat.dtype)
         sections = self._sections(whole, home)
         if self._between is not None:
             self._reduce_section(call, last, ours, lengths, sections[self._inside.rank])
         self._share(sections)
-        result[...] = cut(whole, home)[self._inside.rank].reshape(result.shape)
+        result[...] = split_rows(whole, home)[self._inside.rank].reshape(result.shape)
         return result
 
     def _reduce_regions(
@@ -261,7 +261,7 @@ class HostCalls:
         lengths = [0 if self._between is None else some[index] for some in sizes]
         ours = np.empty(sum(lengths), call.array.dtype)
         rest = [0] * (self._inside.size - self._leaders)
-        for region, some, room in zip(regions, sizes, cut(ours, lengths), strict=True):
+        for region, some, room in zip(regions, sizes, split_rows(ours, lengths), strict=True):
             step = Call(REDUCE_SCATTER, region.whole, call.op, scale, rows=some + rest, out=room)
             self._inside.start(step).wait()
         return ours, lengths
@@ -275,15 +275,15 @@ class HostCalls:
 
     def _regions(self, whole: Array, counts: Sequence[int]) -> list[Region]:
         """Cut ``whole``, which has ``counts`` elements of each rank, host by host."""
-        by_host = cut(counts, [len(host) for host in self._hosts])
-        wholes = cut(whole, list(map(sum, by_host)))
+        by_host = split_rows(counts, [len(host) for host in self._hosts])
+        wholes = split_rows(whole, list(map(sum, by_host)))
         parts = zip(wholes, by_host, strict=True)
         return [Region(part, self._sections(part, some)) for part, some in parts]
 
     def _sections(self, whole: Array, counts: Sequence[int]) -> list[Array]:
         """Cut what is of one host's ranks into what its leaders exchange."""
         if self._even:
-            return list(cut(whole, counts))
+            return list(split_rows(whole, counts))
         return cut_evenly(whole, self._leaders)
 
     def _rows_of(self, call: Call, rank: int) -> slice:
@@ -301,10 +301,10 @@ class HostCalls:
             ValueError: ``call.out`` has another number of rows.
         """
         if call.out is not None:
-            require_length(call.name, call.out, sum(rows), self._rank, self._size)
+            check_out_rows(call.name, call.out, sum(rows), self._rank, self._size)
         if not copies:
             return whole
-        parts = sorted(zip(self._order, cut(whole, rows), strict=True), key=itemgetter(0))
+        parts = sorted(zip(self._order, split_rows(whole, rows), strict=True), key=itemgetter(0))
         return np.concatenate([part for _, part in parts], out=call.room(sum(rows)))
 
 

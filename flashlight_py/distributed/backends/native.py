@@ -43,14 +43,20 @@ from flashlight_py.distributed.backends.native_work import (
     light_work,
 )
 from flashlight_py.distributed.calls.arrays import (
-    code_of,
-    name_of,
-    number_of,
-    require_length,
+    check_out_rows,
+    dtype_digest,
+    dtype_name,
+    native_code,
     row_bytes,
 )
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
-from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
+from flashlight_py.distributed.calls.call_site import (
+    Site,
+    caller,
+    hidden_files,
+    site_of,
+    text_at_site,
+)
 from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring, forked
 from flashlight_py.distributed.failures import abort
@@ -94,10 +100,10 @@ def described(ffi: Any, call: Call, like: Array | None, code: int, root: int) ->
             name = f"{SHUTDOWN}{NAMED}"
     else:
         holds, shape = call.holds, like.shape
-        kind = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED
+        kind = native_code(like.dtype) if holds is None or call.verb.reduces else MOVED
         if holds is not None or kind == MOVED:
             held, shape = holds or (like.dtype, shape)
-            number, text = number_of(held), name_of(held)
+            number, text = dtype_digest(held), dtype_name(held)
             if len(names_seen) >= _SEEN:
                 names_seen.clear()
             names_seen[number], name = text, f"{text}{NAMED}"
@@ -148,7 +154,7 @@ class NativeBackend(Backend):
         # group is closed.
         self.group: Any = None
         abort.watch(self)
-        self._sites: dict[Place, Any] = {}
+        self._sites: dict[Site, Any] = {}
         self._running: dict[Any, None] = {}  # in order; threads change it at the same time
         self._most_running = _LEAST_RUNNING
         self._callers = Callers(self.name)
@@ -186,7 +192,7 @@ class NativeBackend(Backend):
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
             (AllOf, _raise_forked, light_work(fast), self._running),
-            *(ring.memory, ring.notes, folders(), self._callers.threads),
+            *(ring.memory, ring.notes, hidden_files(), self._callers.threads),
             (self._first, dropped),
         )
         return EntryPoints(*functions_of_group)
@@ -242,7 +248,7 @@ class NativeBackend(Backend):
             return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
         except BaseException as error:
             if self.journal is not None:
-                self.journal.failed(number, error)
+                self.journal.record_failure(number, error)
             if not isinstance(error, Exception):  # of a call that was queued the rest would go on
                 abort.report(error, [self])
             raise
@@ -449,7 +455,7 @@ class NativeBackend(Backend):
         work = self._launch(call, output=got, result=got, **self._sections(call.array, table))
         if out is None or got is out:
             return work
-        return Then(work, lambda _: require_length(call.name, out, arrive, self.rank, self.size))
+        return Then(work, lambda _: check_out_rows(call.name, out, arrive, self.rank, self.size))
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
         """Return ``data`` and ``keep`` of a call: ``table`` has the rows of each rank for each."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashlight_py._native import codes
 from flashlight_py._native.codes import DTYPES, MOVED
-from flashlight_py.distributed.calls.arrays import LEAST_NUMBER
+from flashlight_py.distributed.calls.arrays import MIN_DTYPE_DIGEST
 from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, composed, in_words
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort
@@ -22,8 +22,8 @@ from flashlight_py.distributed.failures.wording import (
     different_calls,
     indented_traceback,
     names,
-    raised,
-    who_that_was,
+    peer_raised,
+    process_list,
 )
 from flashlight_py.distributed.rendezvous.store import MOST_RANKS
 from flashlight_py.distributed.verbs import BARRIER, VERBS
@@ -66,7 +66,7 @@ def failure(
     room = ffi.new("int[]", backend.size)
     missing = sorted(room[0 : lib.fl_op_missing(handle, room, backend.size)])
     who = names(backend.numbers[rank] for rank in missing) if missing else "another rank"
-    those = who_that_was(missing, backend.processes)
+    those = process_list(missing, backend.processes)
     if status == lib.FL_MISMATCH:
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
@@ -116,7 +116,7 @@ def _ended_normally(
 def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
     """Return what the others are to raise: ``traceback``, whose first line is the exception."""
     who = f"rank {backend.numbers[backend.rank]}"
-    return _LOST + raised(who, who_that_was([backend.rank], backend.processes), traceback)
+    return _LOST + peer_raised(who, process_list([backend.rank], backend.processes), traceback)
 
 
 def words_of(error: DistributedError) -> str:
@@ -130,7 +130,7 @@ def words_of(error: DistributedError) -> str:
 
 def _late_itself(backend: NativeBackend, who: str, why: str) -> str:
     """Return what others are told where ``who`` gave this rank up."""
-    those = who_that_was([backend.rank], backend.processes)
+    those = process_list([backend.rank], backend.processes)
     late = f"rank {backend.numbers[backend.rank]} did not join"
     return did_not_join("", late, f"the limit of {who}", why, those).removeprefix(": ")
 
@@ -221,7 +221,7 @@ def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
         call_ahead = getattr(other, "call_ahead", None)
         if other is backend or call_ahead is None or rank >= len(backend.processes):
             continue
-        if other.team is not None and other.team is backend.team:
+        if other.composite is not None and other.composite is backend.composite:
             continue  # parts of one group, in which a rank goes from one to the other
         there = [r for r, who in enumerate(other.processes) if who == backend.processes[rank]]
         if there and (call := call_ahead(there[0])):
@@ -232,7 +232,7 @@ def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
 def call_in_words(signature: Any, name: str = "") -> str:
     """Write a signature as the call that it stands for; ``name`` is its dtype's, or a barrier's."""
     if signature.ndim == codes.REFUSED:
-        return "something, and refused its arguments"
+        return "something, and rejected its arguments"
     if signature.ndim == codes.WITHDRAWN:
         return f"{_VERBS[signature.op].name}, and raised the error of an earlier call instead"
     if signature.part_of:
@@ -251,7 +251,7 @@ def call_in_words(signature: Any, name: str = "") -> str:
 def _array(signature: Any, name: str) -> str:
     ndim, code = signature.ndim, signature.dtype & ~(codes.COMPARED | codes.ON_GPU)
     last = signature.shape[ndim - 1] if 0 < ndim <= codes.DIMENSIONS else 0
-    if code == MOVED or name or last >= LEAST_NUMBER:  # its number is behind its dimensions
+    if code == MOVED or name or last >= MIN_DTYPE_DIGEST:  # its number is behind its dimensions
         name, ndim = name or names_seen.get(last, f"dtype #{last:x}"), ndim - 1
     extents = [str(signature.shape[d]) for d in range(min(ndim, codes.DIMENSIONS))]
     if signature.ndim > codes.DIMENSIONS:

@@ -63,7 +63,8 @@ class ShmBackend(NativeBackend):
         self._named = needs_names(store.spaces)
         self._kin = store.near if store.near and min(store.near.ranks) >= 0 else None
         self.memory = self
-        self.near = self.places = list(range(self.size) if self._kin is None else self._kin.ranks)
+        self.places = list(range(self.size) if self._kin is None else self._kin.ranks)
+        self.memory_ranks = self.places
         self._begin(native, map_together(store, self._map, self._named), at_once)
         self._do("on_mismatch", self.group, answer_where(native))
 

@@ -18,14 +18,14 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import (
-    WITH_TEXT,
+    ENCODED_PART,
     as_bytes,
-    of_bytes,
+    decode_part,
     row_bytes,
     scale_in_place,
 )
 from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.calls.combining import MEANINGS, combined, cut
+from flashlight_py.distributed.calls.combining import RESULTS, combined, split_rows
 from flashlight_py.distributed.constants import ReduceOp
 
 # The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
@@ -152,7 +152,7 @@ class VerbSteps:
 
     def _by_meaning(self, call: Call, _: None) -> Steps:
         """Combine in place what the library does not: every rank receives all arrays, in pieces."""
-        flat, xp, combine = call.array.reshape(-1), array_module(call.array), MEANINGS[call.verb]
+        flat, xp, combine = call.array.reshape(-1), array_module(call.array), RESULTS[call.verb]
         step = max(1, _PIECE_BYTES // (flat.itemsize * self._size))
         for start in range(0, flat.size, step):
             part = flat[start : start + step]
@@ -193,7 +193,7 @@ class VerbSteps:
             mine = library.empty(shape, dtype)
         whole = None if call.array is None else as_bytes(call.array)
         yield from self.scatter(whole, as_bytes(mine), call.root)
-        return of_bytes(mine.view(np.uint8)) if mine.dtype == WITH_TEXT else mine
+        return decode_part(mine.view(np.uint8)) if mine.dtype == ENCODED_PART else mine
 
     def _all_to_all(self, call: Call, totals: list[int]) -> Steps:
         array = call.array
@@ -317,7 +317,7 @@ class VerbSteps:
 
 def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
     """Return the part of each rank; none where there is nothing."""
-    return {} if data is None else dict(enumerate(cut(data, counts)))
+    return {} if data is None else dict(enumerate(split_rows(data, counts)))
 
 
 class MpiForm(NamedTuple):
