@@ -90,7 +90,7 @@ def digits() -> tuple[Batch, Batch]:
 
 
 def batch(data: Batch, t: int, options: argparse.Namespace) -> Batch:
-    """Return this rank's share of batch ``t``, shifted by at most a pixel; with leaves all of it."""
+    """Return this rank's share of batch ``t``, shifted by at most one pixel."""
     random = np.random.default_rng([options.seed, t])
     chosen = random.choice(len(data[1]), options.batch_size, replace=False)
     images, labels = data[0][chosen], data[1][chosen]

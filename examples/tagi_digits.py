@@ -71,7 +71,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def mlp() -> nn.Sequential:
-    """Return a network with two hidden layers and an output for each node of the tree of classes."""
+    """Return a network with two hidden layers and an output for each node of the class tree."""
     return nn.Sequential(
         nn.Linear(64, 128),
         nn.ReLU(),
