@@ -360,7 +360,7 @@ sharp-bits: If a verb would change a read-only array, it raises `ValueError`
     ValueError: fl.all_reduce(read_only(np.ones(3)))
 sharp-bits: Averages of integers raise `TypeError`
     TypeError: fl.all_reduce(np.ones(3, int), op="avg")
-models: An empty batch is an error
+models: An empty batch raises an error
     ValueError: fl.nn.Conv2D(1, 2, 3)(fl.input(np.zeros((0, 1, 8, 8), np.float32)))
 differentiable-collectives: `op` is `"sum"` or `"avg"`
     ValueError: fl.functional.all_reduce(fl.param(np.ones(3)), op="max")

@@ -504,7 +504,7 @@ std::string operation_of(const Mutant& mutant) {
   return source;
 }
 
-// Every order weakened, every wake and fence dropped, one at a time: which case notices. As docs/reliability.md has it.
+// Every order weakened, every wake and fence dropped, one at a time: which case notices. As docs/model-checking.md has it.
 int try_mutants(long schedules, int jobs, const std::string& only, const std::vector<Case>& chosen) {
   std::vector<Mutant> mutants;
   const auto is_chosen = [&](const Case* one) {
