@@ -121,7 +121,7 @@ def show(measurements: list[Measurement]) -> None:
         some = [m for m in measurements if (m.ranks, m.dtype) == (ranks, dtype)]
         print(f"\n### all_reduce, {dtype}, {ranks} ranks\n")
         print(time_table(some, "bytes", lambda m: size_name(m.nbytes)))
-        print(f"\nTime of the others divided by that of {targets.OURS}:\n")
+        print(f"\nTime of each peer divided by the time of {targets.OURS}:\n")
         print(ratio_table(some, "bytes", lambda m: size_name(m.nbytes), targets.OURS))
 
 

@@ -160,7 +160,7 @@ def main() -> None:
         some = [m for m in measurements if m.ranks == ranks]
         print(f"\n### Verbs, {options.dtype}, {ranks} ranks\n")
         print(time_table(some, "verb", label))
-        print(f"\nTime of the others divided by that of {OURS}:\n")
+        print(f"\nTime of each peer divided by the time of {OURS}:\n")
         print(ratio_table(some, "verb", label, OURS))
     judged = verdicts(measurements, conductor.absent)
     conclude(options, conductor, measurements, judged, lambda m: f"{m.ranks} ranks {label(m)}")

@@ -149,7 +149,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help=f"of the example, default {EPOCHS}")
     options = parser.parse_args()
     if len(options.ranks) > 1:
-        parser.error("--ranks: one number; bytes and losses of others are another run's")
+        parser.error(
+            "--ranks: expected one number; run the script again for another number of ranks"
+        )
     defaults = (QUICK_WIDTH, 200, 1) if options.quick else (WIDTH, SAMPLES, EPOCHS)
     for name, default in zip(("width", "samples", "epochs"), defaults, strict=True):
         setattr(options, name, getattr(options, name) or default)

@@ -37,7 +37,7 @@ def main() -> None:
     against = {label(widest): widest.ratios(WRAPPED, SPAWNED)}
     verdicts = [at_most("the widest network, against fl.spawn", FAR, against)]
     print(f"{time_table(results, 'width', label)}\n")
-    print(f"Time divided by that of {ONE}:\n\n{ratio_table(results, 'width', label, ONE)}\n")
+    print(f"Time divided by the time of {ONE}:\n\n{ratio_table(results, 'width', label, ONE)}\n")
     conclude(options, None, results, verdicts)
 
 

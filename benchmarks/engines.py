@@ -34,7 +34,7 @@ from harness.verdicts import Verdict, at_most
 
 ENGINES, RANKS = ["ray", "dask", "spark"], 2
 SIZES = [4, 64 << 10, 4 << 20]
-SPAWN, RUN, ALONE = "spawn", "run", "the engine alone"
+SPAWN, RUN, ALONE = "spawn", "run", "engine only"
 FLRUN, ACTORS = "flrun", "fl.launch.ray"
 SECONDS = 1.0  # seconds that a start may take longer than spawn
 MOST = 1.2  # times flrun's all_reduce
@@ -167,7 +167,7 @@ def verdicts(starts: list[Measurement], reduces: list[Measurement]) -> list[Verd
 
 def read_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments("Time what runs on engines.", [RANKS], "")
+    parser = common_arguments("Measure starts and all_reduce on engines.", [RANKS], "")
     add = parser.add_argument
     add("--engines", nargs="*", default=ENGINES, choices=ENGINES, metavar="ENGINE")
     add("--sizes", type=int, nargs="*", default=SIZES, help="bytes of each rank's argument")
@@ -186,7 +186,7 @@ def main() -> None:
         print(f"\n### Two ranks\n\n{time_table(starts, 'from start to end', lambda m: m.task)}")
     if reduces:
         print(f"\n### all_reduce\n\n{time_table(reduces, 'bytes', lambda m: size_name(m.nbytes))}")
-        print(f"\nTime of the others divided by that of {FLRUN}:\n")
+        print(f"\nTime of each peer divided by the time of {FLRUN}:\n")
         print(ratio_table(reduces, "bytes", lambda m: size_name(m.nbytes), FLRUN))
     judged = verdicts(starts, reduces)
     conclude(

@@ -303,7 +303,7 @@ def main() -> None:
         cases[name] = [measure(cupy, name, kernel, count, options.rounds) for count in sizes]
         print(f"\n### {name}, float32\n")
         print(time_table(cases[name], "bytes of an array", lambda m: size_name(m.nbytes)))
-        print(f"\nTime of the others divided by that of {OURS}:\n")
+        print(f"\nTime of each peer divided by the time of {OURS}:\n")
         print(ratio_table(cases[name], "bytes", lambda m: size_name(m.nbytes), OURS))
         print(left_out_text(cases[name], lambda m: size_name(m.nbytes)), flush=True)
         if options.json:

@@ -188,7 +188,7 @@ def show(place: Place) -> None:
 
     some = place.measurements
     print(f"\n### {place.name}\n\n{time_table(some, 'verb', label)}")
-    print(f"\nTime of the others divided by that of {OURS}:\n")
+    print(f"\nTime of each peer divided by the time of {OURS}:\n")
     print(ratio_table(some, "verb", label, OURS))
     rows = [
         [label(m), f"{median(shares):.3g}x"]
@@ -196,7 +196,7 @@ def show(place: Place) -> None:
         if m.nbytes >= 1 << 20 and (shares := place.shares(m))
     ]
     if rows:
-        print(f"\n{markdown(['verb', f'time of {OURS} to that of the wire'], rows)}")
+        print(f"\n{markdown(['verb', f'time of {OURS} divided by the time of the wire'], rows)}")
 
 
 def read_options() -> argparse.Namespace:

@@ -108,7 +108,7 @@ def main() -> None:
     for measurement, ours in zip(measurements, (FLRUN, IMPORT), strict=True):
         print(f"\n### {measurement.task}\n")
         print(time_table([measurement], "from start to end", lambda m: m.task))
-        print(f"\nTime divided by that of {ours}:\n")
+        print(f"\nTime divided by the time of {ours}:\n")
         print(ratio_table([measurement], "", lambda m: m.task, ours))
     judged = verdicts(*measurements)
     conclude(options, None, measurements, judged)

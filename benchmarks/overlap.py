@@ -137,7 +137,7 @@ def read_options() -> argparse.Namespace:
     add("--trace", type=Path, metavar="FILE.json.gz", help="of the kernels, with --device cuda")
     options = parser.parse_args()
     if options.trace and options.device == "cpu":
-        parser.error("--trace is of a GPU: add --device cuda")
+        parser.error("--trace needs a GPU: add --device cuda")
     return options
 
 

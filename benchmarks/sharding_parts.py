@@ -94,7 +94,7 @@ def epoch(options: argparse.Namespace, conductor: Conductor) -> Measurement:
 
 def read_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments("Measure what serves large data sets and models.", [8], "")
+    parser = common_arguments("Measure functions for large data sets and models.", [8], "")
     parser.add_argument("--rows", type=int, default=8_000_000, help="of an epoch")
     parser.add_argument("--nbytes", type=int, default=64 << 20, help="of the data set")
     parser.add_argument("--width", type=int, default=4096, help="of the linear layers")

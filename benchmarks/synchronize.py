@@ -66,7 +66,7 @@ def main() -> None:
         some = [m for m in measurements if m.ranks == ranks]
         print(f"\n### A tree of {ARRAYS} arrays, {ranks} ranks\n")
         print(time_table(some, "arrays", label))
-        print(f"\nTime divided by that of {ONE}:\n")
+        print(f"\nTime divided by the time of {ONE}:\n")
         print(ratio_table(some, "arrays", label, ONE))
     judged = verdicts(measurements)
     conclude(options, conductor, measurements, judged, lambda m: f"{m.ranks} ranks {label(m)}")

@@ -166,7 +166,7 @@ def label(measurement: Measurement) -> str:
 def show(place: str, measurements: Sequence[Measurement]) -> None:
     """Print times, and ratios."""
     print(f"\n### {place}\n\n{time_table(measurements, 'call', label)}")
-    print(f"\nTime of the others divided by that of {OURS}:\n")
+    print(f"\nTime of each peer divided by the time of {OURS}:\n")
     print(ratio_table(measurements, "call", label, OURS))
 
 

@@ -100,7 +100,12 @@ def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train, going on from the last checkpoint.")
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="of the checkpoints; made if there is none")
+    add(
+        "--folder",
+        type=Path,
+        required=True,
+        help="folder of the checkpoints; created if it is missing",
+    )
     add("--epochs", type=int, default=10)
     add("--save-every", type=int, default=10, metavar="STEPS")
     add("--seed", type=int, default=0)

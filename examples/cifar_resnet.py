@@ -149,7 +149,7 @@ if __name__ == "__main__":
     add("--seed", type=int, default=0)
     add("--capture", action="store_true", help="record the step once and replay it natively")
     add("--leaves", type=int, default=0, help="the same bits on any number of ranks, such as 8")
-    add("--folder", type=Path, help="of the checkpoints; made if there is none")
+    add("--folder", type=Path, help="folder of the checkpoints; created if it is missing")
     options = parser.parse_args()
     if options.steps < 4 or min(options.width, options.every) < 1:  # OneCycleLR has two phases
         parser.error("--steps is from 4 on, --width and --every from 1")

@@ -69,8 +69,8 @@ def main(options: argparse.Namespace) -> None:
     inside = np.abs(grid) <= np.abs(x).max()
     error = float(np.sqrt(np.mean((mean - truth)[inside] ** 2)))
     within, beyond = deviation[inside].mean(), deviation[~inside].mean()
-    print(f"Root mean squared error from the true curve, where there were points: {error:.3g}")
-    print(f"Standard deviation that it predicts there: {within:.3g}; beyond: {beyond:.3g}")
+    print(f"Root mean squared error between the points: {error:.3g}")
+    print(f"Predicted standard deviation between the points: {within:.3g}; outside: {beyond:.3g}")
     if options.plot:
         plot(options, grid, truth, mean, doubt, deviation, x, y)
 

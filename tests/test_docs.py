@@ -255,7 +255,7 @@ def number_in(source: str, constant: str) -> int:
 
 
 THRESHOLDS = re.findall(
-    r"^\| `(\w+)` \| (\S+) \| (\d+)(?: (B|KB|MB))? \|",
+    r"^\| `(\w+)` \| `(\S+)` \| (\d+)(?: (B|KB|MB))? \|",
     (ROOT / "docs" / "algorithms.md").read_text(),
     re.MULTILINE,
 )
@@ -380,9 +380,9 @@ sharding: `PeriodicAveraging` raise `ValueError` for a sharded module
     ValueError: fl.PeriodicAveraging(sharded(), 2)
 sharding: `DistributedOptimizer` raises `ValueError` for both
     ValueError: fl.DistributedOptimizer(sgd(sharded()))
-leaves: `reducer`, `hook`, `scale` or `bucket_bytes` beside `leaves`
+leaves: `reducer`, `hook`, `scale` or `bucket_bytes` together with `leaves`
     ValueError: distributed(leaves=2, scale=0.5)
-leaves: `no_sync` and `join` refuse such a module
+leaves: `no_sync` and `join` raise `ValueError` for such a module
     ValueError: within(fl.no_sync(distributed(leaves=2)))
 tagi: layers that are not in `fl.tagi.nn`, such as attention
     offered(fl.tagi, "MultiheadAttention Attention Transformer")

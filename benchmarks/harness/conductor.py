@@ -95,7 +95,7 @@ class Conductor:
         usable = int(USABLE_MEMORY * available_bytes())
         if needed <= usable:
             return ""
-        return f"needs {needed >> 20} MiB of memory for all, of which {usable >> 20} can be used"
+        return f"needs {needed >> 20} MiB for all ranks, and {usable >> 20} MiB are available"
 
     def _prepare(
         self, case: Case, contenders: Iterable[Contender], result: Measurement

@@ -43,7 +43,7 @@ def record(step: Callable[[], object], steps: int, file: Path) -> dict[str, floa
 def _begin() -> Any:
     """Return torch's profiler, which records from now on, or the reason why it cannot record."""
     if importlib.util.find_spec("torch") is None:
-        return "torch, whose profiler records kernels, is not installed"
+        return "torch is not installed; its profiler records the kernels"
     try:
         import torch
 

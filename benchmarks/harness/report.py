@@ -110,10 +110,7 @@ def _facts_of(conductor: Conductor) -> list[str]:
     shares = conductor.idle_shares
     if shares:
         title = max(shares, key=lambda key: shares[key])
-        lines.append(
-            f"while others were measured, an idle rank used at most {100 * shares[title]:.2f} % of "
-            f"a core ({title})"
-        )
+        lines.append(f"an idle rank used at most {100 * shares[title]:.2f} % of a core ({title})")
     return lines
 
 
