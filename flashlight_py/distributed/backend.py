@@ -22,8 +22,7 @@ class Backend(abc.ABC):
 
     Arguments are valid when they arrive here; ``api/`` has checked them. Every rank starts its
     collectives in the same order. Messages between two ranks keep their order per direction and
-    tag. If the calls of the ranks disagree, these ranks raise ``MismatchError``, and the group
-    remains usable.
+    tag. If the calls of ranks disagree, they raise ``MismatchError``; the group remains usable.
     """
 
     kind: DistributedBackend
@@ -34,7 +33,7 @@ class Backend(abc.ABC):
     processes: Sequence[str] = ()  # one text per rank for errors: "process 12 on host a"
     hosts: Sequence[Sequence[int]] = ()  # lists of ranks that share memory; (): no ranks do
     finds_shape = False  # True: receivers of a broadcast may pass no array
-    packed_bytes = 32 << 10, 32 << 10  # limits of all_reduce_multiple: blocking, async_op
+    packed_bytes = 32 << 10, 32 << 10  # larger arrays are not packed: blocking, async_op
     count: Sequence[int] = (0,)  # number of collectives that users called in this group
     composite: object = None  # the same object in all parts of a hierarchical backend
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
@@ -43,7 +42,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def start(self, call: Call) -> Work:
-        """Start ``call`` and return at once. ``Work.wait()`` blocks and returns the result.
+        """Start ``call``. ``Work.wait()`` blocks until its end and returns the result.
 
         The result is the array for verbs that work in place, and a new array or ``call.out`` for
         other verbs. An open receive returns ``Matched``. Ranks that receive nothing return None.
@@ -81,15 +80,11 @@ class Backend(abc.ABC):
         """
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return the error that made the group unusable, or None. Does not block.
-
-        ``doing`` names the operation in the error. A rank that called ``leave`` is not lost while
-        its process runs.
-        """
+        """Return the error that made the group unusable, for ``doing``, or None. Does not block."""
         return None
 
     def leave(self) -> None:  # noqa: B027
-        """Notify the other ranks that this rank starts no more messages. Does not block."""
+        """Announce that this rank starts no more messages: only its exit counts as a loss then."""
 
     def abandon(self) -> None:  # noqa: B027
         """Close file descriptors only. Called in a process that was forked from the rank."""

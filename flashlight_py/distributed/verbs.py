@@ -2,8 +2,7 @@
 
 Each row states the arguments of the verb, the arrays that it writes, and how its ranks may differ.
 All code that handles every verb reads this table: argument checks (``verb_call.py``), native
-signatures, flight records, comparison of calls (``call.py``), tests and benchmarks.
-``combining.py`` defines the results.
+signatures, flight records, comparison of calls (``call.py``), tests. See also ``combining.py``.
 """
 
 from __future__ import annotations

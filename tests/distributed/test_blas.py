@@ -57,7 +57,7 @@ def test_ranks_that_share_a_host_share_its_cores(tmp_path: Path) -> None:
     before, during, text, after = threads(tmp_path)
     assert during == max(1, min(before, usable_cores() // 2))
     assert text.startswith(f"{during}, ")
-    assert ("share of the cores" in text) == (during < before)
+    assert ("the share of this rank" in text) == (during < before)
     assert after == before
 
 
@@ -66,15 +66,15 @@ def test_who_has_chosen_keeps_his_choice(tmp_path: Path) -> None:
     many = str(os.cpu_count() or 1)
     before, during, text, _ = threads(tmp_path, OPENBLAS_NUM_THREADS=many)
     assert before == during
-    assert text == f"as OPENBLAS_NUM_THREADS={many} says"
+    assert text == f"set by OPENBLAS_NUM_THREADS={many}"
     more = (os.cpu_count() or 1) + 1
-    assert threads(tmp_path, str(more)) == (more, more, f"{more}, as it was", more)
+    assert threads(tmp_path, str(more)) == (more, more, f"{more}, unchanged", more)
 
 
 def test_another_blas_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blas.libraries, "mapped", lambda name: [])
     blas.limit(1)
     try:
-        assert blas.reason.startswith("not set: NumPy's is no OpenBLAS")
+        assert blas.reason.startswith("not set: NumPy does not use OpenBLAS")
     finally:
         blas.restore()

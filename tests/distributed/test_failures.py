@@ -277,7 +277,7 @@ def test_a_wait_that_times_out_can_be_repeated(rank: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(fl.errors.CollectiveTimeoutError, match="still running"):
             work.wait(timeout=0.1)
-        with pytest.raises(RuntimeError, match="not ended yet"):
+        with pytest.raises(RuntimeError, match="before the operation ended"):
             work.result()
     assert work.wait() is x
     assert np.all(x == size)

@@ -102,16 +102,16 @@ def test_what_is_no_grid_is_refused() -> None:
     assert grid.rank_of((-7, 0)) == 0
     assert grid.rank_of((0, 1)) is None
     for shape, said in [
-        ((2, 3), r"shape \(2, 3\) has 6 places, and this group has 1 ranks"),
-        ((2, None), r"shape \(2, None\) has a multiple of 2 places"),
-        ((0, 1), "whole numbers from 1 on"),
-        ((1.0, 1), "whole numbers from 1 on"),
+        ((2, 3), r"multiply to the 1 ranks of the group.* got 6 for shape \(2, 3\)"),
+        ((2, None), r"got 2 for shape \(2, None\)"),
+        ((0, 1), "positive integers"),
+        ((1.0, 1), "positive integers"),
     ]:
         with pytest.raises(ValueError, match=said):
             fl.grid(shape)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one value, or 2"):
+    with pytest.raises(ValueError, match="1 or 2 values"):
         fl.grid((1, 1), periodic=[True])
-    with pytest.raises(ValueError, match="has no dimension 2"):
+    with pytest.raises(ValueError, match=r"dim must be a dimension of \(1, 1\), got 2"):
         grid.shift(2)
     with pytest.raises(ValueError, match="coords must have 2 numbers"):
         grid.rank_of([0])
@@ -129,7 +129,7 @@ def test_a_process_outside_of_a_group_has_no_place_in_its_grid(rank: int, size: 
     else:
         with pytest.raises(ValueError, match="the rank of this process"):
             group.grid((1, 1))
-    with pytest.raises(ValueError, match=f"and this group has {size} ranks"):
+    with pytest.raises(ValueError, match=f"the {size} ranks of the group"):
         fl.grid((size, 2))
 
 
@@ -170,7 +170,7 @@ def test_nobody_is_no_rank_and_no_message(rank: int, size: int) -> None:
     assert fl.sendrecv(x, rank, out=out, src=rank) is out
     assert out.tolist() == [1.0] * 3
     for send in (fl.send, fl.isend):
-        with pytest.raises(ValueError, match=r"got None, which is nobody in sendrecv and in a P2P"):
+        with pytest.raises(ValueError, match=r"got None. Only sendrecv and P2POp"):
             send(x, None)  # type: ignore[arg-type]
     nobody = [fl.P2POp("send", x, None), fl.P2POp(fl.irecv, out, None, partial=True)]
     work = fl.batch_isend_irecv(nobody)

@@ -221,30 +221,34 @@ def test_words_are_translated(given: Any, params: Any, asked: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "params", "message"),
     [
-        ("MPI", None, "one of DistributedInit.MPI, .*; got 'MPI'"),
-        ("env://?rank=0", None, "'env://', 'file://PATH', 'tcp://HOST:PORT' and nccl, gloo"),
+        ("MPI", None, "DistributedInit.MPI, .*, got 'MPI'"),
+        (
+            "env://?rank=0",
+            None,
+            "'env://', 'file://PATH', 'tcp://HOST:PORT' or a backend .nccl, gloo",
+        ),
         ("file://", None, "got 'file://'"),
-        ("tcp://node1", None, "expected tcp://HOST:PORT of rank 0, got 'tcp://node1'"),
-        ("tcp://node1:70000", None, "expected tcp://HOST:PORT"),
-        ("tcp://node1:1?rank=0", None, "rank and size are world_rank and world_size"),
+        ("tcp://node1", None, "expected init_method tcp://HOST:PORT of rank 0, got 'tcp://node1'"),
+        ("tcp://node1:70000", None, "expected init_method tcp://HOST:PORT"),
+        ("tcp://node1:1?rank=0", None, "rank and size as world_rank and world_size"),
         ("cpu:gloo,cuda:nccl", None, "got 'cpu:gloo,cuda:nccl'"),
         (fl.DistributedBackend.SINGLE, None, "got 'single'"),
         (7, None, "got 7"),
-        ("nccl", {"BACKEND": "gloo"}, "asks for BACKEND 'nccl', and params say 'gloo'"),
-        ("file:///a", {"FILE_PATH": "/b"}, "asks for FILE_PATH '/a', and params say '/b'"),
-        ("tcp://a:1", {"FILE_PATH": "/b"}, "two places to meet"),
-        (None, {"FILE_PATH": "/b", **MEETING}, "two places to meet"),
-        ("tcp://a:1", MEETING, "asks for MASTER_ADDR 'a', and params say 'node1'"),
-        (FILE, MEETING, "are for DistributedInit.ENV or None, not for FILE_SYSTEM"),
-        (None, ADDRESS, "params have MASTER_ADDR and no MASTER_PORT"),
-        (None, {"MASTER_PORT": 1}, "params have MASTER_PORT and no MASTER_ADDR"),
+        ("nccl", {"BACKEND": "gloo"}, "expects BACKEND 'nccl', got 'gloo' in params"),
+        ("file:///a", {"FILE_PATH": "/b"}, "expects FILE_PATH '/a', got '/b' in params"),
+        ("tcp://a:1", {"FILE_PATH": "/b"}, "expected one rendezvous"),
+        (None, {"FILE_PATH": "/b", **MEETING}, "expected one rendezvous"),
+        ("tcp://a:1", MEETING, "expects MASTER_ADDR 'a', got 'node1' in params"),
+        (FILE, MEETING, "must be DistributedInit.ENV or None, got FILE_SYSTEM"),
+        (None, ADDRESS, "params has MASTER_ADDR. Pass MASTER_PORT"),
+        (None, {"MASTER_PORT": 1}, "params has MASTER_PORT. Pass MASTER_ADDR"),
         (None, {**ADDRESS, "MASTER_PORT": "http"}, "must be a TCP port in .*, got 'http'"),
         (None, {**MEETING, "MASTER_ADDR": ""}, "must be a name or an address, got ''"),
-        (None, None, "belong to DistributedInit.FILE_SYSTEM"),
+        (None, None, "need init_method=DistributedInit.FILE_SYSTEM"),
         (FILE, None, "FILE_PATH"),
         (FILE, {"FILE_PATH": ""}, "FILE_PATH"),
-        (None, {"TIMOUT": 3}, "did you mean 'TIMEOUT'"),
-        (None, {"file_path": "x"}, "did you mean 'FILE_PATH'"),
+        (None, {"TIMOUT": 3}, "Did you mean 'TIMEOUT'"),
+        (None, {"file_path": "x"}, "Did you mean 'FILE_PATH'"),
         (None, {"TIMEOUT": "soon"}, "positive number of seconds"),
         (None, {"TIMEOUT": -1}, "positive number of seconds"),
         (None, {"TIMEOUT": 3e6}, "at most 1000000"),
@@ -318,7 +322,7 @@ def test_a_second_init_warns_and_returns() -> None:
 def test_a_rank_beside_an_environment_that_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="world_rank=1 and world_size=2 are passed"):
+    with pytest.raises(ValueError, match="got world_rank=1 and world_size=2"):
         fl.distributed_init("env://", 1, 2)
 
 

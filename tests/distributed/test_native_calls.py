@@ -485,7 +485,7 @@ def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
             if rank:
                 assert fl.all_to_all(given[0], rows=rows, out=given[1]) is given[1]
             else:
-                with pytest.raises(ValueError, match="arrived from all ranks"):
+                with pytest.raises(ValueError, match="expected out with"):
                     fl.all_to_all(given[0], rows=rows, out=given[1])
     x, out = (by_address(np.zeros((size, 5 + rank))) for _ in range(2))
     with pytest.raises(MismatchError):
@@ -515,7 +515,9 @@ def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
                 if rank:
                     native(group, verb, first, out=second, async_op=async_op)
                     continue
-                with pytest.raises(ValueError, match=rf"out has {rows + 1} rows, and {rows} arr"):
+                with pytest.raises(
+                    ValueError, match=rf"expected out with {rows} rows, .* got {rows + 1}"
+                ):
                     native(group, verb, first, out=second, async_op=async_op)
                 assert np.all(out == -1)
         assert np.array_equal(native(group, "all_gather", x, async_op=async_op), wanted)

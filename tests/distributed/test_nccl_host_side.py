@@ -72,7 +72,9 @@ def test_an_out_of_another_length_is_an_error_on_its_rank(rank: int, size: int) 
         rows = size if verb is fl.all_gather or rank == 0 else 0
         out = verbs.on_gpu(np.full((rows + (rank == 1), 2), -1))
         if rank == 1:
-            with pytest.raises(ValueError, match=f"out has {rows + 1} rows, and {rows} arrived"):
+            with pytest.raises(
+                ValueError, match=f"expected out with {rows} rows, .* got {rows + 1}"
+            ):
                 verb(x, out=out, **how)
             assert (out.get() == -1).all()
         else:

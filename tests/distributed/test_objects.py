@@ -86,7 +86,7 @@ def test_verbs_of_objects_raise_mismatch_error_if_the_roots_differ(rank: int, si
 
 def test_a_root_must_have_one_object_for_each_rank() -> None:
     for objs, got in ((None, "None"), ([1, 2], "2")):
-        with pytest.raises(ValueError, match=f"one object for each of the 1 ranks, got {got}"):
+        with pytest.raises(ValueError, match=f"1 objects, one for each rank, .* got {got}"):
             fl.scatter_object(objs)
 
 
@@ -195,7 +195,7 @@ class Refusing:
 def test_objects_are_messages(rank: int, size: int) -> None:
     given: list[Any] = [{"rank": 0}, np.arange(100), list(range(5000)), "é"]
     if size == 1:
-        with pytest.raises(ValueError, match="this rank itself"):
+        with pytest.raises(ValueError, match="must be another rank"):
             fl.send_object(1, 0)
         return
     if rank == 0:

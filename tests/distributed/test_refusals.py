@@ -339,7 +339,7 @@ def test_the_others_have_its_reason(rank: int, size: int) -> None:
             fl.errors.MismatchError,
             match=r"rank 1 called reduce_scatter, and rejected its arguments \(ValueError: "
             r"reduce_scatter: the first dimension must be a multiple of the 3 ranks, got shape "
-            r"\(7,\); unequal parts need rows=\) at distributed/test_refusals.py:\d+",
+            r"\(7,\)\. Pass rows= for unequal parts\.\) at distributed/test_refusals.py:\d+",
         ):
             fl.reduce_scatter(ones())
 

@@ -171,14 +171,14 @@ def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
     assert way in text
     assert apart in text
     assert len(warnings) == (rank == 0), warnings
-    assert all("using Gloo instead of shared memory" in each for each in warnings)
+    assert all("Gloo is used instead of shared memory" in each for each in warnings)
     assert all(apart in each for each in warnings)
 
 
 @on_ranks(("shm", 2), fresh=True, env=in_places("ab"), init=None)
 def test_shm_that_cannot_be_is_refused_on_every_rank(rank: int, size: int, tmp_path: Path) -> None:
     params = {"FILE_PATH": str(tmp_path / "meet"), "BACKEND": "shm"}
-    with pytest.raises(fl.errors.BackendUnavailableError, match="do not all share memory"):
+    with pytest.raises(fl.errors.BackendUnavailableError, match="all ranks must share memory"):
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
 
 
@@ -220,7 +220,7 @@ CONTAINER = "unshare --pid --fork --mount-proc"
     ("size", "each", "way", "warning"),
     [
         ("64k", "", "shared memory", None),
-        ("64k", CONTAINER, "Gloo over TCP", "using Gloo instead of shared memory"),
+        ("64k", CONTAINER, "Gloo over TCP", "Gloo is used instead of shared memory"),
         ("6m", CONTAINER, "shared memory", "shared_empty(1000000,) returns ordinary memory"),
         ("64m", CONTAINER, "shared memory", None),
     ],

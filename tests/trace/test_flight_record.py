@@ -153,7 +153,7 @@ def test_nothing_is_left_after_a_shutdown(tmp_path: Path) -> None:
 def test_a_folder_that_somebody_put_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "records").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="not a folder of this user's own"):
+    with pytest.raises(PermissionError, match="must be a folder of this user"):
         write_record(Flight(folder=tmp_path / "records"), "a test")
     assert not list((tmp_path / "elsewhere").iterdir())
     write_record(Flight(folder=tmp_path / "records", chosen=True), "a test")

@@ -48,12 +48,10 @@ def new_group(
         group: The parent. Default: the world.
 
     Returns:
-        The group. On a rank that is not a member, a group with ``is_member`` False and ``rank`` -1,
-        whose verbs raise ValueError.
+        The group. On other ranks, ``is_member`` is False, ``rank`` -1, and verbs raise ValueError.
 
     Raises:
-        ValueError: If the list is empty or contains a duplicate or an invalid rank, or ``timeout``
-            is not a positive number.
+        ValueError: If the list is empty, a rank is invalid or twice in it, or ``timeout`` <= 0.
         MismatchError: If the ranks pass different lists or timeouts. Every rank raises it.
         DistributedError: As for :func:`all_reduce` and :func:`distributed_init`.
     """
@@ -117,8 +115,7 @@ def grid(
     Args:
         shape: Extents, whose product is the size of the group. Extents of None or -1 are computed:
             of similar size, larger ones first, like MPI_Dims_create.
-        periodic: True if the two ends of a dimension are neighbours. One value for all dimensions,
-            or one per dimension.
+        periodic: True if the ends of a dimension are neighbours. One value, or one per dimension.
         group: The process group. Default: the world.
 
     Raises:
@@ -247,7 +244,6 @@ def sync_distributed(*, group: Group = None) -> None:
     """Block until every operation that this rank has started has ended. The name is flashlight's.
 
     Raises:
-        DistributedError, ValueError: If an operation failed and no ``wait()`` has raised its error.
-            Each error is raised once.
+        DistributedError, ValueError: If an operation failed and no ``wait()`` raised its error.
     """
     members_of(group).synchronize()

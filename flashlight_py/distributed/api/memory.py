@@ -39,8 +39,7 @@ def shared_empty(
     """Return a new uninitialised NumPy array that collectives reduce without copies.
 
     The ranks of a host share its memory, so collectives need not copy the array or views of it. If
-    shared memory is unavailable, it is an ordinary array. Collective; blocks. Every rank passes the
-    same shape and dtype.
+    shared memory is unavailable, it is an ordinary array. Collective; blocks; equal arguments.
 
     Args:
         shape: Dimensions of the array.
@@ -101,8 +100,7 @@ def host_array(
         TypeError: If ``load`` is not callable, or the dtype contains Python objects.
         ValueError: If a dimension is negative.
         Exception: If ``load`` raises it, on that rank. The group remains usable.
-        OutOfMemoryError: If memory is insufficient, on every rank; with ``shape`` before ``load``
-            is called. The group remains usable.
+        OutOfMemoryError: If memory is insufficient, on every rank, before ``load`` with ``shape``.
         RankFailedError: If ``load`` raises on another rank (named).
         DistributedError: As for :func:`all_reduce`.
 
@@ -189,9 +187,7 @@ def _load(
     if layout is None:
         source = load()
         if is_cupy(source):
-            raise TypeError(
-                "host_array: load must return a NumPy array, got a CuPy array. Return array.get()."
-            )
+            raise TypeError("host_array: load must return a NumPy array. Return array.get().")
         source = np.asarray(source)
         layout = Layout(source.shape, _checked(source.dtype))
     file = MemoryFile(named)

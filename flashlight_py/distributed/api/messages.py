@@ -40,8 +40,7 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
 
     Raises:
         ValueError: If ``dst`` is no other rank of the group, or ``tag`` is out of range.
-        CollectiveTimeoutError: If ``dst`` does not receive within the timeout. The error names the
-            tag that ``dst`` waits for.
+        CollectiveTimeoutError: If ``dst`` does not receive in time. Names the tag it waits for.
         MismatchError: If ``dst`` receives another shape or dtype. Both ranks raise; this rank
             raises in its next call of the group if the send has ended.
         TypeError, DistributedError: As for :func:`all_reduce`.
@@ -148,11 +147,8 @@ def sendrecv(
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
-    members, both_ops = (
-        members_of(group),
-        (P2POp("send", x, dst, tag), P2POp("recv", out, src, other)),
-    )
-    ops = [op for op in both_ops if op.peer is not None]
+    members, pair = members_of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))
+    ops = [op for op in pair if op.peer is not None]
     with reject_together(members, "sendrecv", ops, [x, out]):
         members.backend()  # raises GroupClosedError if the group is closed
         both = [_prepare(members, "sendrecv", op, True) for op in ops]

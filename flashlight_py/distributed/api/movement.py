@@ -140,8 +140,7 @@ def scatter(
         root: Rank in the group.
         out: Array that is filled instead of a new one. If it overlaps ``xs``, ``xs`` is copied.
         rows: Number of rows for each rank, if the parts are unequal; the same on every rank. The
-            ranks compare ``rows`` first, so the call blocks until every rank has called, even with
-            ``async_op``.
+            ranks compare ``rows`` first, so the call blocks until every rank calls, even if async.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
@@ -255,8 +254,7 @@ def _blocks_to_all(
                 )
         if any(map(is_cupy, xs)):
             raise TypeError(
-                f"{verb}: expected a list of NumPy arrays, got a CuPy array. Concatenate CuPy "
-                "arrays and pass rows=."
+                f"{verb}: x must be a list of NumPy arrays. Pass one CuPy array and rows"
             )
         overlap = OverlapCheck(verb, members.size)
         rooms = [as_array(verb, out, of_any_dtype=True, mutable=True) for out in outs or ()]
@@ -271,9 +269,8 @@ def _blocks_to_all(
         work = collective(members, ALL_TO_ALL, np.concatenate(blocks), **how, async_op=async_op)
 
     def results(whole: Array) -> list[Any]:
-        parts = [
-            decode_part(part.view(np.uint8)) for part in split_rows(whole, received or how["rows"])
-        ]
+        counts = received or how["rows"]
+        parts = [decode_part(part.view(np.uint8)) for part in split_rows(whole, counts)]
         if outs is None:
             return [user_result(xs[0], part.copy(), False) for part in parts]
         for index, block in enumerate(parts):

@@ -50,10 +50,9 @@ _MOST_PADDING = 65536
 # Maximum bytes of the reason why an object cannot be pickled.
 _WORDS_BYTES = _SHORT_BYTES - 64
 _NOTHING = np.empty(0, np.uint8)
-# Format of the first message of send_object. A short object is sent as its pickle, whose first byte
-# is 0x80. For a long object, the first message contains 0, the length, a number and the rank. The
-# pickle follows with a negative tag that only this sender uses, because threads may send and
-# receive concurrently. If the object cannot be pickled, the message is the byte 1 and the reason.
+# First message of send_object: a short pickle, whose first byte is 0x80; or 0, the length of a long
+# pickle, a number and the rank; or the byte 1 and the reason why pickling failed. A long pickle
+# follows with a negative tag that only this sender uses, because threads may send concurrently.
 _FIRST_BYTES = 16384
 _LATER, _NO_PICKLE = 0, b"\1"
 _LATER_TAGS = -2
@@ -81,8 +80,7 @@ def all_gather_object(obj: T, *, group: Group = None) -> list[T]:
     The object of this rank is returned itself. The other objects are copies made by pickle.
 
     Raises:
-        TypeError: If the object of a rank cannot be pickled. Every rank raises it and names this
-            rank. No rank receives an object.
+        TypeError: If the object of a rank (named) cannot be pickled. Every rank raises it.
         DistributedError: As for :func:`all_reduce`.
 
     Example:
@@ -132,7 +130,7 @@ def send_object(obj: Any, dst: int, tag: int = 0, *, group: Group = None) -> Non
         content = pickle.dumps(obj, 5)
     except Exception as error:
         send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group=group)
-        raise TypeError(f"{_not_picklable('send_object', members)}: {reason_of(error)}") from error
+        raise TypeError(f"{_at('send_object', members)}: {reason_of(error)}") from error
     whole = np.frombuffer(content, np.uint8)
     if whole.size <= _FIRST_BYTES:
         send(whole, dst, tag, group=group)
@@ -162,16 +160,14 @@ def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
             members.run(Call(RECV, first, peer=sender, tag=_LATER_TAGS - number))
     elif first[0] == _NO_PICKLE[0]:
         raise TypeError(
-            f"{_not_picklable('recv_object', members)}: "
-            f"{first[1:].tobytes().decode(errors='replace')}"
+            f"{_at('recv_object', members)}: {first[1:].tobytes().decode(errors='replace')}"
         )
     return pickle.loads(first.data)
 
 
-def _not_picklable(verb: str, members: Membership) -> str:
+def _at(verb: str, members: Membership) -> str:
     return (
-        f"[{verb}] rank {members.rank} of {members.size}: expected an object that can be pickled. "
-        "Pass objects of modules, for example no lambdas. Reason on the sender"
+        f"[{verb}] rank {members.rank} of {members.size}: expected a picklable object on the sender"
     )
 
 

@@ -256,8 +256,7 @@ def all_reduce_location(
     Like MPI's MINLOC and MAXLOC. Every rank receives all ``x``: use small arrays.
 
     Args:
-        x: Array of integer, float, date or bool dtype, with the same shape and dtype on every rank,
-            not changed; or a number.
+        x: Integer, float, date or bool array, alike on every rank, not changed; or a number.
         op: ``"min"`` or ``"max"``. NaN and NaT win in both cases.
         group, async_op: As for :func:`all_reduce`.
 
@@ -287,9 +286,8 @@ def all_reduce_location(
             raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")
         xp, name = array_module(array), kind.name.lower()
         find = xp.argmin if kind is ReduceOp.MIN else xp.argmax  # the first of equal values
-        step = Call(
-            ALL_GATHER, as_packed(array)[None], blocking=not async_op, part_of=f"{verb}({name})"
-        )
+        step = Call(ALL_GATHER, as_packed(array)[None], blocking=not async_op)
+        step.part_of = f"{verb}({name})"
 
         def locate(rows: Array) -> tuple[Any, ...]:
             ranks = xp.asarray(find(rows, axis=0))
@@ -329,8 +327,7 @@ def all_reduce_multiple(
 
     Raises:
         ValueError: If two arrays of the list share memory, or as for :func:`all_reduce`.
-        TypeError, DistributedError: As for :func:`all_reduce`. All arrays are checked before any is
-            sent.
+        TypeError, DistributedError: As for :func:`all_reduce`, before any array is sent.
     """
     limit = members_of(group).packed_bytes[bool(async_op)] if contiguous else -1
     return _run_in_python(xs, scale, op, async_op, limit, group)
@@ -373,9 +370,8 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
             for array in {array.dtype: array for array in checked}.values():
                 resolve_reduction(verb, array.dtype, op, scale, members.size)
             plan = plan_messages(sorted(checked, key=is_cupy), limit)
-            work = AllOf(
-                [_reduce_together(members, same, limit, op, scale, async_op) for same in plan]
-            )
+            how = {"op": op, "scale": scale, "async_op": async_op}
+            work = AllOf([_reduce_together(members, batch, limit, **how) for batch in plan])
 
         def results(_: Any) -> list[Any]:
             for array, copy in zip(checked, packed, strict=True):

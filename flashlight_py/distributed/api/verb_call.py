@@ -229,8 +229,7 @@ class Output(NamedTuple):
 NEW = Output(np.empty(0), None, None)
 
 
-# Verbs that do not work in place accept ``out``: allocating a large result costs more than filling
-# it, because the kernel clears every page.
+# Allocating a large result costs more than filling it, because the kernel clears every page.
 def prepare_output(
     name: str, out: Any, like: Any, shape: tuple[int | None, ...], given: Any
 ) -> Output:
@@ -368,9 +367,8 @@ class reject_together:
         if error is not None and not isinstance(error, Exception):
             group.end(error)
         if isinstance(error, MismatchError) and self._calls == group.journal.count[0]:
-            group.journal.record_rejection(
-                str(self._verb), error
-            )  # also counted by the rank that rejected
+            # The rank that rejected its arguments counts the call, too.
+            group.journal.record_rejection(str(self._verb), error)
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
             return  # the other ranks already know
         if group.rank < 0 or group.size == 1 or not self._begun:

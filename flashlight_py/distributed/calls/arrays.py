@@ -22,9 +22,8 @@ ACCEPTED = (
     "numpy.ndarray, cupy.ndarray, torch.Tensor, jax.Array, flashlight_py.Variable or an array with "
     "DLPack, __cuda_array_interface__ or the buffer protocol, of dtype bool, int8 to int64, uint8 "
     "to uint64, float16, float32, float64, longdouble, complex, or bfloat16 (needs ml_dtypes: pip "
-    "install 'flashlight-py[bfloat16]'). Verbs that only move arrays (broadcast, all_gather, "
-    "gather, scatter, all_to_all, messages) accept any dtype without objects; min and max accept "
-    "dates"
+    "install 'flashlight-py[bfloat16]'). Verbs that only move arrays (broadcast, gathers, scatter, "
+    "all_to_all, messages) accept any dtype without objects; min and max accept dates"
 )
 
 # bfloat16 is recognised by name: NumPy knows the dtype only after ml_dtypes is imported.
@@ -70,11 +69,8 @@ def as_array(
 ) -> Array:
     """Return the array that ``value`` is or contains. The memory is shared.
 
-    Args:
-        verb: Name for errors.
-        writes: True if the verb writes into the array.
-        of_any_dtype: True if NumPy arrays may have any dtype without objects.
-        mutable: True to return a copy of an immutable array, for ``user_result``.
+    ``writes``: the verb writes into the array. ``of_any_dtype``: nothing is computed, so NumPy
+    arrays may have any dtype without objects. ``mutable``: copy an immutable array.
 
     Raises:
         TypeError: If ``value`` is no array, or its dtype cannot be sent.
@@ -302,8 +298,7 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
 
     Raises:
         TypeError: If ``dtype`` does not support ``op`` (sum of bool, min of complex, average of
-            integers, bits of floats, operations on dates except min and max), or ``scale`` is no
-            real number.
+            integers, bits of floats, dates except by min and max), or ``scale`` is not real.
         ValueError: If ``scale`` is not finite, would give fractions in an integer array, or is not
             1 for a bitwise or logical operation.
     """
@@ -336,15 +331,11 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
         return factor
     if kind == "b" and (op not in _EXTREMES or factor != 1.0):
         raise TypeError(
-            f"{verb}: for bool, op must be 'and', 'min' (all), 'or', 'max' (any) or 'xor', and "
-            f"scale must be 1, got op={op.name.lower()!r}, scale={factor}. Cast the array to an "
-            "integer dtype to count."
+            f"{verb}: for bool, op must be and, min, or, max or xor, and scale must be 1, got "
+            f"op={op.name.lower()!r}, scale={factor}. Cast the array to an integer dtype to count."
         )
     if kind == "c" and op in _EXTREMES:
-        raise TypeError(
-            f"{verb}: complex numbers have no order, got op={op.name.lower()!r}. Use sum, avg or "
-            "prod."
-        )
+        raise TypeError(f"{verb}: for complex, op must be sum, avg or prod, got {op.name.lower()}")
     if kind in "iu" and op is ReduceOp.AVG:
         raise TypeError(
             f"{verb}: op='avg' expected a float or complex array, got {dtype}. Use op='sum', or "
@@ -430,8 +421,7 @@ def check_out_rows(verb: str, out: Any, rows: int, rank: int, size: int) -> None
     if row_count(out) != rows:
         raise ValueError(
             f"[{verb}] rank {rank} of {size}: expected out with {rows} rows, the total of all "
-            f"ranks, got {row_count(out)}. out was not changed; the other ranks have their result. "
-            f"Pass an out with {rows} rows."
+            f"ranks, got {row_count(out)}. out has not changed; the other ranks have their result."
         )
 
 

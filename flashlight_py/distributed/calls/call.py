@@ -171,8 +171,8 @@ class Call:
             dtype, shape = self.holds or (like.dtype, like.shape)
             kind = f"{'cupy ' * is_cupy(like)}{dtype_name(dtype)}"
             about = f"{kind} rows of {shape[1:]}" if is_ragged else array_in_words(kind, shape)
-        scale = self.scale + 0.0  # turns -0.0 into 0.0
-        return in_words(self.verb, about, self.op, scale, self.root, self.tag, rows)
+        values = self.op, self.scale + 0.0, self.root, self.tag, rows  # -0.0 must equal 0.0
+        return in_words(self.verb, about, *values)
 
 
 @functools.lru_cache(maxsize=1024)  # programs repeat their calls, and wait for this
@@ -215,8 +215,7 @@ class P2POp(_Fields):
     Args:
         kind: ``"send"`` or ``"recv"``; or, like in PyTorch, ``fl.isend`` or ``fl.irecv``.
         x: Array that is sent, or filled in place.
-        peer: The other rank. None: no rank, like MPI's PROC_NULL. For a receive from any rank use
-            ``fl.irecv(x, None)``.
+        peer: The other rank. None: no rank, like MPI's PROC_NULL. For any rank use ``irecv``.
         tag: An integer from 0 to 2**31 - 1.
         partial: For ``"recv"``: True if the message may have fewer rows than ``x``.
 

@@ -19,8 +19,7 @@ Site = tuple[str, int]
 
 Instruction = tuple[CodeType, int, str]
 """A line of user code whose number is computed only on demand, because that takes longer than a
-call. The fields are the code object, the instruction (``f_lasti`` of a frame) and the name of the
-package function that it called."""
+call. Fields: code object, ``f_lasti`` of a frame, name of the called function."""
 
 
 @functools.cache

@@ -84,10 +84,9 @@ def check_rows(
 def row_counts(verb: str, rows: Iterable[object], size: int) -> list[int]:
     """Return ``rows`` as ints, if they are one non-negative integer per rank."""
     values = list(rows)
-    counts = [
-        count for n in values if (count := as_integer(n)) is not None and not isinstance(n, bool)
-    ]
-    if len(values) != size or len(counts) != size or min(counts) < 0:
+    integers = [as_integer(value) for value in values if not isinstance(value, bool)]
+    counts = [count for count in integers if count is not None and count >= 0]
+    if len(values) != size or len(counts) != size:
         raise ValueError(
             f"{verb}: rows must be {size} non-negative integers, one for each rank, got {values}"
         )
@@ -137,8 +136,7 @@ try:  # Memory bounds of a NumPy array: 0.1 us in native code, 2 us in NumPy.
 except BackendUnavailableError:
     _numpy_bounds = byte_bounds
 
-# Limit for NumPy's search for an overlap, about some ms. The search is exponential for some
-# strides.
+# Limit for NumPy's overlap search, which is exponential for some strides: a few ms.
 _MOST_WORK = 100_000
 
 

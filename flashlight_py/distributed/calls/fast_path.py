@@ -14,9 +14,8 @@ dropped: deque[weakref.ref[Any]] = deque()
 class FastPath(Protocol):
     """Native entry points of one group for the calls of users; see ``csrc/fast``.
 
-    Each returns NotImplemented, without side effects, if ``Backend.start`` must handle the call.
-    This happens if an array is not contiguous or has an unusual dtype, if an argument is invalid,
-    or if a profile or a captured step is recorded.
+    Each returns NotImplemented, without side effects, if ``Backend.start`` must handle the call:
+    for unusual arrays, for invalid arguments, and while a profile or a step is recorded.
 
     Instead of an array, callers may pass ``(address, dtype code, shape, owner)``: contiguous,
     writable memory that exists as long as ``owner``. A result then needs ``out``.
@@ -52,8 +51,7 @@ class FastPath(Protocol):
         """Run the object verb ``code`` and return the list of received objects.
 
         Return None if only other ranks receive. It may instead return the array of all frames
-        (exchange.py), the number of the call, and the frame of this rank or None. Python then
-        finishes the call.
+        (exchange.py), the number of the call, and the frame of this rank. Python then finishes it.
         """
 
     barrier: Callable[..., Any]

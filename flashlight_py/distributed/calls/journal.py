@@ -131,8 +131,7 @@ class Record:
 def name_of_group(ranks: Sequence[int]) -> str:
     """Return a name for a new group of ``ranks`` of the world. It is equal on all members.
 
-    Members create their shared groups in the same order, so a counter tells groups of equal ranks
-    apart.
+    Members create shared groups in the same order, so a counter identifies groups of equal ranks.
     """
     key = tuple(ranks)
     _made[key] += 1

@@ -2,8 +2,7 @@
 
 An uncaught exception is printed, then reported in every open group. The other ranks raise at once,
 with the traceback of this rank. If the exception ends a thread other than the main thread, it is
-reported when the process exits with open groups. ``abort_on_exception`` reports exceptions that a
-host program catches.
+reported when the process exits with open groups. ``abort_on_exception`` reports caught exceptions.
 """
 
 from __future__ import annotations

@@ -99,8 +99,7 @@ def _up(size: int) -> int:
 class Agreement:
     """Comparison of the calls of all ranks of ``flat``.
 
-    ``inside`` is the backend of this host. ``between`` joins one rank of each host, or is None.
-    ``timeout`` is the timeout of ``inside`` in seconds.
+    ``inside`` joins the ranks of a host and has the ``timeout``; ``between`` joins the hosts.
     """
 
     timeout: float

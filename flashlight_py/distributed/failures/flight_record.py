@@ -40,8 +40,7 @@ from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLost
 
 FORMAT = "flashlight_py flight record 1"
 RECORDS = "FLASHLIGHT_RECORDS"
-"""Environment variable with the descriptor and inode of the launcher's pipe. Ranks write the paths
-of their records to the pipe."""
+"""Environment variable: descriptor and inode of a launcher's pipe for the paths of records."""
 # Number of jobs of this user whose records are kept in the temporary folder.
 KEPT_JOBS = 16
 _PREFIX = "flashlight-trace-"
@@ -100,10 +99,7 @@ def store_record(flight: Flight, text: str) -> Path:
     flight.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not flight.chosen:
         if _age(flight.folder) is None:
-            raise PermissionError(
-                f"flight record: {flight.folder} must be a folder of this user. Set "
-                "FLASHLIGHT_TRACE_DIR to another folder."
-            )
+            raise PermissionError(f"flight record: {flight.folder} must be a folder of this user")
         _remove_oldest(flight.folder.parent)
     # Readers see a complete file or none, even if the rank dies meanwhile.
     part = flight.folder / f".rank{flight.rank}-{system.random_bytes(6).hex()}"
@@ -276,8 +272,7 @@ class OtherRecords:
         return records - before
 
 
-# Seconds in which further failures are not recorded, and in which records of other ranks are not
-# answered.
+# Seconds without further records, neither for failures nor in answer to other ranks.
 _QUIET_SECONDS = 10.0
 # Seconds between checks for other records. Network file systems send no notifications.
 _LOOK_SECONDS = 0.5
@@ -370,9 +365,7 @@ class Watchdog:
         path = self.write(reason, level=logging.INFO)  # the error contains the path
         if path is not None and error.args:
             compare = f"python -m flashlight_py.trace diff {path.parent}"
-            where = (
-                f"The last calls of this rank are in {path}. To compare the ranks, run {compare}"
-            )
+            where = f"The last calls of this rank are in {path}. To compare ranks, run {compare}"
             end = "\n\n" if "\n" in str(error.args[0]) else ". "  # after a traceback
             error.args = (f"{error.args[0]}{end}{where}", *error.args[1:])
 

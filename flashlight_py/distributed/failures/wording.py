@@ -12,9 +12,8 @@ names = name_ranks
 UNUSABLE = "This group cannot be used again"
 NOTHING_CHANGED = "No array has changed"
 EARLIER_ADVICE = (
-    "A rank had returned from that call before the other ranks made it. The error is therefore "
-    "raised in this call, which had no effect. Set FLASHLIGHT_CHECKS=sync to make each call wait "
-    "for all ranks"
+    "A rank had returned before the other ranks called, so the error is raised in this call, which "
+    "had no effect. Set FLASHLIGHT_CHECKS=sync to make each call wait for all ranks"
 )
 PEER_ADVICE = "It died, exited or closed its connection. Read the output of that rank"
 END_ADVICE = (
@@ -39,8 +38,7 @@ def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
 def different_calls(
     where: str, calls: Iterable[tuple[int, str]], number: int, ago: int = 0, which: str = ""
 ) -> str:
-    """Return an error text with the call of each rank, in ``which`` or ``ago`` calls before
-    ``number``."""
+    """Return an error text with the calls of all ranks, ``ago`` calls before call ``number``."""
     outcome, made = EARLIER_ADVICE if ago else NOTHING_CHANGED, number - ago - 1
     earlier = f"an earlier call of this group, {ago} before this one"
     which = which or (earlier if ago else f"call {number} of this group")

@@ -58,15 +58,13 @@ class Grid:
     def shift(self, dim: int, steps: int = 1) -> tuple[int | None, int | None]:
         """Return ``(src, dst)`` of a shift along ``dim``, like MPI_Cart_shift.
 
-        ``dst`` is the rank ``steps`` positions further, ``src`` the rank ``steps`` positions
-        before. Each is None if no such rank exists. ``steps`` may be negative.
+        ``dst`` is the rank ``steps`` positions further, ``src`` the rank as many before, or None.
 
         Raises:
             ValueError: If the grid has no dimension ``dim``.
         """
         if not -len(self.shape) <= dim < len(self.shape):
-            dims = len(self.shape)
-            raise ValueError(f"Grid.shift: dim must be in [-{dims}, {dims}), got {dim}")
+            raise ValueError(f"Grid.shift: dim must be a dimension of {self.shape}, got {dim}")
         ends = [list(self.coords), list(self.coords)]
         ends[0][dim] -= steps
         ends[1][dim] += steps
@@ -82,9 +80,8 @@ def extents_of(shape: int | Iterable[int | None], size: int) -> tuple[int, ...]:
     product = math.prod(filter(None, extents))
     unknown = len(values) - len(extents)
     if size % product or (not unknown and product != size):
-        relation = "a divisor of" if unknown else "equal to"
         raise ValueError(
-            f"grid: the product of the extents must be {relation} the {size} ranks of the group, "
+            f"grid: extents must multiply to the {size} ranks of the group or to a divisor of it, "
             f"got {product} for shape {tuple(values)}. Pass None for extents to be computed."
         )
     computed = iter(_balanced(size // product, unknown))

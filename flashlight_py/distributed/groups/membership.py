@@ -203,8 +203,7 @@ class Membership:
         child = type(self)(backend, ranks, joiner)
         self._children[weakref.ref(child, self._children.pop)] = None
         try:
-            # A member that closes the group at once must not interrupt the connections of other
-            # members.
+            # A member that closes the group at once must not interrupt other connections.
             if store.kin is None or not store.kin.is_all:
                 store.exchange(b"")
         except BaseException:

@@ -274,9 +274,8 @@ def join_ranks(new: NewWorld) -> None:
     new.undo.callback(group.close)
     cores = [_core_numbers(new.facts.cores[rank]) for rank in host_ranks]
     threads = fair_share(local_rank, cores) if len(host_ranks) > 1 else 0
-    new.world = World(
-        group, local_rank, len(host_ranks), choice.why, rule, new.facts.job, threads=threads
-    )
+    fixed = group, local_rank, len(host_ranks), choice.why, rule, new.facts.job
+    new.world = World(*fixed, threads=threads)
 
 
 def join_gpus_early(new: NewWorld) -> None:
@@ -302,8 +301,7 @@ def close_store(new: NewWorld) -> None:
 STEPS = (exchange_facts, choose_address, join_ranks, join_gpus_early, close_store)
 
 
-# Modules that replace threads, sockets and waiting of the standard library, and their test
-# functions.
+# Modules that replace threads and sockets of the standard library, and functions that test it.
 _PATCHERS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 _PATCHED = ("threading", "thread", "select", "socket", "time", "os")
 
@@ -347,8 +345,8 @@ class Facts(NamedTuple):
         shared = topology.shared_addresses(zip(hosts, host_addresses, strict=True))
         peers = (Peer(*json.loads(text)[4]) for text in texts)
         twins = why_not_apart(peers) if len(set(hashes)) < len(hashes) else ""
-        job = json.loads(texts[0])[1]
-        return cls(hosts, ranks_by_host, bits, host_addresses, shared, twins, job)
+        facts = hosts, ranks_by_host, bits, host_addresses, shared, twins
+        return cls(*facts, json.loads(texts[0])[1])
 
 
 def _core_numbers(bits: str) -> set[int]:

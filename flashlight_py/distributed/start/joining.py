@@ -107,9 +107,8 @@ def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choi
         return Choice(_gloo(store, settings), why, failed)
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
-    # One group has all ranks, and one has the ranks with this rank's local rank on each host; two
-    # exchanges. They compare at once: a late rejection would stop a call that other hosts have half
-    # finished.
+    # Backends of all ranks, and of one rank per host; two exchanges. They compare at once: a late
+    # rejection would stop a call that other hosts have half finished.
     limits = replace(settings, timeout=between_hosts(settings.timeout))
     flat, between = _gloo(store, limits, lazily=True, at_once=True), None
     if (local := host_ranks.index(store.rank)) < len(sharing.across):
@@ -145,13 +144,5 @@ def _gloo(
     one_host = all(host == store.hosts[0] for host in store.hosts)
     address = topology.address_inside(settings.interface) if one_host else settings.address
     seconds = settings.timeout, settings.joining_seconds
-    return GlooBackend(
-        store,
-        address,
-        *seconds,
-        settings.job_key,
-        settings.host_timeout,
-        lazily,
-        is_watched,
-        at_once,
-    )
+    host = settings.job_key, settings.host_timeout
+    return GlooBackend(store, address, *seconds, *host, lazily, is_watched, at_once)

@@ -80,10 +80,7 @@ class Settings:
                 values[key], sources[key] = system.environ[name], name
         for present, absent in (_MASTER, _MASTER[::-1]):
             if present in values and absent not in values:
-                raise ValueError(
-                    f"distributed_init: expected MASTER_ADDR and MASTER_PORT, got no {absent}. "
-                    "Pass both in params."
-                )
+                raise ValueError(f"distributed_init: params has {present}. Pass {absent} as well.")
         fields = {}
         for key, (convert, is_valid, rule) in _RULES.items():
             if key in values:
@@ -124,8 +121,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-# For each key: a conversion of its value, a check of the converted value, and the requirement as
-# text.
+# For each key: a conversion of its value, a check of the result, and the requirement as text.
 _RULES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     Keys.FILE_PATH: (os.fspath, _is_text, "a path that is not empty"),
     Keys.MAX_DEVICE_PER_NODE: (_count, lambda count: count >= 1, "a whole number >= 1"),
@@ -204,8 +200,5 @@ def _with(params: Mapping[str, Any] | None, implied: dict[str, Any]) -> Mapping[
     for key, value in implied.items():
         passed = params.get(key) if isinstance(params, Mapping) else None
         if passed is not None and str(passed) != str(value):
-            raise ValueError(
-                f"distributed_init: init_method expects {key} {value!r}, got {passed!r} in params. "
-                f"Omit {key}."
-            )
+            raise ValueError(f"init_method expects {key} {value!r}, got {passed!r} in params")
     return {**(params or {}), **implied}

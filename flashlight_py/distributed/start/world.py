@@ -99,8 +99,7 @@ def get_world_size() -> int:
 
 
 def is_main_process() -> bool:
-    """Return whether this process is rank 0, which logs and saves. True before
-    ``distributed_init``."""
+    """Return whether this process is rank 0. True before ``distributed_init``."""
     return get_world_rank() == 0
 
 
@@ -167,8 +166,7 @@ class RankFilter(logging.Filter):
     Args:
         rank: The only rank of the world that logs, such as 0; None: every rank.
         local_rank: The only rank on each host that logs, such as 0; None: every rank.
-        pass_level: Records of this level and above pass on every rank, for example
-            ``logging.ERROR``; None: no such level.
+        pass_level: Records from this level up pass on every rank, such as ``logging.ERROR``.
 
     Raises:
         TypeError: If a rank or the level is no integer.
