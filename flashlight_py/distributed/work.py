@@ -226,10 +226,10 @@ class AllOf(Work[list[Any]]):
                 failures.append(failure)  # the other operations still use their arrays
         if not failures:
             return results
-        found = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
+        first_failure = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
         if self.is_completed():
-            self._failure = found
-        raise found
+            self._failure = first_failure
+        raise first_failure
 
     def is_completed(self) -> bool:
         ended = self._ended

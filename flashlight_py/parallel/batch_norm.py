@@ -44,7 +44,7 @@ class BatchNorm(LocalBatchNorm):
         """Return ``x`` normalized; in training, running statistics are changed in place."""
         if not self.sync or (self.track_statistics and not self.training):
             return super().forward(x)
-        with reject_together(group_or_world(None), "BatchNorm", given=[x], first=True):
+        with reject_together(group_or_world(None), "BatchNorm", arrays=[x], first=True):
             return self._synchronized(self._of_channels(x))
 
     def _synchronized(self, x: Variable) -> Variable:

@@ -194,7 +194,7 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
         summed: Array = call.group.reduce(copy_of(grad), root)
         return summed if call.group.rank == root else array_module(grad).zeros_like(grad)
 
-    with reject_together(call.group, "functional.broadcast", given=[v]):
+    with reject_together(call.group, "functional.broadcast", arrays=[v]):
         root = check_rank(call.group.size, "functional.broadcast", "root", root)
     # The ranks meet first: from a broadcast the root may return before another rank has raised.
     result = copy_of(v.data)
@@ -218,7 +218,7 @@ class DifferentiableCall(InPasses):
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
     ) -> None:
         self.group, self._verb = group_or_world(group), verb
-        with reject_together(self.group, f"functional.{verb}", given=[v]):
+        with reject_together(self.group, f"functional.{verb}", arrays=[v]):
             require_variable(verb, v)
             self.op = parse_op(f"functional.{verb}", op)
             if self.op not in (ReduceOp.SUM, ReduceOp.AVG):

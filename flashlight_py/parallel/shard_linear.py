@@ -114,7 +114,7 @@ class ShardedLinear(Linear):
                 x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))
             return F.linear(x, self.weight, self.bias)
         size, bias = self.weight.shape[1], self.bias
-        with reject_together(members, "shard_linear", given=[x]):
+        with reject_together(members, "shard_linear", arrays=[x]):
             if x.shape[-1:] != (size,):
                 raise ValueError(
                     f"a row layer of shard_linear expects this rank's part of its input, of shape "

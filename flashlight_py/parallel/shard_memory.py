@@ -175,7 +175,7 @@ class HostMemory:
         """Return a block that either ends on all ranks or raises on all of them. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
-            with reject_together(self.local, "fully_shard", how="failed"):
+            with reject_together(self.local, "fully_shard", outcome="failed"):
                 yield
                 self.local.barrier()
         except Exception as error:

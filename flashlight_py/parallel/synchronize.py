@@ -293,7 +293,7 @@ def synchronize_for(
             break
     else:
         raise MismatchError(f"{where}: {_what_differs(noun, tree, root, members)}")
-    with reject_together(members, verb, how="failed"):
+    with reject_together(members, verb, outcome="failed"):
         buffers = packed or _buffers_for(plan, number_bytes)
     for buffer in buffers.used:
         broadcast(buffer, root, group=members)

@@ -1,4 +1,4 @@
-"""Wrong arguments are refused before anything is sent or created, and the message helps."""
+"""Invalid arguments raise before anything is sent or created, with a helpful message."""
 
 import array
 import ctypes
@@ -14,13 +14,13 @@ from tests.distributed.conformance import on_ranks
 
 
 class Table:
-    """Stands for an array of pandas, which is not installed for tests."""
+    """A stand-in for a pandas object. pandas is not installed for tests."""
 
     def __array__(self, *args: Any, **how: Any) -> Any:
         return np.zeros(3)
 
 
-def test_errors_say_how_tables_and_sparse_matrices_become_arrays() -> None:
+def test_type_error_advises_how_to_convert_tables_and_sparse_matrices() -> None:
     sparse = pytest.importorskip("scipy.sparse")
     for value, remedy in ((Table(), "np.array(x)"), (sparse.eye(2), "x.toarray()")):
         with pytest.raises(TypeError, match=re.escape(remedy)):
@@ -34,7 +34,7 @@ OPS = {
 
 
 @on_ranks(("shm", 2))
-def test_names_of_operations_of_others(rank: int, size: int) -> None:
+def test_op_accepts_numpy_functions_and_upper_case_names(rank: int, size: int) -> None:
     for op, ours in OPS.items():
         for x in (np.arange(3) + rank, np.arange(6).reshape(2, 3).T + rank):
             expected = fl.all_reduce(x.copy(), op=ours)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_names_of_operations_of_others(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_a_wrong_keyword_raises_type_error_on_its_rank_before_the_call_counts(
+def test_unknown_keyword_raises_type_error_and_the_call_does_not_count(
     rank: int, size: int
 ) -> None:
     if rank == 0:
@@ -62,7 +62,7 @@ def test_a_wrong_keyword_raises_type_error_on_its_rank_before_the_call_counts(
 
 
 @on_ranks(("shm", 2))
-def test_a_result_may_go_elsewhere(rank: int, size: int) -> None:
+def test_all_reduce_stores_its_result_in_out(rank: int, size: int) -> None:
     x = np.arange(3.0) + rank
     x.flags.writeable = False
     out = np.empty(3)
@@ -73,7 +73,7 @@ def test_a_result_may_go_elsewhere(rank: int, size: int) -> None:
     assert fl.all_reduce(x, op="max", out=out, async_op=True).wait() is out
     assert (out == np.arange(3.0) + size - 1).all()
     wrong: list[Any] = [np.empty(4), np.empty(3, int), x, "text"]
-    for place in wrong:  # on one rank: the other is told
+    for place in wrong:  # on rank 0; rank 1 raises MismatchError
         with pytest.raises((TypeError, ValueError) if rank == 0 else fl.errors.MismatchError):
             fl.all_reduce(x, out=place if rank == 0 else out)
     with pytest.raises(TypeError, match="expected an array, got int"):
@@ -101,14 +101,14 @@ def test_a_result_may_go_elsewhere(rank: int, size: int) -> None:
         (float, "sum", 1j, TypeError, "real number"),
     ],
 )
-def test_op_and_scale_must_fit_the_dtype(
+def test_all_reduce_rejects_op_and_scale_that_the_dtype_does_not_support(
     dtype: Any, op: str, scale: Any, error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
         fl.all_reduce(np.zeros(2, dtype), scale=scale, op=op)
 
 
-def test_every_verb_is_the_identity_alone() -> None:
+def test_verbs_return_their_argument_times_scale_in_a_world_of_one() -> None:
     x = np.arange(4.0)
     assert fl.all_reduce(x, scale=2.0) is x
     assert x.tolist() == [0, 2, 4, 6]
@@ -122,21 +122,21 @@ def test_every_verb_is_the_identity_alone() -> None:
     assert fl.distributed_backend() is fl.DistributedBackend.SINGLE
 
 
-def test_a_variable_stands_for_its_array() -> None:
+def test_all_reduce_reduces_the_array_of_a_variable() -> None:
     v = fl.param(np.ones(3))
     assert fl.all_reduce(v, scale=3.0) is v
     assert v.array.tolist() == [3, 3, 3]
 
 
 @pytest.mark.parametrize("verb", [fl.all_reduce, fl.broadcast, fl.all_gather, fl.reduce_scatter])
-def test_a_variable_with_a_history_is_sent_to_the_differentiable_verbs(verb: Any) -> None:
+def test_verbs_reject_a_variable_with_history_and_name_the_differentiable_verbs(verb: Any) -> None:
     h = fl.param(np.ones(3)) * 2.0
     with pytest.raises(ValueError, match=f"{verb.__name__} .*flashlight_py.functional"):
         verb(h)
     verb(h.array)
     h.backward(np.ones(3))
-    verb(h)  # the graph is gone, so nothing can go wrong
-    verb(fl.input(np.ones(3)) * 2.0)  # no gradient was asked for
+    verb(h)  # allowed, because the graph has been freed
+    verb(fl.input(np.ones(3)) * 2.0)  # allowed, because it needs no gradient
 
 
 X, SECONDS, OBJECTS = np.zeros(2), np.zeros(1, "m8[s]"), np.array([None])
@@ -183,7 +183,7 @@ NO_NUMBERS: list[tuple[Any, str]] = [
         (lambda: fl.all_reduce_multiple([NUMBERS, NUMBERS]), "disjoint memory"),
     ],
 )
-def test_values_that_are_refused(call: Any, match: str) -> None:
+def test_verbs_raise_value_error_for_invalid_values(call: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         call()
 
@@ -227,12 +227,12 @@ def test_values_that_are_refused(call: Any, match: str) -> None:
         *((lambda x=x: fl.all_reduce(x), f"all_reduce.*{words}") for x, words in NO_NUMBERS),
     ],
 )
-def test_types_that_are_refused(call: Any, match: str) -> None:
+def test_verbs_raise_type_error_for_unsupported_types(call: Any, match: str) -> None:
     with pytest.raises(TypeError, match=match):
         call()
 
 
-def test_integers_are_scaled_exactly_or_not_at_all() -> None:
+def test_all_reduce_scales_integers_exactly_or_raises() -> None:
     for scale in (2**53 - 1, 2**53, -(2**62), np.int64(2**60 + 2**20)):
         x = np.ones(3, np.int64)
         assert fl.all_reduce(x, scale=scale).tolist() == [int(scale)] * 3
@@ -240,14 +240,14 @@ def test_integers_are_scaled_exactly_or_not_at_all() -> None:
     assert fl.distributed.shared_empty(np.int64(3)).shape == (3,)
 
 
-def test_a_list_is_checked_whole_before_any_of_it_is_sent() -> None:
+def test_all_reduce_multiple_checks_all_arrays_before_it_sends() -> None:
     x = np.ones(2)
     with pytest.raises(TypeError, match="object"):
         fl.all_reduce_multiple([x, np.array([object()])], scale=2.0)
     assert x.tolist() == [1, 1]
 
 
-def test_flashlights_names_have_its_values() -> None:
+def test_constants_have_the_names_and_values_of_flashlight() -> None:
     assert (fl.DistributedBackend.GLOO, fl.DistributedBackend.NCCL) == (0, 1)
     assert (fl.DistributedInit.MPI, fl.DistributedInit.FILE_SYSTEM) == (0, 1)
     assert fl.DistributedConstants.FILE_PATH == "FILE_PATH"

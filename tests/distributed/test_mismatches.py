@@ -19,7 +19,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.verbs import VERBS
-from tests.distributed.conformance import in_places, on_ranks, world_of
+from tests.distributed.conformance import hosts_by_letter, on_ranks, world_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import told, told_later, told_now_or_later, told_of_messages
 
@@ -319,7 +319,7 @@ def differ_unchecked(rank: int, size: int) -> str:
 
 
 def test_without_checks_hosts_that_differ_break_the_group() -> None:
-    names = run_ranks(differ_unchecked, 3, env=in_places("aab", FLASHLIGHT_CHECKS="0"))
+    names = run_ranks(differ_unchecked, 3, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
     assert set(names) <= {"MismatchError", "PeerLostError", "GroupClosedError"}
     assert "MismatchError" in names
 

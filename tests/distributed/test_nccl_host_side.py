@@ -24,7 +24,7 @@ from tests.gpu.test_training import (
     test_training_on_gpus_equals_one_process_on_the_cpu,
 )
 from tests.gpu.test_verbs import (
-    test_all_reduce_multiple_of_mixed_arrays,
+    test_all_reduce_multiple_accepts_mixed_arrays,
     test_all_reduce_supports_every_dtype_layout_and_op,
     test_broadcast_and_all_gather_return_correct_arrays,
     test_group_sends_numpy_and_cupy_arrays_with_different_backends,

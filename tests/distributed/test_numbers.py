@@ -64,7 +64,7 @@ def test_scans_of_numbers(rank: int, size: int) -> None:
     assert fl.scan(rank > 0, op="or") is (rank > 0)
     with pytest.raises(OverflowError):
         fl.scan(2**63 - size + 1)
-    with pytest.raises(TypeError, match="scan: a bool array"):
+    with pytest.raises(TypeError, match="scan: for bool"):
         fl.scan(np.ones(2, bool), op="sum")
 
 

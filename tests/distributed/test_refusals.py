@@ -15,7 +15,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.start.world import current_world
-from tests.distributed.conformance import in_places, on_ranks, ranks_in
+from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
 from tests.distributed.told import told, told_later, told_now_or_later
 
 SIZE, ODD = 3, 1
@@ -420,7 +420,7 @@ def test_a_group_goes_on_as_well(rank: int, size: int) -> None:
     assert rank == ODD or ", and rejected its arguments (TypeError" in str(caught.value)
 
 
-@on_ranks(("hierarchical", SIZE), fresh=True, env=in_places("aab", FLASHLIGHT_CHECKS="0"))
+@on_ranks(("hierarchical", SIZE), fresh=True, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
 def test_without_checks_between_hosts_the_group_ends_with_the_reason(rank: int, size: int) -> None:
     with pytest.raises(TypeError if rank == ODD else fl.errors.DistributedError) as caught:
         fl.all_reduce(None if rank == ODD else np.ones(3))

@@ -37,9 +37,9 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
     bound.__code__ = bound.__code__.replace(co_name=function.__name__)  # name in flight records
     signature = inspect.signature(function)
-    others = [p for name, p in signature.parameters.items() if name != "group"]
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    bound.__signature__ = signature.replace(parameters=[own, *others])
+    parameters = [p for name, p in signature.parameters.items() if name != "group"]
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    bound.__signature__ = signature.replace(parameters=[self_parameter, *parameters])
     return bound
 
 

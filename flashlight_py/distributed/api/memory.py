@@ -160,8 +160,8 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
                 file, layout = _load(load, layout, store.named)
             except Exception as failure:  # noqa: BLE001 (any type; every rank raises an error)
                 error, words = failure, reason_of(failure)
-        mine = words, "" if file is None else file.path, layout
-        offers = [pickle.loads(each) for each in store.exchange(pickle.dumps(mine))]
+        offer = words, "" if file is None else file.path, layout
+        offers = [pickle.loads(each) for each in store.exchange(pickle.dumps(offer))]
         _, path, layout = offers[loader]
         _raise_first(store, "while loading", [problem for problem, _, _ in offers], error)
         try:
@@ -240,7 +240,7 @@ def _copy(source: Array, target: Array) -> None:
             base.madvise(mmap.MADV_DONTNEED)
 
 
-def _raise_first(store: Store, doing: str, problems: Sequence[str], own: Exception | None) -> None:
+def _raise_first(store: Store, doing: str, problems: list[str], failure: Exception | None) -> None:
     """Raise the exception of this rank, else RankFailedError for the first rank with a problem.
 
     If a rank lacks memory, every rank raises OutOfMemoryError.
@@ -253,10 +253,10 @@ def _raise_first(store: Store, doing: str, problems: Sequence[str], own: Excepti
                 f"memory. {problem.removeprefix(lacking)}"
             )
     try:
-        if own is not None:
-            raise own
+        if failure is not None:
+            raise failure
     finally:
-        del own
+        del failure
     for rank, problem in enumerate(problems):
         if problem:
             raise RankFailedError(

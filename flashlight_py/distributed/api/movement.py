@@ -155,7 +155,7 @@ def scatter(
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
     members = members_of(group)
-    with reject_together(members, SCATTER, given=[xs, out]):
+    with reject_together(members, SCATTER, arrays=[xs, out]):
         root = check_rank(members.size, "scatter", "root", root)
         kind = xs[0] if isinstance(xs, list | tuple) and xs else xs
         if members.rank != root:
@@ -217,8 +217,8 @@ def all_to_all(
     if isinstance(x, list | tuple):
         return _blocks_to_all(members_of(group), x, out, async_op, rows is not None or return_rows)
     received: list[int] = []
-    how: dict[str, Any] = {"rows": rows, "out": out, "async_op": async_op}
-    result = collective(group, ALL_TO_ALL, x, **how, received=received)
+    options: dict[str, Any] = {"rows": rows, "out": out, "async_op": async_op}
+    result = collective(group, ALL_TO_ALL, x, **options, received=received)
     if not return_rows:
         return result
 
@@ -243,7 +243,7 @@ def _blocks_to_all(
                 f"{block.shape}, as rank {index} sends, got {room.dtype} {room.shape}{outcome}"
             )
 
-    with reject_together(members, ALL_TO_ALL, given=xs):
+    with reject_together(members, ALL_TO_ALL, arrays=xs):
         if has_rows:
             raise ValueError(f"{verb}: rows and return_rows must be omitted if x is a list")
         for name, value in (("x", xs), ("out", outs if outs is not None else xs)):
@@ -265,12 +265,12 @@ def _blocks_to_all(
         if rooms:  # the only block known here before the exchange
             check(rank, decode_part(blocks[rank].view(np.uint8)))
         received: list[int] = []
-        how: dict[str, Any] = {"rows": [block.size for block in blocks], "received": received}
-        work = collective(members, ALL_TO_ALL, np.concatenate(blocks), **how, async_op=async_op)
+        options: dict[str, Any] = {"rows": [block.size for block in blocks], "received": received}
+        work = collective(members, ALL_TO_ALL, np.concatenate(blocks), **options, async_op=async_op)
 
-    def results(whole: Array) -> list[Any]:
-        counts = received or how["rows"]
-        parts = [decode_part(part.view(np.uint8)) for part in split_rows(whole, counts)]
+    def results(joined: Array) -> list[Any]:
+        counts = received or options["rows"]
+        parts = [decode_part(part.view(np.uint8)) for part in split_rows(joined, counts)]
         if outs is None:
             return [user_result(xs[0], part.copy(), False) for part in parts]
         for index, block in enumerate(parts):
@@ -285,14 +285,14 @@ def _blocks_to_all(
 # Dtype and shape are sent in the call of the root, so the other ranks need no matching array.
 def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any) -> Any:
     """Scatter ``xs`` (None except on the root) in equal parts. Return an array like ``kind``."""
-    whole = None if xs is None else _whole(xs, members.size)
-    if whole is not None and whole.ndim > _DIMENSIONS + 1:
+    parts = None if xs is None else _whole(xs, members.size)
+    if parts is not None and parts.ndim > _DIMENSIONS + 1:
         raise ValueError(
             f"scatter: a part must have at most {_DIMENSIONS} dimensions, got shape "
-            f"{whole.shape[1:]}. Reshape the array."
+            f"{parts.shape[1:]}. Reshape the array."
         )
     # whole[0] would be no array if the part has no dimension.
-    like = _array_of(out) if whole is None else whole[0, ...]
+    like = _array_of(out) if parts is None else parts[0, ...]
     space = prepare_output("scatter", out, like, () if like is None else like.shape, kind)
     if like is not None and native_code(like.dtype) == MOVED:
         # Sent with each part as text, for ranks without ``out``.
@@ -300,11 +300,11 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
         call.out = room = np.empty_like(encode_part(as_packed(like)))
         call.array = (
             None
-            if whole is None
-            else np.stack([encode_part(whole[i, ...]) for i in range(len(whole))])
+            if parts is None
+            else np.stack([encode_part(parts[i, ...]) for i in range(len(parts))])
         )
         return finish(members, call, members.run(call), space._replace(packed=room), decode_part)
-    call.array = None if whole is None else pack_input(whole, space)
+    call.array = None if parts is None else pack_input(parts, space)
     call.out = space.packed
     return finish(members, call, members.run(call), space)
 
@@ -347,9 +347,9 @@ def _agree(
     calls = list(map(pickle.loads, texts))
     expected = calls[root]
     if any(call[:2] != expected[:2] or call[2] not in (None, expected[2]) for call in calls):
-        where = f"[scatter] rank {members.rank} of {members.size}"
+        prefix = f"[scatter] rank {members.rank} of {members.size}"
         words = [_in_words(*values) for values in calls]
-        raise MismatchError(different_calls(where, enumerate(words), 0, which="this call"))
+        raise MismatchError(different_calls(prefix, enumerate(words), 0, which="this call"))
     dtype, shape = expected[2]
     return dtype_from_text(dtype), shape
 

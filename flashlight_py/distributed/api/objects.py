@@ -131,15 +131,15 @@ def send_object(obj: Any, dst: int, tag: int = 0, *, group: Group = None) -> Non
     except Exception as error:
         send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group=group)
         raise TypeError(f"{_at('send_object', members)}: {reason_of(error)}") from error
-    whole = np.frombuffer(content, np.uint8)
-    if whole.size <= _FIRST_BYTES:
-        send(whole, dst, tag, group=group)
+    content_bytes = np.frombuffer(content, np.uint8)
+    if content_bytes.size <= _FIRST_BYTES:
+        send(content_bytes, dst, tag, group=group)
     else:
         number = next(_numbers) % 2**30
         with reject_together(members, "send_object", ()):
-            head = np.array([0, whole.size, number, members.rank]).view(np.uint8)
+            head = np.array([0, content_bytes.size, number, members.rank]).view(np.uint8)
             send(head, dst, tag, group=group)
-            members.run(Call(SEND, whole, peer=dst, tag=_LATER_TAGS - number))
+            members.run(Call(SEND, content_bytes, peer=dst, tag=_LATER_TAGS - number))
 
 
 def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
@@ -175,11 +175,11 @@ def _words_of(error: Exception) -> bytes:
     return reason_of(error).encode(errors="backslashreplace")[:_WORDS_BYTES]
 
 
-def _run(verb: Verb, given: Any, root: Any, group: Group) -> Any:
+def _run(verb: Verb, obj: Any, root: Any, group: Group) -> Any:
     """Run an object verb. Return the list of objects for this rank; None: it receives nothing."""
     try:
         result = (world_fast.objects if group is None else members_of(group).fast.objects)(
-            verb.code, given, root
+            verb.code, obj, root
         )
     except BaseException as error:
         if not isinstance(error, Exception):  # raised while objects are pickled or unpickled
@@ -190,31 +190,31 @@ def _run(verb: Verb, given: Any, root: Any, group: Group) -> Any:
     members = members_of(group)
     with reject_together(members, verb.name):
         if result is NotImplemented:
-            return _run_in_python(members, verb, given, root)
+            return _run_in_python(members, verb, obj, root)
         first, number, frame = result
         try:
-            return _Move(members, verb, given, root, [] if frame is None else [frame]).end(first)
+            return _Move(members, verb, obj, root, [] if frame is None else [frame]).end(first)
         except BaseException as error:
             members.journal.record_failure(number, error)
             raise
 
 
-def _run_in_python(members: Membership, verb: Verb, given: Any, root: Any) -> Any:
+def _run_in_python(members: Membership, verb: Verb, obj: Any, root: Any) -> Any:
     root = check_rank(members.size, verb.name, "root", root) if verb.rooted else 0
-    gives, mine = verb.ragged or members.rank == root, list[Array]()
+    gives, frames = verb.ragged or members.rank == root, list[Array]()
     if gives and verb is SCATTER_OBJECT:
-        passed, given = given, list(() if given is None else given)
-        if len(given) != members.size:
+        passed, obj = obj, list(() if obj is None else obj)
+        if len(obj) != members.size:
             raise ValueError(
                 f"scatter_object: objs must have {members.size} objects, one for each rank, on the "
-                f"root, rank {root}, got {'None' if passed is None else len(given)}"
+                f"root, rank {root}, got {'None' if passed is None else len(obj)}"
             )
-        mine = _pickled(given)
+        frames = _pickled(obj)
     elif gives:
-        mine = _pickled([given])
-    move = _Move(members, verb, given, root, mine)
+        frames = _pickled([obj])
+    move = _Move(members, verb, obj, root, frames)
     with members.journal.recording(verb.name, root=root if verb.rooted else None) as record:
-        record.size = sum(frame.size for frame in mine)
+        record.size = sum(frame.size for frame in frames)
         first = move.begin()
         if verb is BROADCAST_OBJECT:
             record.size = first.size
@@ -244,10 +244,10 @@ class _Move:
 
     def begin(self) -> Array:
         """Return the frames of the first collective, which is usually the only one."""
-        verb, mine, root = self._verb, self._mine, self._root
+        verb, frames, root = self._verb, self._mine, self._root
         if verb is SCATTER_OBJECT:
-            return self._step(Call(SCATTER, _rows(mine) if mine else None, root=root))
-        frame = mine[0] if mine else None
+            return self._step(Call(SCATTER, _rows(frames) if frames else None, root=root))
+        frame = frames[0] if frames else None
         if verb is BROADCAST_OBJECT and self._backend.finds_shape:
             return self._step(Call(BROADCAST, frame, root=root))
         if frame is not None and verb is not ALL_GATHER_OBJECT and frame.size > _SHORT_BYTES:
@@ -263,22 +263,23 @@ class _Move:
             frames = [next(later, frame) if frame.kind == LATER else frame for frame in frames]
         if self._verb is GATHER_OBJECT and rank != self._root:
             return None
-        own = self._given[rank] if self._verb is SCATTER_OBJECT and self._mine else self._given
+        is_scattered = self._verb is SCATTER_OBJECT and self._mine
+        obj = self._given[rank] if is_scattered else self._given
         pairs = zip(self._sources, frames, strict=True)
-        return [own if source == rank else self._object(frame, source) for source, frame in pairs]
+        return [obj if source == rank else self._object(frame, source) for source, frame in pairs]
 
     def _later(self, first: Frame) -> Array:
         """Return the announced frames, on the ranks that need them."""
-        verb, mine = self._verb, self._mine
+        verb, frames = self._verb, self._mine
         if verb is SCATTER_OBJECT:
-            lengths = [frame.size for frame in mine] or [0] * self._members.size
-            return self._step(Call(ALL_TO_ALL, np.concatenate([_NOTHING, *mine]), rows=lengths))
+            lengths = [frame.size for frame in frames] or [0] * self._members.size
+            return self._step(Call(ALL_TO_ALL, np.concatenate([_NOTHING, *frames]), rows=lengths))
         if verb is GATHER_OBJECT:
-            long = mine[0] if mine[0].size > _SHORT_BYTES else _NOTHING
+            long = frames[0] if frames[0].size > _SHORT_BYTES else _NOTHING
             return self._step(Call(GATHER, long, root=self._root))
         length = int(np.frombuffer(first.content, np.int64)[0])
-        whole = mine[0] if mine else np.empty(length, np.uint8)
-        return self._step(Call(BROADCAST, whole, root=self._root))
+        frame = frames[0] if frames else np.empty(length, np.uint8)
+        return self._step(Call(BROADCAST, frame, root=self._root))
 
     def _step(self, call: Call) -> Array:
         call.part_of = self._verb.name

@@ -116,7 +116,7 @@ def all_reduce(
 def _copy_to_out(x: Any, out: Any, group: Group) -> None:
     """Copy ``x`` to ``out``, which is then reduced in place."""
     members = members_of(group)
-    with reject_together(members, ALL_REDUCE, given=(x, out)):
+    with reject_together(members, ALL_REDUCE, arrays=(x, out)):
         array = as_array("all_reduce", x, writes=False, of_any_dtype=True)
         as_array("all_reduce(out=)", out, of_any_dtype=True)
         target = prepare_output("all_reduce", out, array, array.shape, x).array
@@ -186,8 +186,8 @@ def reduce_scatter(
         MismatchError: If the ranks pass different ``rows``, or as for :func:`all_reduce`.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
-    how: dict[str, Any] = {"scale": scale, "op": op, "rows": rows, "out": out}
-    return collective(group, REDUCE_SCATTER, x, **how, async_op=async_op)
+    options: dict[str, Any] = {"scale": scale, "op": op, "rows": rows, "out": out}
+    return collective(group, REDUCE_SCATTER, x, **options, async_op=async_op)
 
 
 @native_entry(SCAN)
@@ -275,7 +275,7 @@ def all_reduce_location(
         ([3.0, 1.0], [0, 0])
     """
     verb, members = "all_reduce_location", members_of(group)
-    with reject_together(members, verb, given=[x]):
+    with reject_together(members, verb, arrays=[x]):
         if is_number := isinstance(x, NUMBERS):
             array, number = as_number(verb, x)
         else:
@@ -389,8 +389,8 @@ def _begun(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
     """Yield the calls that other ranks start. Read only if this rank rejects its arguments."""
     values = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in values if hasattr(x, "nbytes")]
-    others = len(values) - len(arrays) if limit < 0 else 0  # other ranks make one call for each
-    yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + others))
+    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks make one call for each
+    yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + invalid))
 
 
 def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
@@ -423,9 +423,9 @@ def _reduce_together(
     members: Membership, arrays: list[Array], limit: int, op: Op, scale: float, async_op: bool
 ) -> Work:
     """Reduce the arrays of one message, and wait for its end unless ``async_op``."""
-    how: dict[str, Any] = {"op": op, "scale": scale, "async_op": async_op}
+    options: dict[str, Any] = {"op": op, "scale": scale, "async_op": async_op}
     if len(arrays) == 1:
-        y = collective(members, ALL_REDUCE, arrays[0], **how)
+        y = collective(members, ALL_REDUCE, arrays[0], **options)
         return y if async_op else Done()
     unpack: Callable[[Any], Any]
     if limit < 0:  # GPU arrays, one call each
@@ -444,7 +444,7 @@ def _reduce_together(
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
         root = 1 + (digest >> 34)  # the ranks compare it: other shapes may have as many elements
-        y = collective(members, ALL_REDUCE, flat, root=root, **how)
+        y = collective(members, ALL_REDUCE, flat, root=root, **options)
         unpack = partial(_unpack, [(flat, *arrays)], [])
     together = Then(y if isinstance(y, Work) else Done(), unpack)
     if not async_op:

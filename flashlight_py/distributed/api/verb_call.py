@@ -89,8 +89,8 @@ def collective(
             work = members.run(Call(verb, x, reduce_op, scale, root, blocking=not async_op))
             return work if async_op else work.wait()
         reduce_op = parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
-        how = {"op": reduce_op, "scale": scale, "root": root, "rows": rows, "out": out}
-        how["async_op"] = async_op
+        args = {"op": reduce_op, "scale": scale, "root": root, "rows": rows, "out": out}
+        args["async_op"] = async_op
         if not several and rows is None and received is None:
             rest = (reduce_op if verb.reduces else "sum"), scale, root, 0, async_op
             y = call_fast_path(members, verb, x, out, *rest)
@@ -100,11 +100,11 @@ def collective(
             if verb.reduces:
                 require_bits(verb.name, x, reduce_op, scale, members.size)
             array, number = as_number(verb.name, x)
-            done = _prepare(members, verb, array, how)()
+            done = _prepare(members, verb, array, args)()
             return Then(done, lambda _: number()) if async_op else number()
         if several:
-            return _run_list(members, verb, x, how)
-        return _prepare(members, verb, x, how, received)()
+            return _run_list(members, verb, x, args)
+        return _prepare(members, verb, x, args, received)()
 
 
 PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
@@ -124,20 +124,20 @@ def resolve_reduction(
 _cached_reduction = functools.lru_cache(256)(resolve_reduction)
 
 
-def call_fast_path(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) -> Any:
+def call_fast_path(group: Membership, verb: Verb, x: Any, out: Any, *args: Any) -> Any:
     """Run a plain call in native code, with packed arrays. Return NotImplemented for other calls.
 
-    ``how`` are the further arguments of ``FastPath.collective``; the last one is ``async_op``.
+    ``args`` are the further arguments of ``FastPath.collective``; the last one is ``async_op``.
     """
     array, room = as_numpy(x), None if out is None else as_numpy(out)
     written = array if verb.in_place else room
     if array is None or (room is None) is not (out is None):
         return NotImplemented
     is_read_only = written is not None and not written.flags.writeable
-    if is_read_only or how[0] in LOGICAL or native_code(array.dtype) == MOVED:
+    if is_read_only or args[0] in LOGICAL or native_code(array.dtype) == MOVED:
         return NotImplemented
     packed, space = as_packed(array), None if room is None else as_packed(room)
-    y = group.fast.collective(verb.code, packed, space, *how)
+    y = group.fast.collective(verb.code, packed, space, *args)
     if y is NotImplemented:
         return y
 
@@ -147,37 +147,37 @@ def call_fast_path(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) -
                 target[...] = filled
         return user_result(out if y is space else x, y, y is packed or y is space)
 
-    if how[-1] and (space is not room or (verb.in_place and packed is not array)):
+    if args[-1] and (space is not room or (verb.in_place and packed is not array)):
         return group.keep(Then(y, unpacked))
-    return Then(y, unpacked) if how[-1] else unpacked(y)
+    return Then(y, unpacked) if args[-1] else unpacked(y)
 
 
-def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any]) -> Any:
+def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], args: dict[str, Any]) -> Any:
     """Check all arrays, then start ``verb`` on each of ``xs`` with its entry of ``out``."""
-    outs = [None] * len(xs) if how["out"] is None else list(how["out"])
+    outs = [None] * len(xs) if args["out"] is None else list(args["out"])
     if len(outs) != len(xs):
         raise ValueError(f"{verb}: out must have {len(xs)} arrays, one for each x, got {len(outs)}")
-    if how["out"] is not None:
+    if args["out"] is not None:
         overlap = OverlapCheck(verb.name, len(outs))
         for out in (np.empty(0) if out is None else out for out in outs):
             overlap.add(as_array(f"{verb}(out=)", out, of_any_dtype=True, mutable=True))
         for index, x in enumerate(xs):  # x may share memory with its own out
             overlap.add(as_array(verb.name, x, writes=False, of_any_dtype=True), False, index)
     pairs = zip(xs, outs, strict=True)
-    prepared = [_prepare(group, verb, x, {**how, "out": out}) for x, out in pairs]
+    prepared = [_prepare(group, verb, x, {**args, "out": out}) for x, out in pairs]
     results = [start() for start in prepared]
-    return AllOf(results) if how["async_op"] else results
+    return AllOf(results) if args["async_op"] else results
 
 
 def _prepare(
-    group: Membership, verb: Verb, x: Any, how: dict[str, Any], received: list[int] | None = None
+    group: Membership, verb: Verb, x: Any, args: dict[str, Any], received: list[int] | None = None
 ) -> Callable[[], Any]:
     """Check all arguments. Return a function that starts the call and returns the result.
 
-    ``how`` are the other arguments by name.
+    ``args`` are the other arguments by name.
     """
     name, op, scale = verb.name, ReduceOp.SUM, 1.0
-    root = how["root"]  # for an all_reduce of several arrays: a digest
+    root = args["root"]  # for an all_reduce of several arrays: a digest
     if verb.rooted:
         root = check_rank(group.size, name, "root", root)
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True, mutable=True)
@@ -185,14 +185,14 @@ def _prepare(
         array = array.reshape(1)
     if verb.reduces:
         size, is_prefix = group.size, verb.prefix
-        op, scale = resolve_reduction(name, array.dtype, how["op"], how["scale"], size, is_prefix)
-    rows = check_rows(name, array, how["rows"], group.size) if verb.cuts else None
+        op, scale = resolve_reduction(name, array.dtype, args["op"], args["scale"], size, is_prefix)
+    rows = check_rows(name, array, args["rows"], group.size) if verb.cuts else None
     own_rows = None if rows is None else rows[group.rank]
-    call = Call(verb, None, op, scale, root, rows=rows, blocking=not how["async_op"])
+    call = Call(verb, None, op, scale, root, rows=rows, blocking=not args["async_op"])
     call.received = received
     space = NEW
     if not verb.in_place:
-        out = how["out"] if verb.fills(group.rank, root) else None
+        out = args["out"] if verb.fills(group.rank, root) else None
         space = prepare_output(name, out, array, verb.shape(array.shape, group.size, own_rows), x)
     return lambda: _run(group, call, array, x, space)
 
@@ -315,19 +315,22 @@ def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
     def decorated(function: F) -> F:
         if _make_entry is None:
             return function
-        given = {"verb": verb.code, **(_OF_PAIR if verb is SENDRECV else _GIVEN), "group": None}
+        defaults = {"verb": verb.code, **(_OF_PAIR if verb is SENDRECV else _GIVEN), "group": None}
         parameters = []
         for name, parameter in inspect.signature(function).parameters.items():
-            key = name if name in given else _ALIASES.get(name, name)
+            key = name if name in defaults else _ALIASES.get(name, name)
             default = parameter.default
-            if key in constants or key not in given:
+            if key in constants or key not in defaults:
                 key = "verb"  # used only in Python
             else:
-                given[key] = ... if default is parameter.empty else default
-            parameters.append((name, list(given).index(key), default))
+                defaults[key] = ... if default is parameter.empty else default
+            parameters.append((name, list(defaults).index(key), default))
         points = verb.name if verb in (BARRIER, SENDRECV) else "collective"
-        how = points, world_fast, Membership, tuple((given | constants).values()), tuple(parameters)
-        entry = _make_entry(function, function.__name__, *how, function.__code__.co_argcount)
+        values = tuple((defaults | constants).values()), tuple(parameters)
+        count = function.__code__.co_argcount
+        entry = _make_entry(
+            function, function.__name__, points, world_fast, Membership, *values, count
+        )
         return cast("F", functools.update_wrapper(entry, function))
 
     return decorated
@@ -340,10 +343,10 @@ class reject_together:
     """A block in which a rank checks arguments. If it raises an error, the other ranks raise too.
 
     ``begun`` are the operations that the other ranks start: ``COLLECTIVE`` or this rank's ``P2POp``
-    each. There are several if they start without waiting for the first. ``given`` are the
-    arguments: a CuPy array among them selects the backend that the other ranks use. ``how``
-    describes the failure. With ``first``, only an error before the first collective of the block is
-    reported. Ctrl-C ends the group, also between two calls of the block.
+    each. There are several if they start without waiting for the first. A CuPy array among
+    ``arrays`` selects the backend that the other ranks use. ``outcome`` describes the failure. With
+    ``first``, only an error before the first collective of the block is reported. Ctrl-C ends the
+    group, also between two calls of the block.
     """
 
     def __init__(
@@ -351,12 +354,12 @@ class reject_together:
         group: Membership,
         verb: Verb | str,
         begun: Iterable[P2POp | None] = (COLLECTIVE,),
-        given: Iterable[Any] = (),
-        how: str = "rejected its arguments",
+        arrays: Iterable[Any] = (),
+        outcome: str = "rejected its arguments",
         first: bool = False,
     ) -> None:
-        self._group, self._verb, self._how = group, verb, how
-        self._begun, self._given = begun, given
+        self._group, self._verb, self._outcome = group, verb, outcome
+        self._begun, self._arrays = begun, arrays
         self._calls = group.journal.count[0] if first else None
 
     def __enter__(self) -> None:
@@ -381,8 +384,8 @@ class reject_together:
     def refuse(self, error: Exception) -> None:
         """Make the other ranks raise because of ``error``."""
         group, begun = self._group, list(self._begun)
-        words = f"{self._verb}, and {self._how} ({reason_of(error)})"
-        arrays = [getattr(value, "array", value) for value in self._given]
+        words = f"{self._verb}, and {self._outcome} ({reason_of(error)})"
+        arrays = [getattr(value, "array", value) for value in self._arrays]
         backend = group.backend(next(filter(is_cupy, arrays), None))
         for op in filter(None, begun):
             is_valid = isinstance(op.peer, int) and isinstance(op.tag, int)

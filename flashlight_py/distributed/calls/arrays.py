@@ -77,7 +77,7 @@ def as_array(
         ValueError: If the array is read-only and the verb writes into it, if a tensor requires
             grad, or if a Variable was computed from other Variables and needs a gradient.
     """
-    array = value if type(value) is np.ndarray else _held_by(verb, value, writes)
+    array = value if type(value) is np.ndarray else _unwrap(verb, value, writes)
     if not of_any_dtype or array.dtype.hasobject or is_cupy(array):
         dtype_code(verb, array.dtype)
     if not writes:
@@ -94,7 +94,7 @@ def as_array(
     )
 
 
-def _held_by(verb: str, value: Any, writes: bool) -> Array:
+def _unwrap(verb: str, value: Any, writes: bool) -> Array:
     """Return the array of a Variable, of another library, or of a NumPy subclass."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
@@ -107,28 +107,28 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
             f"{value.shape} that needs a gradient. {verb} has no gradient. Use the differentiable "
             f"verbs of flashlight_py.functional, or {verb}(x.array) if no gradient is needed."
         )
-    held: Any = getattr(value, "array", value)
-    if is_cupy(held):
-        return held  # type: ignore[no-any-return]
-    if isinstance(held, np.ndarray):
-        return held.view(np.ndarray)  # np.matrix would always have two dimensions
-    if isinstance(held, np.generic) and writes:
+    array: Any = getattr(value, "array", value)
+    if is_cupy(array):
+        return array  # type: ignore[no-any-return]
+    if isinstance(array, np.ndarray):
+        return array.view(np.ndarray)  # np.matrix would always have two dimensions
+    if isinstance(array, np.generic) and writes:
         raise TypeError(
             f"{verb}: expected a writable array because it works in place, got a NumPy scalar "
-            f"({type(held).__name__}). Pass np.array(x)."
+            f"({type(array).__name__}). Pass np.array(x)."
         )
-    has_grad = is_instance(held, "torch", "Tensor") and held.requires_grad
+    has_grad = is_instance(array, "torch", "Tensor") and array.requires_grad
     if has_grad and sys.modules["torch"].is_grad_enabled():  # its history would miss this
         raise ValueError(
-            f"{verb}: expected a tensor without grad, got a {held.dtype} tensor of shape "
-            f"{tuple(held.shape)} that requires grad. Pass x.detach(), which shares its memory."
+            f"{verb}: expected a tensor without grad, got a {array.dtype} tensor of shape "
+            f"{tuple(array.shape)} that requires grad. Pass x.detach(), which shares its memory."
         )
     try:
-        read = array_module(held).asarray if isinstance(held, np.generic) else kind_of(held).view
-        view = read(held)
+        read = array_module(array).asarray if isinstance(array, np.generic) else kind_of(array).view
+        view = read(array)
     except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
-            f"{verb}: cannot access the memory of this {_class_of(held)}: {error}. Pass a NumPy "
+            f"{verb}: cannot access the memory of this {_class_of(array)}: {error}. Pass a NumPy "
             "copy, np.array(x)."
         ) from error
     if view is None:
@@ -251,12 +251,12 @@ def encode_part(part: Array) -> Array:
     return np.frombuffer(part.tobytes() + tail, np.uint8)
 
 
-def decode_part(whole: Array) -> Array:
+def decode_part(packed: Array) -> Array:
     """Return the array that ``encode_part`` packed into ``whole``. The memory is shared."""
-    size = whole.size - 8
-    begin = size - int.from_bytes(whole[size:].tobytes(), "little")
-    shape, kind = json.loads(whole[begin:size].tobytes())
-    return np.ndarray(shape, dtype_from_text(kind), whole.data)
+    size = packed.size - 8
+    begin = size - int.from_bytes(packed[size:].tobytes(), "little")
+    shape, kind = json.loads(packed[begin:size].tobytes())
+    return np.ndarray(shape, dtype_from_text(kind), packed.data)
 
 
 def dtype_of_code(code: int) -> np.dtype[Any]:

@@ -61,8 +61,8 @@ _pinned: ContextVar[Site | None] = ContextVar("place", default=None)
 
 def caller(depth: int = 1) -> Site:
     """Return the innermost line outside this package. ``depth`` callers belong to the package."""
-    if (place := _pinned.get()) is not None:
-        return place
+    if (pinned := _pinned.get()) is not None:
+        return pinned
     frame, _ = frame_of_caller(depth + 1)
     return frame.f_code.co_filename, frame.f_lineno
 
@@ -82,8 +82,8 @@ def instruction_of_caller(depth: int) -> Instruction:
 
 def line_of(code: CodeType, instruction: int) -> str:
     """Return "folder/file.py:12" for an instruction (``f_lasti`` of a frame)."""
-    found = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
-    return site_of((code.co_filename, found[0] if found else code.co_firstlineno))
+    lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
+    return site_of((code.co_filename, lines[0] if lines else code.co_firstlineno))
 
 
 def call_site() -> str:

@@ -185,8 +185,8 @@ class Journal(Ring):
             size = sum(step.array.nbytes for step in calls if step.array is not None)
         peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
         op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
-        what = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
-        record = self._begin(what, 3)
+        fields = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
+        record = self._begin(fields, 3)
         try:
             work = start()
             if not call.blocking and not isinstance(work, Done):
@@ -221,8 +221,8 @@ class Journal(Ring):
     def record_rejection(self, verb: str, error: Exception, peer: int | None = None) -> None:
         """Count and record a call that ``error`` ended before it began, here or on another rank."""
         number = self._count() if peer is None else 0
-        what = (self.name, number, verb, None, None, None, None, peer)
-        _fail(self._begin(what, 4), error)
+        fields = (self.name, number, verb, None, None, None, None, peer)
+        _fail(self._begin(fields, 4), error)
 
     def has_recorded(self, error: BaseException) -> bool:
         """Return whether ``error`` ended or rejected a call that this group has recorded."""
@@ -270,8 +270,8 @@ class Journal(Ring):
             self.header[_NUMBER] -= 1
         _fail(record, error)
 
-    def _begin(self, what: tuple[Any, ...], depth: int) -> Record:
-        record = Record(what, monotonic_ns(), instruction_of_caller(depth))
+    def _begin(self, fields: tuple[Any, ...], depth: int) -> Record:
+        record = Record(fields, monotonic_ns(), instruction_of_caller(depth))
         self.header[_WRITTEN] = record.id = self.header[_WRITTEN] + 1
         self.notes[(record.id - 1) % codes.RECORDED_CALLS] = record
         if listener is not None:
@@ -292,10 +292,11 @@ class Journal(Ring):
         op, root = ReduceOp(int(row["op"])) if verb.reduces else None, peer if verb.rooted else None
         other, tag = (peer, int(row["tag"])) if verb.is_message else (None, None)
         number = int(row["number"])
-        what = (self.name, number, verb.name, dtype, shape, op, root, other, tag, int(row["bytes"]))
+        size = int(row["bytes"])
+        fields = (self.name, number, verb.name, dtype, shape, op, root, other, tag, size)
         ticks, nanoseconds = self._zero
         started = nanoseconds + int((int(row["started"]) - ticks) * rate)
-        record = Record(what, started, note if flags & codes.RECORDED_PLACED else None)
+        record = Record(fields, started, note if flags & codes.RECORDED_PLACED else None)
         record.id, record.is_async = int(row["id"]), bool(flags & codes.RECORDED_ASYNC)
         if row["ended"] > 0:
             record.ended = nanoseconds + int((int(row["ended"]) - ticks) * rate)

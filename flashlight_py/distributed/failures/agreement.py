@@ -79,15 +79,15 @@ class RankMessage(NamedTuple):
         return room
 
 
-def unpack_messages(whole: Array) -> list[RankMessage]:
+def unpack_messages(packed: Array) -> list[RankMessage]:
     """Return the messages that ``whole`` contains one after the other."""
-    messages, text, at = [], whole.data, 0
-    while at < whole.size:
+    messages, text, at = [], packed.data, 0
+    while at < packed.size:
         size, count = struct.unpack_from("=2q", text, at + _KEY_BYTES)
         lengths = struct.unpack_from(f"={count}q", text, at + _KEY_BYTES + 16)
         begin = at + _up(_KEY_BYTES + 16 + 8 * count)
         digest = bytes(text[at : at + _KEY_BYTES])
-        messages.append(RankMessage(digest, lengths, whole[begin : begin + size]))
+        messages.append(RankMessage(digest, lengths, packed[begin : begin + size]))
         at = begin + _up(size)
     return messages
 
@@ -147,8 +147,8 @@ class Agreement:
         local = self._inside.step(GATHER, own_message, seconds)
         if self._inside.rank == 0 and self._between is not None:
             sent = _combine(unpack_messages(local), load.inside)
-            whole = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
-            answer = _combine(unpack_messages(whole), load.between).packed()
+            gathered = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
+            answer = _combine(unpack_messages(gathered), load.between).packed()
             # Its local peers wait already. Other hosts wait in their next call.
             answered = limit
         return unpack_messages(self._inside.step(ALL_GATHER, answer, answered))[0]

@@ -162,7 +162,9 @@ def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
     }
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     calls = [_readable(record.as_dict(), now) for record in journal.recent_records()]
-    groups = [f"{json.dumps(name)}: {json.dumps(what)}" for name, what in journal.groups().items()]
+    groups = [
+        f"{json.dumps(name)}: {json.dumps(group)}" for name, group in journal.groups().items()
+    ]
     lines.append(_block("groups", groups, "{}"))
     lines.append(_block("calls", [json.dumps(call, ensure_ascii=False) for call in calls]))
     lines.append(_block("threads", [json.dumps(line, ensure_ascii=False) for line in threads]))
@@ -365,9 +367,9 @@ class Watchdog:
         path = self.write(reason, level=logging.INFO)  # the error contains the path
         if path is not None and error.args:
             compare = f"python -m flashlight_py.trace diff {path.parent}"
-            where = f"The last calls of this rank are in {path}. To compare ranks, run {compare}"
+            advice = f"The last calls of this rank are in {path}. To compare ranks, run {compare}"
             end = "\n\n" if "\n" in str(error.args[0]) else ". "  # after a traceback
-            error.args = (f"{error.args[0]}{end}{where}", *error.args[1:])
+            error.args = (f"{error.args[0]}{end}{advice}", *error.args[1:])
 
     def _run(self) -> None:
         """Wait for the signal, for records of other ranks and for the end."""

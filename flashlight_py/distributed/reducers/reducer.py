@@ -242,7 +242,7 @@ class CoalescingReducer(_Pending):
             ValueError: it shares memory with one that was added before.
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        with reject_together(group_or_world(self.group), "CoalescingReducer.add", given=[array]):
+        with reject_together(group_or_world(self.group), "CoalescingReducer.add", arrays=[array]):
             array = as_array("CoalescingReducer.add", array)
             if self._hook is not None:
                 check_hook(self._hook, [[array]])
