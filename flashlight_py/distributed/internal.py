@@ -50,7 +50,7 @@ from flashlight_py.distributed.rendezvous.store import (
     Store,
     Waiting,
     host_identity,
-    not_arrived,
+    missing_text,
     this_process,
 )
 from flashlight_py.distributed.rendezvous.tcp_store import is_local

@@ -16,7 +16,7 @@ import pytest
 from flashlight_py import interfaces
 from flashlight_py.distributed.memory.topology import Card, choose
 from flashlight_py.distributed.rendezvous import tcp_store, wire
-from flashlight_py.distributed.rendezvous.store import Peer, why_not_apart
+from flashlight_py.distributed.rendezvous.store import Peer, shared_process_error
 from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
 from tests.distributed.jobs import ended, start
@@ -283,7 +283,7 @@ def test_two_ranks_in_one_process_are_refused_on_every_rank(tmp_path: Path) -> N
 
 def test_what_is_not_known_of_processes_is_not_held_against_them() -> None:
     unknown = Peer("a", 1)
-    assert why_not_apart([unknown, unknown]) == ""
+    assert shared_process_error([unknown, unknown]) == ""
     known = Peer("a", 1, "boot", "7")
-    assert why_not_apart([known, Peer("a", 1, "boot", "8")]) == ""
-    assert "ranks 0, 1 are one process" in why_not_apart([known, known])
+    assert shared_process_error([known, Peer("a", 1, "boot", "8")]) == ""
+    assert "ranks 0, 1 are one process" in shared_process_error([known, known])

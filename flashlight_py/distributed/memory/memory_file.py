@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.distributed.rendezvous.store import Store, kernel_and
+from flashlight_py.distributed.rendezvous.store import Store, boot_id_and_namespace
 from flashlight_py.errors import DistributedError, OutOfMemoryError, UnavailableEverywhereError
 
 DIRECTORY = Path("/dev/shm")
@@ -33,7 +33,7 @@ def process_space() -> str:
 
     Empty if other processes cannot open this one's files there.
     """
-    space = kernel_and("pid")
+    space = boot_id_and_namespace("pid")
     is_open = space and os.stat("/proc/self").st_uid == os.geteuid()  # else it may not be traced
     return space if is_open and hasattr(os, "memfd_create") else ""  # Python may be older than it
 

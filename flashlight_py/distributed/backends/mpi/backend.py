@@ -151,7 +151,8 @@ class MpiBackend(Backend):
         gpu_aware: bool,
     ) -> None:
         self.progress, self.control = progress, control
-        self.network, self.memory, self.near = control.network, control.memory, control.near
+        self.network, self.memory = control.network, control.memory
+        self.memory_ranks = control.memory_ranks
         self.leaving = Leaving(progress.mpi, comm)
         self.seconds, self._compares_all = seconds, checked
         self.rank, self.size, self.hosts = control.rank, control.size, control.hosts
@@ -342,7 +343,7 @@ class MpiBackend(Backend):
         return bool(self.pending()) or self.control.is_busy()
 
     def is_calling(self) -> bool:
-        return self._callers.has_this()
+        return self._callers.contains_this_thread()
 
     def pending(self) -> int:
         """Return how many operations have not ended."""
