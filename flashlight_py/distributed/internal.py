@@ -78,7 +78,7 @@ def nccl_library() -> tuple[str, str]:
     Raises:
         BackendUnavailableError: there is none.
     """
-    from flashlight_py.distributed.backends.nccl.library import load, version_text
+    from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 
-    library = load()
+    library = load_nccl()
     return version_text(library.version), library.path

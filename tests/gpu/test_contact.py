@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.nccl.library import load, version_text
+from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 from tests.distributed.told import first_error
@@ -31,7 +31,7 @@ def opened(rank: int, size: int) -> tuple[set[str], int, int]:
     from cupy.cuda import nccl  # no attribute before that
 
     fl.all_reduce(verbs.on_gpu(np.ones(3)))
-    return libraries(), load().version, nccl.get_version()
+    return libraries(), load_nccl().version, nccl.get_version()
 
 
 def test_there_is_one_nccl_in_a_process_and_it_is_new_enough(ranks: Any) -> None:
@@ -49,7 +49,8 @@ def test_describe_names_the_version_and_the_device(ranks: Any) -> None:
     if ranks.size == 1:
         pytest.skip("a world of one needs no NCCL")
     for text in ranks.run(described):
-        assert re.search(rf"NCCL {re.escape(version_text(load().version))}.*CUDA device \d", text)
+        version = re.escape(version_text(load_nccl().version))
+        assert re.search(rf"NCCL {version}.*CUDA device \d", text)
 
 
 def three_worlds(rank: int, size: int, meeting: Path, params: dict[str, Any]) -> list[float]:

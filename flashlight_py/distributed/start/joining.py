@@ -35,9 +35,9 @@ def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
     """Return what joins the ranks of a group, its GPUs, and those of one with another timeout."""
 
     def join_gpus(cpu: Backend) -> Backend:
-        from flashlight_py.distributed.backends.nccl.joining import join_gpus
+        from flashlight_py.distributed.backends.nccl.joining import connect_gpus
 
-        return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
+        return connect_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
 
     def limited(seconds: float) -> Joiner:
         return joiner(rule, replace(settings, timeout=seconds, joining=settings.joining_seconds))
