@@ -60,7 +60,7 @@ def connect(store: Store, settings: Settings) -> Choice:
 
     wing = import_module("flashlight_py.distributed.backends.mpi.joining")
     how = settings.timeout, settings.checks, settings.mpi_cuda_aware
-    backend = wing.join(store, join_cpus, *how)
+    backend = wing.connect_mpi(store, join_cpus, *how)
     return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
 
 
