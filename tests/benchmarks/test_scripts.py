@@ -236,6 +236,6 @@ def test_engines_beside_spawn_and_flrun(tmp_path: Path) -> None:
     pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
     output, result = run(tmp_path, "engines.py", "--engines", "dask", "--sizes", "4")
     starts, reduces = result["measurements"]
-    assert list(starts["seconds"]) == ["spawn", "run", "the engine alone"]
+    assert list(starts["seconds"]) == ["spawn", "run", "engine only"]
     assert list(reduces["seconds"]) == ["flrun", "fl.launch.ray"]
     assert "| run beyond spawn, in seconds | <= 1x |" in output

@@ -12,9 +12,9 @@ TAGI = "--num-epochs and --batch-size are from 1 on, --seed from 0"
 # Of each example, options and the complaint about them.
 REFUSED = {
     "DistributedTraining": {
-        "--epochs 0": "whole number from 1 on, got '0'",
-        "--samples -5": "whole number from 1 on, got '-5'",
-        "--batch-size many": "whole number from 1 on, got 'many'",
+        "--epochs 0": "integer of at least 1, got '0'",
+        "--samples -5": "integer of at least 1, got '-5'",
+        "--batch-size many": "integer of at least 1, got 'many'",
         "--seed x": "invalid int value: 'x'",
         "--seed -1": "--seed: expected a number from 0 on, got -1",
         "--init pigeon": "invalid choice: 'pigeon'",
