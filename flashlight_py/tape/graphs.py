@@ -107,7 +107,7 @@ class Recorder(Watcher):
             raise _CannotSend(f"{name} sends arrays of the CPU, or none, at {line_of_user()}")
         backend: Any = group.backend(array)
         if call.verb.is_message:
-            self.meet(calls)
+            self.run(calls)
         if group.size > 1:
             if group not in self.groups:
                 raise _CannotSend(f"{name} uses a group that the step has not used before")

@@ -86,7 +86,7 @@ def test_what_belongs_to_somebody_else_is_refused(folder: Path) -> None:
     path = folder / "flashlight-other"
     path.write_bytes(b"")
     os.chown(path, 12345, 12345)
-    with pytest.raises(PermissionError, match="somebody else"), open_memory(str(path)):
+    with pytest.raises(PermissionError, match="not a file of this user"), open_memory(str(path)):
         pass
 
 
@@ -256,7 +256,7 @@ def test_a_file_stays_as_it_was_where_others_take_the_memory_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
-    monkeypatch.setattr(memory_room, "_PIECE", MB)
+    monkeypatch.setattr(memory_room, "_CHUNK_BYTES", MB)
     monkeypatch.setattr(memory_room, "LITTLE", 0)
     fd = os.memfd_create("test")
     memory_room.reserve(fd, 3 * MB, "a file")

@@ -311,7 +311,7 @@ def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any)
     for message in run_ranks(meet_as_strangers, 2, path, init=None):
         assert "expected 2 ranks of one MPI job" in message
         assert "0 of 1, 0 of 1" in message
-        assert "start them by one mpirun" in message
+        assert "Start all ranks by one mpirun" in message
     assert list(tmp_path.iterdir()) == []
 
 
