@@ -368,9 +368,9 @@ differentiable-collectives: Verbs that work in place reject a Variable with a hi
     ValueError: fl.all_reduce(fl.param(np.ones(3)) * 2)
 uneven-inputs: `throw_on_early_termination=True` | not offered
     arguments(fl.join, "throw_on_early_termination")
-compression: take float32 and float64 and refuse other dtypes
+compression: take float32 and float64 and raise `TypeError` for other dtypes
     TypeError: reduce_with(fl.Float16Compression(), np.ones(3, np.float16))
-from-lux: both together are refused
+from-lux: Both together raise `ValueError`
     ValueError: fl.DistributedOptimizer(sgd(distributed()))
 sharding: `all_reduce_parameters`
     ValueError: fl.all_reduce_parameters(sharded())
