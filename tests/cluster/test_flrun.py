@@ -90,7 +90,7 @@ def test_flrun_ends_the_ranks_on_both_sides_of_a_lost_host(cluster: Cluster, fat
         assert time.monotonic() - began < 15
         assert process.returncode == 1
         last = next(line for line in errors.splitlines() if line.startswith("flrun: "))
-        assert last.startswith("flrun: rank 2 of 4 on h1 is lost: nothing has come from host h1 si")
+        assert last.startswith("flrun: rank 2 of 4 on h1 is lost: received nothing from host h1 si")
         wait_until_none(cluster[0], 1.0)
         if fate == "freeze":
             host.thaw()

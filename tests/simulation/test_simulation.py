@@ -286,7 +286,7 @@ def test_flrun_ends_the_ranks_of_a_cut_off_host() -> None:
     launch.run()
     assert launch.launcher.code == 1
     assert all(each.code is not None for each in launch.ranks.values())
-    assert b"on host4 is lost: nothing has come from host host4 since" in b"".join(launch.said)
+    assert b"on host4 is lost: received nothing from host host4 since" in b"".join(launch.said)
 
 
 @pytest.mark.parametrize("fate", ["kill", "cut"])
