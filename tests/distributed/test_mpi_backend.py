@@ -33,7 +33,7 @@ from flashlight_py.errors import (
     UnavailableEverywhereError,
 )
 from tests.distributed import conformance
-from tests.distributed.conformance import dtype_of, hosts_by_letter, on_ranks, ranks_in, two_hosts
+from tests.distributed.conformance import dtype_of, in_places, on_ranks, ranks_in, two_hosts
 from tests.distributed.harness import run_ranks
 from tests.distributed.programs import every_verb, run_program
 from tests.distributed.test_failures import CALLS, stay_away
@@ -44,7 +44,7 @@ pytest.importorskip("mpi4py")
 ranks = ranks_in(("mpi", 2), ("mpi", 3))
 TIMEOUT = 20.0
 # Where the CPU backend is Gloo, and where it is shared memory inside hosts and Gloo between them.
-APART: dict[str, Any] = {"env": hosts_by_letter("abc")}
+APART: dict[str, Any] = {"env": in_places("abc")}
 HOSTS: dict[str, Any] = {"env": two_hosts}
 UNCHECKED = {"FLASHLIGHT_CHECKS": "0"}
 
@@ -70,12 +70,12 @@ def test_arrays_that_are_too_large_for_one_call_go_in_pieces(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verb_steps, "LARGEST_BYTES", limit)
         run_program(rank, size, every_verb(size, dtype, (1, 25, 1000)))
-        conformance.check_message_ring(rank, size, 5000)
+        conformance.ring_of_messages(rank, size, 5000)
 
 
 @on_ranks()
 def test_everything_at_once_in_any_order_of_waiting(rank: int, size: int) -> None:
-    conformance.check_random_operations(rank, size, seed=1, steps=150)
+    conformance.everything_at_once(rank, size, seed=1, steps=150)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_a_group_that_all_have_left_is_freed(rank: int, size: int) -> None:
     for _ in range(20):
         store = BackendStore(backend())
         cpu = partial(ShmBackend, store, TIMEOUT)
-        group = joining.join(store, cpu, TIMEOUT, True, gpu_aware=False)
+        group = joining.connect_mpi(store, cpu, TIMEOUT, True, gpu_aware=False)
         group.start(Call(BARRIER)).wait()
         group.close()
         fl.barrier()
@@ -152,8 +152,8 @@ def test_without_checks_the_verbs_work(rank: int, size: int) -> None:
 
 @on_ranks(("mpi", 2), fresh=True, env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
 def test_where_one_thread_may_call_mpi_operations_advance_in_waits(rank: int, size: int) -> None:
-    conformance.check_pending_works(rank, size)
-    conformance.check_message_ring(rank, size, 50_000)
+    conformance.many_in_flight(rank, size)
+    conformance.ring_of_messages(rank, size, 50_000)
     work = fl.all_reduce(np.ones(3), async_op=True)
     while not work.is_completed():  # each look makes it advance
         pass
@@ -169,7 +169,7 @@ def test_on_several_hosts(rank: int, size: int) -> None:
     is_apart = os.environ["FLASHLIGHT_MEMORY_DOMAIN"] in "abc"
     path = "Gloo" if is_apart else "shared memory inside hosts, Gloo between"
     assert f"calls are compared over {path}" in fl.distributed.describe()
-    conformance.check_random_operations(rank, size, 4, 60)
+    conformance.everything_at_once(rank, size, 4, 60)
     for name in ("shape", "verb"):
         message = told_now_or_later(lambda name=name: CALLS[name](rank))
         assert "made different calls" in message
@@ -283,13 +283,13 @@ def test_without_comparing_a_wait_ends_all_the_same(rank: int, size: int) -> Non
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE is not the same"),
+        (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE differs between ranks"),
         (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
     ],
 )
 def test_cards_that_do_not_fit_are_rejected(other: joining.MpiCard, told: str) -> None:
     with pytest.raises(UnavailableEverywhereError, match=told):
-        joining._check([joining.MpiCard(0, 2), other])
+        joining._check_cards([joining.MpiCard(0, 2), other])
 
 
 def test_awareness_is_a_flag() -> None:
@@ -309,9 +309,9 @@ def meet_as_strangers(rank: int, size: int, path: str) -> str:
 def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any) -> None:
     path = str(tmp_path / "meet")
     for message in run_ranks(meet_as_strangers, 2, path, init=None):
-        assert "the 2 ranks were not started together by MPI" in message
+        assert "expected 2 ranks of one MPI job" in message
         assert "0 of 1, 0 of 1" in message
-        assert "start them by one mpirun" in message
+        assert "Start all ranks by one mpirun" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -371,8 +371,8 @@ class FakeMpi:
 
 FakeMpi.COMM_WORLD = FakeMpi()
 leaving._LINGER_SECONDS = 30.0
-abort.install_hooks()
-abort.after_report.append(lambda: leaving.end_the_job(FakeMpi(), lambda end: None))
+abort.install()
+abort.afterwards.append(lambda: leaving.abort_job(FakeMpi(), lambda end: None))
 raise ValueError("no such file")
 """
 

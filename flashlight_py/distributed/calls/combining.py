@@ -63,8 +63,8 @@ def split_rows(rows: Any, counts: Sequence[int]) -> list[Any]:
 def concatenated(arrays: Sequence[Array]) -> Array:
     """Concatenate ``arrays`` along the first dimension. An array without dimensions is one row."""
     rows = [array.reshape(1) if array.ndim == 0 else array for array in arrays]
-    joined: Array = array_module(rows[0]).concatenate(rows)
-    return joined
+    concatenated: Array = array_module(rows[0]).concatenate(rows)
+    return concatenated
 
 
 def _part(array: Array, rank: int, size: int, rows: Sequence[int] | None = None) -> Array:

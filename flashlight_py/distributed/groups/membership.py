@@ -194,17 +194,17 @@ class Membership:
         if count is None and (parent.network or parent.memory):
             count = int(store.exchange(b"%d" % next(subgroup_numbers))[0])
         if parent.network is not None:
-            store.kin = parent.network.kin(members, count, parent.network is parent)
+            store.subgroup = parent.network.subgroup(members, count, parent.network is parent)
         if parent.memory is not None:
-            first = (parent.network or parent.memory).places[members[0]]
+            first = (parent.network or parent.memory).network_ranks[members[0]]
             memory_ranks = [parent.memory_ranks[member] for member in members]
-            store.near = parent.memory.kin(memory_ranks, count, first)
+            store.memory_subgroup = parent.memory.subgroup(memory_ranks, count, first)
         backend = self.backend() if joiner is None else joiner.join(store)
         child = type(self)(backend, ranks, joiner)
         self._children[weakref.ref(child, self._children.pop)] = None
         try:
             # A member that closes the group at once must not interrupt other connections.
-            if store.kin is None or not store.kin.is_all:
+            if store.subgroup is None or not store.subgroup.is_flat:
                 store.exchange(b"")
         except BaseException:
             child.close()
