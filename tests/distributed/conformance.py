@@ -1,5 +1,4 @@
-"""Conformance tests for every backend: run on real ranks and compare with NumPy. A backend is added
-by one line.
+"""Conformance tests for every backend, on real ranks, compared with NumPy.
 
 The verbs and their results come from the table of verbs. NumPy combines the arrays in rank order,
 so results must be equal bit by bit.

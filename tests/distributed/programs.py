@@ -144,8 +144,7 @@ Oracle = Callable[[Call, fl.ProcessGroup], None]
 def run_program(
     rank: int, size: int, program: Sequence[Call], oracles: Mapping[str, Oracle] | None = None
 ) -> None:
-    """Make every call and check each result before the next call, also by the oracle of its
-    verb."""
+    """Make every call and check each result before the next one, also by the verb's oracle."""
     groups: dict[tuple[int, ...], fl.ProcessGroup] = {}
     for call in program:
         if call.members not in groups:
@@ -165,8 +164,7 @@ def run_program(
 
 
 def _out(call: Call, like: Array) -> Array | None:
-    """Return an array for the result in the layout of the call; None if the call uses no
-    ``out``."""
+    """Return an ``out`` array in the layout of the call, or None if the call uses none."""
     return with_layout(np.empty_like(like), call.layout) if call.op in ("max", "avg") else None
 
 
@@ -228,11 +226,8 @@ def _scatter(call: Call, group: fl.ProcessGroup) -> None:
     xs: Any = None
     if group.rank == call.root:
         as_list = call.layout == "fortran"
-        xs = (
-            [with_layout(p, "fortran") for p in parts]
-            if as_list
-            else with_layout(whole, call.layout)
-        )
+        xs = [with_layout(p, "fortran") for p in parts]
+        xs = xs if as_list else with_layout(whole, call.layout)
     own = parts[group.rank]
     machines, out = own.dtype.newbyteorder("="), None
     if call.layout == "strided" or group.rank % 2:  # in both byte orders

@@ -195,30 +195,15 @@ def test_verbs_raise_value_error_for_invalid_values(call: Any, match: str) -> No
         (lambda: fl.all_reduce("x"), r"got str\. Use all_gather_object\(x\) for any object"),
         (lambda: fl.all_reduce(None), r"got NoneType\. Use all_gather_object\(x\) for any object"),
         (lambda: fl.broadcast({"a": 1}), r"got dict\. Use broadcast_object\(x\) for any object"),
-        (
-            lambda: fl.all_gather(3.5),
-            r"float\. Pass np\.asarray\(x\), or use all_g",
-        ),
+        (lambda: fl.all_gather(3.5), r"float\. Pass np\.asarray\(x\), or use all_g"),
         (lambda: fl.gather((1, 2)), r"or use gather_object\(x\) for any object"),
         (lambda: fl.all_gather(X, out=[0]), r"got list\. Pass np\.asarray\(x\)"),
-        (
-            lambda: fl.broadcast(OBJECTS),
-            r"dtype object is not supported\. Use broadcast_object\(x\)",
-        ),
+        (lambda: fl.broadcast(OBJECTS), r"dtype object .* Use broadcast_object\(x\)"),
         (lambda: fl.all_gather(np.zeros(1, [("x", "O")])), r"'O'.*all_gather_object\(x\)"),
-        (
-            lambda: fl.isend(OBJECTS, 0),
-            r"dtype object is not supported\. Use all_gather_object\(x\)",
-        ),
-        (
-            lambda: fl.all_reduce(np.zeros(1, "U2")),
-            "<U2 is not supported.*only move arrays .broadcast, .* accept dates",
-        ),
+        (lambda: fl.isend(OBJECTS, 0), r"dtype object .* Use all_gather_object\(x\)"),
+        (lambda: fl.all_reduce(np.zeros(1, "U2")), "<U2 .*only move arrays .* accept dates"),
         (lambda: fl.scan(np.zeros(1, DATED), op="max"), "'when'.*only move arrays .broadcast"),
-        (
-            lambda: fl.all_reduce(np.zeros(1, "M8[s]")),
-            "op must be 'min' or 'max' and scale must be 1",
-        ),
+        (lambda: fl.all_reduce(np.zeros(1, "M8[s]")), "must be 'min' or 'max' and scale"),
         (lambda: fl.reduce(SECONDS, op="min", scale=2), "scale must be 1, got op='min'"),
         (lambda: fl.reduce_scatter(SECONDS, op="land"), "op must be 'min' or 'max'"),
         (lambda: fl.batch_isend_irecv([("send", X, 0)]), r"must be P2POp.* got tuple"),  # type: ignore[list-item]

@@ -117,9 +117,7 @@ def test_distributed_init_raises_if_a_launched_rank_would_be_alone() -> None:
     assert "MPI says 1" in errors
 
 
-def test_distributed_init_with_mpi_names_mpi4py_if_it_is_missing(
-    tmp_path: Path,
-) -> None:
+def test_distributed_init_with_mpi_names_mpi4py_if_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')\n")
     errors = error_of(start("mpi", PYTHONPATH=str(tmp_path)))
     assert "BackendUnavailableError" in errors
@@ -170,9 +168,7 @@ def test_init_releases_everything_if_its_last_step_fails(
     fl.distributed_shutdown()
 
 
-def test_init_notifies_ranks_if_its_cleanup_is_interrupted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_init_notifies_ranks_if_its_cleanup_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example if Ctrl-C arrives while a failed start closes its connections."""
     reasons: list[str] = []
 
@@ -224,11 +220,7 @@ def test_read_init_method_translates_names_of_torch(given: Any, params: Any, ask
     ("given", "params", "message"),
     [
         ("MPI", None, "DistributedInit.MPI, .*, got 'MPI'"),
-        (
-            "env://?rank=0",
-            None,
-            "'env://', 'file://PATH', 'tcp://HOST:PORT' or a backend .nccl, gloo",
-        ),
+        ("env://?rank=0", None, "'file://PATH', 'tcp://HOST:PORT' or a backend .nccl, gloo"),
         ("file://", None, "got 'file://'"),
         ("tcp://node1", None, "expected init_method tcp://HOST:PORT of rank 0, got 'tcp://node1'"),
         ("tcp://node1:70000", None, "expected init_method tcp://HOST:PORT"),
@@ -303,9 +295,7 @@ def test_distributed_init_raises_type_error_if_params_is_no_mapping() -> None:
         fl.distributed_init(params=["FILE_PATH"])  # type: ignore[arg-type]
 
 
-def test_init_with_env_names_launchers_if_none_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_init_with_env_names_launchers_if_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "detect", lambda: None)
     with pytest.raises(fl.errors.RendezvousError, match="RANK, WORLD_SIZE"):
         fl.distributed_init(fl.DistributedInit.ENV)
@@ -323,9 +313,7 @@ def test_second_distributed_init_warns_and_returns() -> None:
     fl.distributed_shutdown()  # no effect
 
 
-def test_init_rejects_a_rank_unlike_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_init_rejects_a_rank_unlike_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="got world_rank=1 and world_size=2"):

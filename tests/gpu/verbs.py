@@ -130,9 +130,8 @@ def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: 
     got = result.wait() if async_op else result
     assert all(a is b for a, b in zip(got, xs, strict=True))
     for i, name in enumerate(names):
-        expected = conformance.combine_arrays(
-            [arrays[i] for arrays in everyone], "sum", 2.0, flat=True
-        )
+        ith = [arrays[i] for arrays in everyone]
+        expected = conformance.combine_arrays(ith, "sum", 2.0, flat=True)
         assert_close(xs[i], expected, name, f"array {i}, contiguous={contiguous}")
     theirs = [values(r, (7,), "float64") for r in range(size)]
     np.testing.assert_allclose(host, 2.0 * np.sum(theirs, axis=0), rtol=1e-12)
