@@ -379,7 +379,7 @@ class Team:
         shares = zip(self._workers, received, self._boxes, self._grads, strict=True)
         for worker, (failure, answer, _), box, grads in shares:
             if failure is not None:
-                error = worker.error(failure.what, failure.traceback)
+                error = worker.error(failure.description, failure.traceback)
                 with suppress(Exception):  # runs its code; the message has its traceback
                     error.__cause__ = pickle.loads(answer)
                 self._answers.append(error)

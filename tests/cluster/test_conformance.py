@@ -1,4 +1,4 @@
-"""All that backends must do, between hosts: each world is started in another way."""
+"""The conformance suite between hosts; each world is started in another way."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ from tests.distributed.test_programs import test_each_verb_in_every_size  # noqa
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# Ranks on each host, versions of IP, how they are started.
+# Ranks on each host, versions of IP, kind of start.
 WORLDS = [
     ((2, 2), "4", "env"),
     ((2, 2), "6", "env"),

@@ -110,7 +110,7 @@ def test_ranks_and_workers_run_without_proc(without_proc: tuple[str, ...], tmp_p
     assert output_of(*without_proc, sys.executable, file, tmp_path).stdout == "lost\n"
     done = output_of(*without_proc, *LAUNCH, "-n", 2, file)
     assert sorted(done.stdout.splitlines()) == ["[0] 2", "[1] 2"]
-    assert "flrun: warning: without /proc it cannot find" in done.stderr
+    assert "flrun: warning: /proc is not mounted" in done.stderr
 
 
 # Threads and sockets that gevent or eventlet has replaced by cooperative ones ---------------------

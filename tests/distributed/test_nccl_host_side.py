@@ -99,6 +99,6 @@ def rank_1_blocks(rank: int) -> dict[str, str]:
 @on_ranks(("shm", 2), env=rank_1_blocks)
 def test_waiting_without_end_is_refused_on_every_rank(rank: int, size: int) -> None:
     verbs.cupy()
-    why = "rank 1: NCCL_COMM_BLOCKING=1 makes NCCL wait for ever"
+    why = "rank 1: NCCL_COMM_BLOCKING must be unset, got 1: NCCL would ignore timeouts"
     with pytest.raises(fl.errors.BackendUnavailableError, match=why):
         fl.all_reduce(verbs.on_gpu(np.ones(3)))
