@@ -37,8 +37,8 @@ from flashlight_py.distributed.internal import (
     SECRET_REMEDY,
     SHARED_FOLDER,
     Secret,
-    interface_asked,
     nccl_library,
+    requested_interface,
 )
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import addresses_of, interfaces, own_addresses, resolved
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         "Built": built(),
         "MPI": mpi(),
         "GPUs": gpus(),
-        "Memory and network": host(interface_asked(options.interface)),
+        "Memory and network": host(requested_interface(options.interface)),
         f"Rendezvous folder {options.folder}": rendezvous_folder(options.folder),
     }
     if options.run:

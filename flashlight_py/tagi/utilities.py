@@ -321,7 +321,7 @@ class Normalizer:
 
     @staticmethod
     def unstandardize(norm_data: Array, mu: Array, std: Array) -> Array:
-        """Return ``norm_data * std + mu``, the data before standardisation, in the broadcast shape."""
+        """Return ``norm_data * std + mu``, the data before standardisation, of broadcast shape."""
         return norm_data * (std + SMALL) + mu
 
     @staticmethod

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups.membership import of
+from flashlight_py.distributed.groups.membership import members_of
 from tests.distributed.harness import Outcome, RanksFailedError, run_outcomes, run_ranks
 from tests.gpu import verbs
 from tests.gpu.conftest import world
@@ -147,7 +147,7 @@ def call_until_error(rank: int, size: int, kind: str, seed: int, folder: str) ->
     fl.barrier()
     fl.all_reduce(arrays.large)
     fl.sync_distributed()
-    of(None).limit(TIMEOUT)
+    members_of(None).limit(TIMEOUT)
     if rank == LOST:
         threading.Thread(target=send_signal, args=(kind, seed, Path(folder)), daemon=True).start()
     raised = first_error(arrays, random.Random(seed), size)

@@ -88,13 +88,13 @@ def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
             x = on_gpu(everyone[rank], layout)
             assert fl.all_reduce(x, scale=scale, op=op) is x  # type: ignore[call-overload]
             what = f"all_reduce {name} {layout} {op} scale={scale} on rank {rank} of {size}"
-            expected = conformance.combined(everyone, op, scale, flat=True)
+            expected = conformance.combine_arrays(everyone, op, scale, flat=True)
             assert_close(x, expected.reshape(shape), name, what)
     if np.dtype(name).kind in "fc":
         x = on_gpu(everyone[rank], layout)
         work = fl.all_reduce(x, scale=0.25, async_op=True)
         assert work.wait() is x
-        assert_close(x, conformance.combined(everyone, "sum", 0.25, flat=True), name, "async")
+        assert_close(x, conformance.combine_arrays(everyone, "sum", 0.25, flat=True), name, "async")
 
 
 def by_meaning(rank: int, size: int, name: str, layout: str) -> None:
@@ -106,9 +106,11 @@ def by_meaning(rank: int, size: int, name: str, layout: str) -> None:
             x = on_gpu(everyone[rank], layout)
             work = getattr(fl, verb.name)(x, op=op, async_op=True)
             assert work.wait() is x
-            expected = conformance.meant(verb, everyone, rank, op)
+            expected = conformance.expected_result(verb, everyone, rank, op)
             expected = (
-                conformance.kept(verb.name, everyone[rank], op) if expected is None else expected
+                conformance.unchanged_value(verb.name, everyone[rank], op)
+                if expected is None
+                else expected
             )
             assert_close(x, expected, name, f"{verb} {name} {layout} {op} on rank {rank}")
 
@@ -128,7 +130,8 @@ def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: 
     got = result.wait() if async_op else result
     assert all(a is b for a, b in zip(got, xs, strict=True))
     for i, name in enumerate(names):
-        expected = conformance.combined([arrays[i] for arrays in everyone], "sum", 2.0, flat=True)
+        ith = [arrays[i] for arrays in everyone]
+        expected = conformance.combine_arrays(ith, "sum", 2.0, flat=True)
         assert_close(xs[i], expected, name, f"array {i}, contiguous={contiguous}")
     theirs = [values(r, (7,), "float64") for r in range(size)]
     np.testing.assert_allclose(host, 2.0 * np.sum(theirs, axis=0), rtol=1e-12)
@@ -162,7 +165,7 @@ def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
     for op in ops_of(name):
         x = on_gpu(everyone[rank], "fortran")
         part = fl.reduce_scatter(x, op=op)  # type: ignore[call-overload]
-        whole = conformance.combined(everyone, op, 1.0, flat=True)
+        whole = conformance.combine_arrays(everyone, op, 1.0, flat=True)
         assert_close(part, whole[rows * rank : rows * (rank + 1)], name, f"{op} {name}")
         np.testing.assert_array_equal(x.get(), everyone[rank])
 

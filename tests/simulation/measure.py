@@ -394,7 +394,7 @@ def _real(ranks: int, begin: Callable[[int, int, int], Any], port: int) -> Seen:
 
 def meet(rank: int, size: int, port: int) -> None:
     """Run ``scenario.meet`` with native code."""
-    initialize.meet(lambda: TcpStore("127.0.0.1", port, rank, size, 300.0), Settings())
+    initialize.create_world(lambda: TcpStore("127.0.0.1", port, rank, size, 300.0), Settings())
 
 
 def exchanges(times: int) -> Callable[[int, int, int], None]:
