@@ -319,7 +319,7 @@ def test_another_user_is_not_believed(ranks: Ranks, tmp_path: Path, reused: sock
     os.chown(announce(tmp_path, reused), 65534, 65534)
     text = ranks.start(1, 2, timeout=1.0).refusal()
     assert "rank 0 of 2 has not arrived within 1 s" in text
-    assert f"files passed over: run-{DEAD}-0 belongs to another user" in text
+    assert f"ignored files: run-{DEAD}-0 belongs to another user" in text
     reused.settimeout(0.0)
     with pytest.raises(BlockingIOError):
         reused.accept()

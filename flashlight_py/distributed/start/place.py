@@ -55,7 +55,7 @@ def choose(
         if is_given and (rank, size) != (found.rank, found.size):
             raise ValueError(
                 f"world_rank={rank} and world_size={size} are passed, and the environment says "
-                f"rank {found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
+                f"rank {found.rank} of {found.size} ({found.source}); leave them out with ENV"
             )
     else:
         detected = None if environment.is_alone() else environment.detect()
@@ -115,7 +115,7 @@ def _store(found: LaunchEnvironment, settings: Settings) -> Store:
         return MpiStore(timeout)
     else:
         raise RendezvousError(
-            f"the environment says rank {rank} of {size} ({found.said_by}) but not where to meet; "
+            f"the environment says rank {rank} of {size} ({found.source}) but not where to meet; "
             "set MASTER_ADDR and MASTER_PORT, or pass params={'FILE_PATH': a path that all ranks "
             "see}; or DistributedInit.MPI, where the launcher starts processes of MPI"
         )

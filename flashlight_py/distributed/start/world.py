@@ -17,7 +17,7 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.flight_record import new_job
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory.topology import DeviceRule
-from flashlight_py.distributed.rendezvous.environment import ALONE, started_as
+from flashlight_py.distributed.rendezvous.environment import ALONE, launch_description
 from flashlight_py.distributed.start import blas
 
 
@@ -36,7 +36,7 @@ class World:
 
 
 def _warn_of_forgotten_init() -> None:
-    said = started_as()
+    said = launch_description()
     if said:
         warnings.warn_explicit(
             "distributed_init was not called, so this process is a world of its own, and so is "
