@@ -235,10 +235,10 @@ def job_secret() -> tuple[str, str, str]:
         secret = Secret.find(one_host=False)
     except RendezvousError as error:
         return FAILED, str(error), ""
-    if not secret.given:
+    if not secret.from_job:
         detail = f"this user's on this host, in {secret.source}. Jobs over several hosts have none"
         return OK, detail, f"for those without flrun or a shared FILE_PATH, {SECRET_REMEDY}"
-    if len(secret.given) < _SHORTEST:
+    if len(secret.from_job) < _SHORTEST:
         return WARNING, f"from {secret.source}, and so short that it can be guessed", SECRET_REMEDY
     return OK, f"from {secret.source}; every rank needs the same", ""
 

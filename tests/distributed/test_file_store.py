@@ -88,7 +88,7 @@ def test_a_second_run_at_the_same_path_never_mixes_with_the_first(ranks: Ranks) 
     server = ranks.start(0, 2)
     client.await_event("exchanged 0")
     outcomes = [rank.outcome() for rank in ranks.start_all(2)]
-    refused = ["a run is under way at this path already" in outcome for outcome in outcomes]
+    refused = ["another run has started at this path" in outcome for outcome in outcomes]
     assert all(refused) or outcomes == ["closed", "closed"]
     client.resume()
     assert closed([server, client])

@@ -226,7 +226,9 @@ def test_where_rank_0_listens(
     meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(each) for each in tcp_store.listen(host, 0, 5, one_host)]
+        listeners = [
+            stack.enter_context(each) for each in tcp_store.create_listeners(host, 0, 5, one_host)
+        ]
         assert {each.getsockname()[0] for each in listeners} == at
         if at == {"::"}:  # of both versions
             port = listeners[0].getsockname()[1]
@@ -235,8 +237,8 @@ def test_where_rank_0_listens(
 
 def test_a_name_of_another_host_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [("192.0.2.77", 29511)])
-    with pytest.raises(OSError, match="MASTER_ADDR is no address of this host"):
-        tcp_store.listen("a-name", 29511, 5, one_host=False)
+    with pytest.raises(OSError, match="MASTER_ADDR is not an address of this host"):
+        tcp_store.create_listeners("a-name", 29511, 5, one_host=False)
 
 
 def test_names_are_asked_anew_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

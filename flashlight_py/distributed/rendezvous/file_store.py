@@ -32,7 +32,7 @@ from flashlight_py.distributed.rendezvous.gate import LONGEST_PAUSE
 from flashlight_py.distributed.rendezvous.secret import FLAGS, NONCE_BYTES, Secret, create_private
 from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
 from flashlight_py.distributed.rendezvous.tree import TreeStore
-from flashlight_py.distributed.rendezvous.wire import NobodyError, Offer, SilentError, claim
+from flashlight_py.distributed.rendezvous.wire import NoServerError, Offer, SilentError, claim
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 
@@ -201,18 +201,18 @@ class FileStore(TreeStore):
     RendezvousError like ``SharedDirectory`` or if there is no loopback network.
     """
 
-    kind, own, moves, patience = "path", "FILE_PATH", True, _PATIENCE
+    kind, run_option, can_move, patience = "path", "FILE_PATH", True, _PATIENCE
 
     def __init__(self, path: str | os.PathLike[str], rank: int, size: int, timeout: float) -> None:
         check_member(rank, size, timeout)
         self._directory = SharedDirectory(path)
         self.name, self.run = str(self._directory.path), self._directory.nonce
-        self.known = self._secret(system.random_bytes(NONCE_BYTES).hex())
-        self.secret = self.known.common
+        self.job_secret = self._secret(system.random_bytes(NONCE_BYTES).hex())
+        self.secret = self.job_secret.common
         self._listeners: list[system.Socket] = []
         self._announced: Name | None = None
         self._announcement = Announcement(this_process(), [], "")
-        self.next_look = 0.0
+        self.next_poll = 0.0
         # Runs with older files; runs that may be alive; runs whose rank 0 was contacted.
         self._earlier: set[str] = set()
         self._alive: set[str] = set()
@@ -236,7 +236,7 @@ class FileStore(TreeStore):
         self._listeners.append(system.create_server((LOOPBACK, 0), backlog=backlog))
         return list(self._listeners)
 
-    def look(self) -> system.Socket | None:
+    def poll(self) -> system.Socket | None:
         """Restore the announcement, contact rivals, and listen on more addresses if asked."""
         names = self._directory.names()
         if self._announced is None:
@@ -249,7 +249,7 @@ class FileStore(TreeStore):
             if offer.run not in self._contacted:
                 self._contacted.add(offer.run)
                 self._contact_rival(offer)
-        self.next_look = system.monotonic() + LONGEST_PAUSE
+        self.next_poll = system.monotonic() + LONGEST_PAUSE
         is_asked = any(name.kind == "ask" and name.run == self.run for name in names)
         if not is_asked or len(self._listeners) > 1:
             return None
@@ -264,7 +264,8 @@ class FileStore(TreeStore):
         first, *more = (int(listener.getsockname()[1]) for listener in self._listeners)
         outside = ((host, port) for port in more for host in own_addresses())
         addresses = [(LOOPBACK, first), *outside]
-        self._announcement = Announcement(this_process(), addresses, self.known.given.decode())
+        secret = self.job_secret.from_job.decode()
+        self._announcement = Announcement(this_process(), addresses, secret)
         self._directory.write(self._announced, self._announcement.pack())
         if previous is not None:
             self._directory.remove(previous)
@@ -276,7 +277,7 @@ class FileStore(TreeStore):
             reason = claim(offer, self.size, patience)
         except SilentError:
             reason = ""
-        except NobodyError:
+        except NoServerError:
             return
         self._alive.add(offer.run)
         if reason:

@@ -81,7 +81,7 @@ class MpiStore(TreeStore):
     ValueError like ``detect``.
     """
 
-    name, kind, own = "MPI", "world of MPI", "mpirun"
+    name, kind, run_option = "MPI", "world of MPI", "mpirun"
 
     def __init__(self, timeout: float) -> None:
         world = load_mpi().COMM_WORLD
@@ -91,7 +91,7 @@ class MpiStore(TreeStore):
         self._one_host, self.local_rank = len(set(hosts)) == 1, hosts[:rank].count(hosts[rank])
         self._addresses: list[tuple[str, int]] = []
         self.secret = world.bcast(system.random_bytes(NONCE_BYTES).hex().encode(), 0)
-        self.known = Secret(self.secret, source=self.name)
+        self.job_secret = Secret(self.secret, source=self.name)
         try:
             super().__init__(rank, size, timeout, [LOOPBACK] if self._one_host else [])
         finally:  # otherwise the other ranks would wait forever
@@ -112,7 +112,7 @@ class MpiStore(TreeStore):
     def offers(self) -> list[Offer]:
         if not self._addresses:
             raise self.error("rank 0 cannot listen for connections. Read the output of rank 0")
-        return [Offer(self._addresses, self.known)]
+        return [Offer(self._addresses, self.job_secret)]
 
     def remedy(self) -> str:
         return "check whether a rank has raised or is still computing"

@@ -11,7 +11,7 @@ from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
-from flashlight_py.distributed.rendezvous.secret import folder
+from flashlight_py.distributed.rendezvous.secret import private_folder
 from flashlight_py.distributed.rendezvous.store import Store, check_member
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start.settings import Settings
@@ -102,7 +102,7 @@ def _store(found: LaunchEnvironment, settings: Settings) -> Store:
     host, port = found.master_address, found.master_port
     if file is None and port is not None and port == environment.agent_port():
         if found.local_size == size:
-            file = str(folder(system.environ) / f"torchrun-{port}")
+            file = str(private_folder(system.environ) / f"torchrun-{port}")
         else:
             port = environment.derived_port(port, 1)  # with 0, 13600 would be its own
     store: FileStore | TcpStore
