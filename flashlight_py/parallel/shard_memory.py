@@ -26,7 +26,7 @@ from flashlight_py.distributed.internal import (
     add_up,
     hosts_of,
     map_zeros,
-    refusing,
+    reject_together,
     scale_in_place,
     wait_for_ranks,
 )
@@ -175,7 +175,7 @@ class HostMemory:
         """Return a block that either ends on all ranks or raises on all of them. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
-            with refusing(self.local, "fully_shard", how="failed"):
+            with reject_together(self.local, "fully_shard", outcome="failed"):
                 yield
                 self.local.barrier()
         except Exception as error:

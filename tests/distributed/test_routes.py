@@ -19,7 +19,7 @@ from flashlight_py.distributed.rendezvous import tcp_store, wire
 from flashlight_py.distributed.rendezvous.store import Peer, shared_process_error
 from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
-from tests.distributed.jobs import ended, start
+from tests.distributed.jobs import finish, start
 from tests.distributed.without_ipv6 import SOCKET
 
 # Which addresses are chosen ------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_two_ranks_in_one_process_are_refused_on_every_rank(tmp_path: Path) -> N
     started = [start([*command, *ranks]) for ranks in (["0", "2"], ["1"])]
     said: list[str] = []
     for process in started:
-        texts, _, is_joined = ended(process)[1].rpartition(" ")
+        texts, _, is_joined = finish(process)[1].rpartition(" ")
         said += json.loads(texts)
         assert is_joined == "False\n"
     assert len(said) == 3
