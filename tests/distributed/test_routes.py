@@ -192,7 +192,7 @@ def test_an_address_that_does_not_answer_delays_nothing() -> None:
         assert time.monotonic() - began < 10
         with wire:
             assert wire.getpeername() == ("127.0.0.1", port)
-        assert attempts.left == 1
+        assert attempts.pending == 1
         early = Attempts([(nowhere, port), ("127.0.0.8", port)])  # who refuses may be there soon
         assert list(early.connected(began + 100)) == []
         assert time.monotonic() - began < 20
@@ -207,7 +207,7 @@ def test_what_is_wrong_with_each_address_is_kept() -> None:
         assert list(attempts.connected(time.monotonic() + 20)) == []
     assert attempts.problems.keys() == {"127.0.0.8", "::1", "no name."}
     assert "refused" in attempts.problems["127.0.0.8"]
-    assert attempts.left == 0
+    assert attempts.pending == 0
 
 
 @pytest.mark.parametrize(
