@@ -36,10 +36,10 @@ EACH_A_HOST = hosts_by_letter("abcdefghijkl")
 
 def sockets() -> int:
     """Return the number of open sockets. If both ends connect at once, one socket closes soon."""
-    return min(open_now() for _ in range(20))
+    return min(open_sockets() for _ in range(20))
 
 
-def open_now() -> int:
+def open_sockets() -> int:
     time.sleep(0.005)
     with os.scandir("/proc/self/fd") as entries:
         paths = [Path(entry.path) for entry in entries]
@@ -242,7 +242,7 @@ def test_stopped_rank_reports_the_first_failure(rank: int, size: int, tmp_path: 
 LARGE = 4_000_000  # more than the socket buffer of the kernel
 
 
-def by_both(size: int) -> Any:
+def on_both_backends(size: int) -> Any:
     """Return a decorator that runs a test on new ranks, in shared memory and over TCP."""
     return on_ranks(("gloo", size), ("shm", size), fresh=True, params={"TIMEOUT": 30})
 
@@ -251,7 +251,7 @@ def total(group: Any = None) -> int:
     return int(fl.all_reduce(np.ones(1, int), group=group)[0])
 
 
-def goes_on(size: int) -> None:
+def check_world(size: int) -> None:
     """Check that the world works: collectives and messages, large and small."""
     assert total() == size
     x = np.full(LARGE, 1.0)
@@ -267,7 +267,7 @@ def tasks_and_descriptors() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-@by_both(4)
+@on_both_backends(4)
 def test_groups_add_no_threads_and_no_descriptors(rank: int, size: int) -> None:
     assert total() == size
     before = tasks_and_descriptors()
@@ -289,7 +289,7 @@ def test_groups_add_no_threads_and_no_descriptors(rank: int, size: int) -> None:
     assert all(total(group) == size for group in groups[1::2])
 
 
-@by_both(3)
+@on_both_backends(3)
 def test_late_data_for_a_closed_group_does_not_disturb_other_groups(rank: int, size: int) -> None:
     """Data for a group that a rank has closed, or data that the group was to send."""
     for count in (3, LARGE):
@@ -304,10 +304,10 @@ def test_late_data_for_a_closed_group_does_not_disturb_other_groups(rank: int, s
         for work in works:
             with contextlib.suppress(PeerLostError, GroupClosedError):  # or it was in time
                 work.wait()
-        goes_on(size)
+        check_world(size)
 
 
-@by_both(3)
+@on_both_backends(3)
 def test_group_closed_during_a_send_sends_no_later_content(rank: int, size: int) -> None:
     """The array is overwritten at once. The new content must not arrive.
 
@@ -334,7 +334,7 @@ def test_group_closed_during_a_send_sends_no_later_content(rank: int, size: int)
             else:
                 with pytest.raises(PeerLostError):
                     work.wait()
-        goes_on(size)
+        check_world(size)
 
 
 @on_ranks(("gloo", 3), fresh=True, params={"TIMEOUT": 30})
@@ -351,7 +351,7 @@ def test_failed_group_leaves_other_groups_usable(rank: int, size: int) -> None:
         with pytest.raises(GroupClosedError):
             group.barrier()
     assert total(other) == size
-    goes_on(size)
+    check_world(size)
 
 
 @on_ranks(
@@ -372,7 +372,7 @@ def test_lost_rank_ends_only_the_groups_that_contain_it(rank: int, size: int) ->
         assert fl.all_reduce(np.ones(LARGE), group=group)[-1] == group.size
 
 
-@by_both(3)
+@on_both_backends(3)
 def test_threads_create_groups_in_any_order(rank: int, size: int) -> None:
     parents = [fl.new_group(range(size)) for _ in range(4)]
     made: dict[int, Any] = {}
@@ -391,10 +391,10 @@ def test_threads_create_groups_in_any_order(rank: int, size: int) -> None:
     for thread in threads:
         thread.join()
     assert len(made) == 4
-    goes_on(size)
+    check_world(size)
 
 
-@by_both(RANKS)
+@on_both_backends(RANKS)
 def test_group_connects_members_that_were_not_connected(rank: int, size: int) -> None:
     """The group that first needs a connection creates it."""
     far = fl.split(rank % (size // 2), rank)
@@ -407,10 +407,10 @@ def test_group_connects_members_that_were_not_connected(rank: int, size: int) ->
     else:
         with pytest.raises(PeerLostError):
             ended.recv(np.ones(1), 0)
-    goes_on(size)
+    check_world(size)
 
 
-@by_both(2)
+@on_both_backends(2)
 def test_group_outlives_its_dropped_parent_but_not_the_world(rank: int, size: int) -> None:
     for _ in range(3):
         middle = fl.new_group(range(size))

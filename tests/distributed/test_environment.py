@@ -54,7 +54,7 @@ POD = variables("JOB_COMPLETION_INDEX=2 HOSTNAME=train-workers-0-2")
 POD_MEETING = variables("MASTER_ADDR=train-workers-0-0.train MASTER_PORT=29500")
 
 
-def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
+def detect_fields(environ: Mapping[str, str]) -> LaunchEnvironment:
     found = detect(environ)
     assert found is not None
     return found
@@ -93,7 +93,7 @@ def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
 def test_detect_takes_rank_and_size_from_the_innermost_launcher(
     environ: dict[str, str], expected: tuple[object, ...]
 ) -> None:
-    found = detected(environ)
+    found = detect_fields(environ)
     where = found.rank, found.size, found.local_rank, found.local_size
     assert (found.launcher, *where) == expected
 
@@ -128,21 +128,21 @@ def test_detect_returns_none_without_a_launcher(environ: dict[str, str]) -> None
 def test_detect_returns_the_rendezvous_of_the_launcher(
     environ: dict[str, str], address: str | None, port: int | None
 ) -> None:
-    found = detected(environ)
+    found = detect_fields(environ)
     assert (found.master_address, found.master_port) == (address, port)
     assert found.file == environ.get("FLASHLIGHT_FILE")
 
 
 def test_detect_names_the_variables_that_it_used() -> None:
     said = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
-    assert detected(TORCHRUN).source == said
-    assert detected(TRAINJOB).source == "PET_NODE_RANK, PET_NNODES"
+    assert detect_fields(TORCHRUN).source == said
+    assert detect_fields(TRAINJOB).source == "PET_NODE_RANK, PET_NNODES"
 
 
 def test_detect_reads_os_environ_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert detect() == detected(TORCHRUN)
+    assert detect() == detect_fields(TORCHRUN)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_detect_uses_flrun_addresses_only_if_master_addr_and_port_are_unchanged(
     flrun."""
     ours = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40000"}
     meeting = {"FLASHLIGHT_PORT": "40001:40000", "FLASHLIGHT_ADDRESSES": "10.0.0.1,fd00::1"}
-    found = detected({**ours, **meeting, **change})
+    found = detect_fields({**ours, **meeting, **change})
     assert (found.master_port, found.addresses) == (port, addresses)
 
 
@@ -177,7 +177,7 @@ def test_detect_prefers_flrun_inside_a_step_of_another_launcher() -> None:
     inner = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
     with pytest.raises(ValueError, match="contradict OMPI_COMM_WORLD_RANK"):
         detect(inner)
-    found = detected({**inner, "FLASHLIGHT_RESTART_COUNT": "0"})
+    found = detect_fields({**inner, "FLASHLIGHT_RESTART_COUNT": "0"})
     assert (found.launcher, found.rank, found.size) == ("launcher", 0, 2)
 
 
@@ -189,7 +189,7 @@ def test_detect_prefers_flrun_inside_a_step_of_another_launcher() -> None:
     ],
 )
 def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first: str) -> None:
-    found = detected({**STEP, "SLURM_STEP_NODELIST": nodes})
+    found = detect_fields({**STEP, "SLURM_STEP_NODELIST": nodes})
     assert found.master_address == first
     assert found.master_port is not None
     assert 12_000 <= found.master_port < 32_000

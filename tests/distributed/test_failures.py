@@ -29,7 +29,7 @@ def params(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"BACKEND": request.param}
 
 
-def all_first(places: int = 1) -> list[int]:
+def first_rows(places: int = 1) -> list[int]:
     """Return row counts for an array of 6 rows that all go to the first one or two ranks."""
     first = [6] if places == 1 else [4, 2]
     return first + [0] * (fl.get_world_size() - places)
@@ -59,19 +59,19 @@ CALLS: dict[str, Any] = {
     ),
     "shape of an all_to_all": lambda rank: fl.all_to_all(np.zeros((6, 2 + min(rank, 1)))),
     "rows of an all_to_all": lambda rank: fl.all_to_all(
-        np.zeros(6), rows=all_first() if rank else None
+        np.zeros(6), rows=first_rows() if rank else None
     ),
     "columns of an uneven all_to_all": lambda rank: fl.all_to_all(
-        np.zeros((6, 2 + min(rank, 1))), rows=all_first()
+        np.zeros((6, 2 + min(rank, 1))), rows=first_rows()
     ),
     "rows of a reduce_scatter": lambda rank: fl.reduce_scatter(
-        np.zeros((6, 3)), rows=all_first(2)[:: -1 if rank else 1]
+        np.zeros((6, 3)), rows=first_rows(2)[:: -1 if rank else 1]
     ),
     "rows or none in a reduce_scatter": lambda rank: fl.reduce_scatter(
-        np.zeros(6), rows=None if rank else all_first()
+        np.zeros(6), rows=None if rank else first_rows()
     ),
     "rows of a scatter": lambda rank: fl.scatter(
-        np.zeros((6, 3)), rows=all_first(2)[:: -1 if rank else 1]
+        np.zeros((6, 3)), rows=first_rows(2)[:: -1 if rank else 1]
     ),
     "op of an all_reduce_location": lambda rank: fl.all_reduce_location(
         np.zeros(3), op="max" if rank else "min"
@@ -153,7 +153,7 @@ def test_errors_name_the_cause_once_and_later_errors_repeat_it(rank: int, size: 
     assert first.count(" says") + first.count("gave up") <= 1, first
 
 
-def wait_for_one_that_goes(rank: int, size: int, closes: bool) -> str:
+def wait_for_exiting_rank(rank: int, size: int, closes: bool) -> str:
     """Rank 1 exits, then rank 0, for which rank 2 waits."""
     group = fl.new_group(range(size))
     pids = group.all_gather_object(os.getpid())
@@ -178,7 +178,7 @@ def test_peer_lost_error_names_the_first_lost_rank(closes: bool) -> None:
 
     A rank that has closed the group does not count as lost.
     """
-    outcomes = run_outcomes(wait_for_one_that_goes, 3, closes, params={"BACKEND": "gloo"})
+    outcomes = run_outcomes(wait_for_exiting_rank, 3, closes, params={"BACKEND": "gloo"})
     assert outcomes[2].ok, outcomes[2].report()
     assert f"lost rank {0 if closes else 1} (" in outcomes[2].value
 
@@ -195,7 +195,7 @@ def test_peer_lost_error_names_a_rank_that_left_if_none_is_lost(rank: int, size:
             group.all_to_all(np.ones(size))
 
 
-def stay_away(rank: int, size: int, seconds: float) -> str:
+def skip_the_call(rank: int, size: int, seconds: float) -> str:
     fl.barrier()  # start of the timeouts of all ranks
     if rank == 1:
         time.sleep(seconds)  # like a stuck rank
@@ -211,7 +211,7 @@ def stay_away(rank: int, size: int, seconds: float) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", SHM, MPI])
 def test_timeout_error_names_a_rank_that_does_not_call(backend: str) -> None:
-    outcomes = run_outcomes(stay_away, 3, 4.0, **world_of(backend, TIMEOUT=1))
+    outcomes = run_outcomes(skip_the_call, 3, 4.0, **world_of(backend, TIMEOUT=1))
     for rank in (0, 2):
         assert f"rank {rank} of 3: rank 1 did not join within 1 seconds" in outcomes[rank].value
     # In shared memory a late rank finds all calls and is in time.

@@ -243,7 +243,7 @@ def test_file_store_does_not_block_on_a_fifo(ranks: Ranks, tmp_path: Path) -> No
 
 
 @pytest.fixture
-def reused() -> Iterator[socket.socket]:
+def server() -> Iterator[socket.socket]:
     """Return a server of another program at the port of a dead run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
@@ -257,7 +257,7 @@ def announce(directory: Path, server: socket.socket) -> Path:
 
 
 @contextmanager
-def answering(server: socket.socket, words: bytes) -> Iterator[None]:
+def answer_clients(server: socket.socket, words: bytes) -> Iterator[None]:
     """Send ``words`` to each client."""
 
     def serve() -> None:
@@ -280,16 +280,16 @@ def answering(server: socket.socket, words: bytes) -> Iterator[None]:
 
 
 def test_file_store_ignores_a_stale_port_that_another_program_uses(
-    ranks: Ranks, tmp_path: Path, reused: socket.socket
+    ranks: Ranks, tmp_path: Path, server: socket.socket
 ) -> None:
-    announce(tmp_path, reused)
-    with answering(reused, b"220 mail.example ESMTP\r\n"):
+    announce(tmp_path, server)
+    with answer_clients(server, b"220 mail.example ESMTP\r\n"):
         ranks.run(3)
     assert os.listdir(tmp_path) == []
 
 
 def test_file_store_ignores_a_stale_port_that_another_run_uses(
-    ranks: Ranks, tmp_path: Path, reused: socket.socket
+    ranks: Ranks, tmp_path: Path, server: socket.socket
 ) -> None:
     """The other run uses another path and another secret, and is not disturbed."""
     other = ranks.start_ready(0, 2, path=tmp_path / "another")
@@ -304,24 +304,24 @@ def test_file_store_ignores_a_stale_port_that_another_run_uses(
 
 @pytest.mark.slow
 def test_file_store_continues_after_a_delay_if_a_stale_port_does_not_answer(
-    ranks: Ranks, tmp_path: Path, reused: socket.socket
+    ranks: Ranks, tmp_path: Path, server: socket.socket
 ) -> None:
     """The listener may be a run of another host between two exchanges, so its file is kept."""
-    stale = announce(tmp_path, reused)
+    stale = announce(tmp_path, server)
     ranks.run(3)
     assert list(tmp_path.iterdir()) == [stale]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
-def test_store_ignores_other_users(ranks: Ranks, tmp_path: Path, reused: socket.socket) -> None:
+def test_store_ignores_other_users(ranks: Ranks, tmp_path: Path, server: socket.socket) -> None:
     """No rank connects to an address that another user announced."""
-    os.chown(announce(tmp_path, reused), 65534, 65534)
+    os.chown(announce(tmp_path, server), 65534, 65534)
     text = ranks.start(1, 2, timeout=1.0).refusal()
     assert "rank 0 of 2 has not arrived within 1 s" in text
     assert f"ignored files: run-{DEAD}-0 belongs to another user" in text
-    reused.settimeout(0.0)
+    server.settimeout(0.0)
     with pytest.raises(BlockingIOError):
-        reused.accept()
+        server.accept()
 
 
 # File operations: rank 0 makes four before its announcement exists, and others until it removes it.

@@ -36,23 +36,23 @@ VERBS: list[Callable[[ProcessGroup], Any]] = [
 ]
 
 
-def refused(call: Callable[[], Any], match: str) -> None:
+def check_group_closed(call: Callable[[], Any], match: str) -> None:
     with pytest.raises(fl.errors.GroupClosedError, match=match):
         call()
 
 
-def in_the_child(groups: list[ProcessGroup], works: list[Any]) -> None:
+def check_child(groups: list[ProcessGroup], works: list[Any]) -> None:
     assert not fl.is_distributed_init()
     assert (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
     assert fl.all_reduce(np.full(3, 2.0)).tolist() == [2.0] * 3
     assert [group["ranks"] for group in journal.groups().values()] == [[0]]
     for work in works:
-        refused(work.wait, "forked")
+        check_group_closed(work.wait, "forked")
         assert work.is_completed()
-        refused(work.result, "forked")
+        check_group_closed(work.result, "forked")
     for group in groups:
         for verb in VERBS:
-            refused(functools.partial(verb, group), "forked")
+            check_group_closed(functools.partial(verb, group), "forked")
         assert "closed" in repr(group)
     held = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
     assert not [name for name in held if "memfd:flashlight" in name or "pidfd" in name]
@@ -78,11 +78,11 @@ def test_forked_child_has_no_group_and_does_not_disturb_its_parent(rank: int, si
     groups = [fl.distributed.start.world.current_world().group, whole, part]
     child = os.fork()
     if child == 0:
-        in_the_child(groups, works)
+        check_child(groups, works)
         sys.exit(0)  # runs the atexit handlers
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     process = multiprocessing.get_context("fork").Process(
-        target=in_the_child, args=(list(groups), list(works))
+        target=check_child, args=(list(groups), list(works))
     )
     process.start()
     process.join()

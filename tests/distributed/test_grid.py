@@ -31,7 +31,7 @@ def factorisations(size: int, dims: int) -> Iterator[tuple[int, ...]]:
             yield shape
 
 
-def as_in_mpi(rank: int, size: int, most_dims: int) -> int:
+def compare_with_mpi(rank: int, size: int, most_dims: int) -> int:
     """Compare all grids of up to ``most_dims`` dimensions of the first ranks with MPI's grids."""
     from mpi4py import MPI
 
@@ -45,7 +45,7 @@ def as_in_mpi(rank: int, size: int, most_dims: int) -> int:
                 for shape in factorisations(count, dims):
                     for periodic in itertools.product((False, True), repeat=dims):
                         cart = communicator.Create_cart(shape, periodic)
-                        same_as(cart, group.grid(shape, periodic), MPI.PROC_NULL)
+                        check_same_grid(cart, group.grid(shape, periodic), MPI.PROC_NULL)
                         cart.Free()
                         tried += 1
             communicator.Free()
@@ -54,7 +54,7 @@ def as_in_mpi(rank: int, size: int, most_dims: int) -> int:
     return tried
 
 
-def same_as(cart: Any, grid: Grid, nobody: int) -> None:
+def check_same_grid(cart: Any, grid: Grid, nobody: int) -> None:
     where = repr(grid)
     assert grid.coords == tuple(cart.coords), where
     for other in range(cart.Get_size()):
@@ -69,14 +69,14 @@ def same_as(cart: Any, grid: Grid, nobody: int) -> None:
 
 def test_grid_matches_mpi(pool: Any) -> None:
     pytest.importorskip("mpi4py")
-    tried = pool(4, init="mpi", params={"BACKEND": "mpi"}).run(as_in_mpi, 3)
+    tried = pool(4, init="mpi", params={"BACKEND": "mpi"}).run(compare_with_mpi, 3)
     assert tried[0] == tried[1] + 15
 
 
 @pytest.mark.slow
 def test_grid_matches_mpi_for_twelve_ranks() -> None:
     pytest.importorskip("mpi4py")
-    run_ranks(as_in_mpi, 12, 3, init="mpi", params={"BACKEND": "mpi"}, deadline=120.0)
+    run_ranks(compare_with_mpi, 12, 3, init="mpi", params={"BACKEND": "mpi"}, deadline=120.0)
 
 
 def test_grid_computes_extents_like_mpi() -> None:

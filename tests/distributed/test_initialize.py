@@ -111,7 +111,7 @@ def test_distributed_init_creates_a_world_of_one_without_a_launcher() -> None:
 
 def test_distributed_init_raises_if_a_launched_rank_would_be_alone() -> None:
     """For example if the mpirun of one MPI starts a program whose mpi4py uses another MPI."""
-    errors = error_of(start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"))
+    errors = init_error(start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"))
     assert "RendezvousError" in errors
     assert "the environment says rank 1 of 4" in errors
     assert "MPI has 1 rank" in errors
@@ -119,22 +119,22 @@ def test_distributed_init_raises_if_a_launched_rank_would_be_alone() -> None:
 
 def test_distributed_init_with_mpi_names_mpi4py_if_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')\n")
-    errors = error_of(start("mpi", PYTHONPATH=str(tmp_path)))
+    errors = init_error(start("mpi", PYTHONPATH=str(tmp_path)))
     assert "BackendUnavailableError" in errors
     assert "pip install 'flashlight-py[mpi]'" in errors
 
 
 def test_distributed_init_raises_if_a_rendezvous_is_missing() -> None:
-    assert "MASTER_ADDR" in error_of(start("env", RANK="0", WORLD_SIZE="2"))
+    assert "MASTER_ADDR" in init_error(start("env", RANK="0", WORLD_SIZE="2"))
 
 
-def error_of(process: subprocess.Popen[str]) -> str:
+def init_error(process: subprocess.Popen[str]) -> str:
     code, errors = jobs.finish(process)
     assert code == 1
     return errors
 
 
-def start_watching_without_descriptors(*args: Any) -> None:
+def start_watchdog_without_descriptors(*args: Any) -> None:
     """Start the watchdog of the world while the process may open no more files."""
     with descriptors_below(0):
         watch(*args)
@@ -151,7 +151,7 @@ def test_init_releases_everything_if_its_last_step_fails(
     place = fl.DistributedInit.FILE_SYSTEM, rank, size, {**folders, "BACKEND": "gloo"}
     before = held()
     if rank == 1:
-        initialize._watch = start_watching_without_descriptors
+        initialize._watch = start_watchdog_without_descriptors
         with pytest.raises(OSError, match="Too many open files"):
             fl.distributed_init(*place)
         initialize._watch = watch
@@ -320,7 +320,7 @@ def test_init_rejects_a_rank_unlike_the_environment(monkeypatch: pytest.MonkeyPa
         fl.distributed_init("env://", 1, 2)
 
 
-def meet(rank: int, size: int, init_method: str | None, is_told: bool, **params: Any) -> Any:
+def join_world(rank: int, size: int, init_method: str | None, is_told: bool, **params: Any) -> Any:
     given = (rank, size) if is_told else (-1, -1)
     fl.distributed_init(init_method, *given, {"TIMEOUT": "30", **params})
     x = fl.all_reduce(np.array([rank + 1]))
@@ -330,7 +330,7 @@ def meet(rank: int, size: int, init_method: str | None, is_told: bool, **params:
 
 def test_distributed_init_accepts_init_methods_of_torch(tmp_path: Path) -> None:
     for word in (f"tcp://localhost:{free_port()}", f"file://{tmp_path / 'meet'}"):
-        assert run_ranks(meet, 2, word, True, init=None) == [3, 3]
+        assert run_ranks(join_world, 2, word, True, init=None) == [3, 3]
 
 
 def variables(rank: int) -> dict[str, str]:
@@ -339,11 +339,11 @@ def variables(rank: int) -> dict[str, str]:
 
 def test_distributed_init_combines_an_address_with_rank_and_size_of_the_environment() -> None:
     word = f"tcp://localhost:{free_port()}"
-    assert run_ranks(meet, 2, word, False, init=None, env=variables) == [3, 3]
+    assert run_ranks(join_world, 2, word, False, init=None, env=variables) == [3, 3]
 
 
 def join_by_params(rank: int, size: int) -> Any:
-    return meet(rank, size, None, True, MASTER_ADDR="localhost")
+    return join_world(rank, size, None, True, MASTER_ADDR="localhost")
 
 
 def test_distributed_init_params_override_the_address_of_rank_0() -> None:

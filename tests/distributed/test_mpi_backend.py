@@ -36,7 +36,7 @@ from tests.distributed import conformance
 from tests.distributed.conformance import dtype_of, in_places, on_ranks, ranks_in, two_hosts
 from tests.distributed.harness import run_ranks
 from tests.distributed.programs import every_verb, run_program
-from tests.distributed.test_failures import CALLS, stay_away
+from tests.distributed.test_failures import CALLS, skip_the_call
 from tests.distributed.told import first_error, told_now_or_later
 
 pytest.importorskip("mpi4py")
@@ -252,7 +252,7 @@ def _late(steps: Iterator[None]) -> Iterator[None]:
 @pytest.mark.slow
 @on_ranks(("mpi", 3, APART), ("mpi", 3, HOSTS), fresh=True, params={"TIMEOUT": 1})
 def test_a_rank_that_stays_away_is_named_on_several_hosts(rank: int, size: int) -> None:
-    said = stay_away(rank, size, 4.0)
+    said = skip_the_call(rank, size, 4.0)
     assert rank == 1 or "rank 1 did not join within" in said
 
 

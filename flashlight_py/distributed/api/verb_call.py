@@ -113,7 +113,7 @@ PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
 def resolve_reduction(
     verb: str, dtype: np.dtype[Any], op: Op, scale: float, size: int, of_some: bool = False
 ) -> tuple[ReduceOp, float]:
-    """Check ``op`` and ``scale``. An average becomes a scaled sum, unless ``of_some``."""
+    """Return the checked operation and scale. Unless ``of_some``, an average is a scaled sum."""
     reduce_op = parse_op(verb, op)
     factor = check_op_and_scale(verb, dtype, reduce_op, scale)
     if reduce_op is ReduceOp.AVG and not of_some:
@@ -342,11 +342,10 @@ COLLECTIVE = None  # an entry of ``begun`` that is not a message
 class reject_together:
     """A block in which a rank checks arguments. If it raises an error, the other ranks raise too.
 
-    ``begun`` are the operations that the other ranks start: ``COLLECTIVE`` or this rank's ``P2POp``
-    each. There are several if they start without waiting for the first. A CuPy array among
-    ``arrays`` selects the backend that the other ranks use. ``outcome`` describes the failure. With
-    ``first``, only an error before the first collective of the block is reported. Ctrl-C ends the
-    group, also between two calls of the block.
+    ``begun`` lists the operations that the other ranks start: ``COLLECTIVE``, or the ``P2POp`` of
+    this rank. A CuPy array among ``arrays`` selects the backend that the other ranks use.
+    ``outcome`` describes the failure. With ``first``, only an error before the first collective of
+    the block is reported. Ctrl-C ends the group, also between two calls of the block.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ def _detected() -> LaunchEnvironment:
     if launch is None:
         environment.check_schedulers()
         raise RendezvousError(
-            "distributed_init: expected the environment variables of a launcher, found none. Start "
+            "distributed_init: expected a launcher, got no launcher variables. Start "
             "the ranks by flrun, srun, mpirun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR "
             "and MASTER_PORT."
         )
@@ -123,7 +123,7 @@ def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
     else:
         raise RendezvousError(
             f"distributed_init: rank {rank} of {size} ({launch.source}): expected a rendezvous in "
-            "the environment, found none. Set MASTER_ADDR and MASTER_PORT, pass "
+            "the environment, got no address. Set MASTER_ADDR and MASTER_PORT, pass "
             "params={'FILE_PATH': path} with a path that all ranks can access, or use "
             "DistributedInit.MPI under an MPI launcher."
         )

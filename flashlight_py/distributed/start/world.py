@@ -132,7 +132,8 @@ def use_local_device() -> str:
     """Make the GPU of this rank the current CuPy device of this thread, and return its name.
 
     The device number is ``rank % MAX_DEVICE_PER_NODE`` if that key was passed, like in flashlight.
-    Otherwise it is the local rank modulo the number of visible GPUs. CuPy arrays must be on it.
+    Otherwise it is the local rank modulo the number of visible GPUs. Collectives accept CuPy arrays
+    on this device only.
 
     Returns:
         A name for ``Module.to`` and ``device.to_device``, such as ``"cuda:1"``.
@@ -166,7 +167,8 @@ class RankFilter(logging.Filter):
     Args:
         rank: The only rank of the world that logs, such as 0; None: every rank.
         local_rank: The only rank on each host that logs, such as 0; None: every rank.
-        pass_level: Records from this level up pass on every rank, such as ``logging.ERROR``.
+        pass_level: Lowest level whose records pass on every rank, such as ``logging.ERROR``; None:
+            no level does.
 
     Raises:
         TypeError: If a rank or the level is no integer.
