@@ -235,10 +235,10 @@ def job_secret() -> tuple[str, str, str]:
         secret = Secret.find(one_host=False)
     except RendezvousError as error:
         return FAILED, str(error), ""
-    if not secret.given:
+    if not secret.from_job:
         detail = f"in {secret.source}, for jobs of this user on this host only"
         return OK, detail, f"with several hosts, without flrun or shared FILE_PATH: {SECRET_REMEDY}"
-    if len(secret.given) < _SHORTEST:
+    if len(secret.from_job) < _SHORTEST:
         return WARNING, f"from {secret.source}; it is short enough to be guessed", SECRET_REMEDY
     return OK, f"from {secret.source}; every rank needs the same secret", ""
 

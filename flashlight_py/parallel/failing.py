@@ -16,9 +16,9 @@ from flashlight_py.distributed.internal import (
     Call,
     Verb,
     abort,
-    meet,
     reason_of,
     reject_together,
+    wait_for_ranks,
 )
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
 
@@ -73,7 +73,7 @@ def end_together(group: ProcessGroup) -> None:
     """
     while True:
         try:
-            meet(group, PASS_FAILED)
+            wait_for_ranks(group, PASS_FAILED)
         except MismatchError as error:
             if error.group_lives:
                 continue

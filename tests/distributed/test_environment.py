@@ -135,8 +135,8 @@ def test_detect_returns_the_rendezvous_of_the_launcher(
 
 def test_detect_names_the_variables_that_it_used() -> None:
     names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
-    assert detect_fields(TORCHRUN).said_by == names
-    assert detect_fields(TRAINJOB).said_by == "PET_NODE_RANK, PET_NNODES"
+    assert detect_fields(TORCHRUN).source == names
+    assert detect_fields(TRAINJOB).source == "PET_NODE_RANK, PET_NNODES"
 
 
 def test_detect_reads_os_environ_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +200,17 @@ def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first:
     [
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
-        ({"WORLD_SIZE": "2", **OPEN_MPI}, "then `unset WORLD_SIZE`; else set RANK as well"),
+        ({"WORLD_SIZE": "2", **OPEN_MPI}, "call `unset WORLD_SIZE`. Otherwise set RANK as well"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE is set and PMI_RANK is not"),
         ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK must be an integer, got 'two'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8"),
+        (
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"},
+            "LOCAL_WORLD_SIZE must be at most WORLD_SIZE=4.*got 8",
+        ),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not"),
@@ -220,7 +223,7 @@ def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first:
         ),
         (
             {**KUBEFLOW, "WORLD_SIZE": "4", "PET_NPROC_PER_NODE": "2"},
-            "RANK=1 is the pod's number.*by torchrun, which reads",
+            "RANK=1 is the number of the pod.*by torchrun, which reads",
         ),
     ],
 )

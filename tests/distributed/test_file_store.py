@@ -86,7 +86,7 @@ def test_file_store_never_mixes_two_runs_at_one_path(ranks: Ranks) -> None:
     server = ranks.start(0, 2)
     client.await_event("exchanged 0")
     outcomes = [rank.outcome() for rank in ranks.start_all(2)]
-    refused = ["a run is under way at this path already" in outcome for outcome in outcomes]
+    refused = ["another run has started at this path" in outcome for outcome in outcomes]
     assert all(refused) or outcomes == ["closed", "closed"]
     client.resume()
     assert closed([server, client])
@@ -318,7 +318,7 @@ def test_store_ignores_other_users(ranks: Ranks, tmp_path: Path, server: socket.
     os.chown(announce(tmp_path, server), 65534, 65534)
     text = ranks.start(1, 2, timeout=1.0).refusal()
     assert "rank 0 of 2 has not arrived within 1 s" in text
-    assert f"files passed over: run-{DEAD}-0 belongs to another user" in text
+    assert f"ignored files: run-{DEAD}-0 belongs to another user" in text
     server.settimeout(0.0)
     with pytest.raises(BlockingIOError):
         server.accept()

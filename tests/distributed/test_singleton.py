@@ -88,7 +88,7 @@ def test_a_single_process_in_a_job_of_slurm_is_warned(
 ) -> None:
     with caplog.at_level(logging.WARNING, "flashlight_py"):
         check_no_launcher(environ)
-    assert ("start it by srun" in caplog.text) == warns
+    assert ("Start it by srun" in caplog.text) == warns
 
 
 def test_a_shell_of_salloc_can_run_a_single_process(

@@ -17,7 +17,7 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.flight_record import new_job
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory.topology import DeviceRule
-from flashlight_py.distributed.rendezvous.environment import ALONE, started_as
+from flashlight_py.distributed.rendezvous.environment import ALONE, launch_description
 from flashlight_py.distributed.start import blas
 
 
@@ -36,7 +36,7 @@ class World:
 
 
 def _warn_of_missing_init() -> None:
-    launch = started_as()
+    launch = launch_description()
     if launch:
         warnings.warn_explicit(
             "distributed_init was not called, although a launcher started several processes. Each "
