@@ -26,7 +26,7 @@ NEEDS_MPI = pytest.mark.skipif(
 )
 
 
-def test_table_has_columns_and_wraps() -> None:
+def test_table_aligns_columns_and_wraps() -> None:
     found = [
         Finding("gloo", OK, "there"),
         Finding("shared memory", WARNING, "very little " * 5, "take more of it"),
@@ -40,7 +40,7 @@ def test_table_has_columns_and_wraps() -> None:
     assert doctor.table([], 60) == ""
 
 
-def test_every_extension_that_setup_py_builds_is_reported() -> None:
+def test_built_reports_every_extension_of_setup_py() -> None:
     build = runpy.run_path(str(Path(_native.__file__).parents[2] / "csrc/build.py"))
     compiled = {extension.name.rpartition("._")[2] for extension in build["EXTENSIONS"]}
     bindings = {name.rpartition(":")[2] for name in build["BINDINGS"]}
@@ -49,14 +49,14 @@ def test_every_extension_that_setup_py_builds_is_reported() -> None:
     assert set(_native.EXTENSIONS) <= set(reported)
 
 
-def test_host_names_and_interfaces() -> None:
+def test_host_name_and_interface_return_states() -> None:
     addresses = ["127.0.1.1", "::1"], ["127.0.1.1", "10.0.0.1"], []
     assert [doctor.host_name("a", each)[0] for each in addresses] == [WARNING, OK, WARNING]
     states = {name: doctor.interface(name)[0] for name in ("lo", "127.0.0.1", "nothing0")}
     assert states == {"lo": OK, "127.0.0.1": OK, "nothing0": FAILED}
 
 
-def test_the_source_of_the_secret_is_reported_and_not_the_secret(
+def test_job_secret_reports_the_source_and_not_the_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_SECRET", "short")
@@ -72,7 +72,7 @@ def test_the_source_of_the_secret_is_reported_and_not_the_secret(
     assert str(Path(os.environ["XDG_RUNTIME_DIR"])) in detail
 
 
-def test_the_file_system_is_named(tmp_path: Path) -> None:
+def test_file_system_of_names_the_file_system(tmp_path: Path) -> None:
     mountinfo = (
         "1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /data\\040x rw,shared:1 - nfs4 server:/x rw\n"
         "3 1 0:3 / /\u00e9t\u00e9\udce9 rw - tmpfs none rw\n"
@@ -82,14 +82,14 @@ def test_the_file_system_is_named(tmp_path: Path) -> None:
     assert doctor.file_system_of(Path("/home"), mountinfo) == ("ext4", "/")
 
 
-def test_a_good_folder_keeps_every_promise_and_stays_as_it_was(tmp_path: Path) -> None:
+def test_rendezvous_folder_reports_all_guarantees_and_leaves_no_files(tmp_path: Path) -> None:
     found = list(doctor.rendezvous_folder(tmp_path))
     assert [each.subject for each in found] == ["file system", *doctor.GUARANTEES]
     assert all(each.state is OK for each in found)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_broken_promises_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_guarantees_yields_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that breaks its promises cannot be had, so the system calls are changed."""
     monkeypatch.setattr(os, "O_EXCL", 0)
     monkeypatch.setattr(os, "listdir", lambda path: [])
@@ -99,7 +99,9 @@ def test_broken_promises_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     assert problems["rename"] == problems["ownership"] == ""
 
 
-def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_shared_memory_warns_if_it_is_small_or_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(doctor, "ENOUGH_BYTES", 2**62)
     state, _, remedy = doctor.shared_memory()
     assert state is WARNING
@@ -110,7 +112,7 @@ def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "does not exist" in detail
 
 
-def test_a_driver_without_cupy_is_a_warning(
+def test_gpus_warns_if_a_driver_exists_without_cupy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     driver = tmp_path / "version"
@@ -122,7 +124,7 @@ def test_a_driver_without_cupy_is_a_warning(
     assert second.state is WARNING
 
 
-def test_a_command_of_another_mpi_is_a_warning(
+def test_mpirun_warns_if_it_belongs_to_another_mpi(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -137,7 +139,7 @@ def test_a_command_of_another_mpi_is_a_warning(
 
 
 @NEEDS_MPI
-def test_the_mpi_that_is_here() -> None:
+def test_mpi_reports_library_abi_and_mpirun() -> None:
     found = {each.subject: each for each in doctor.mpi()}
     assert list(found) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
     assert found["library"].state is found["ABI"].state is found["GPU memory"].state is OK
@@ -149,7 +151,9 @@ def test_the_mpi_that_is_here() -> None:
 
 @NEEDS_MPI
 @pytest.mark.parametrize("cuda", [None, True, False])
-def test_an_mpi_and_the_memory_of_gpus(monkeypatch: pytest.MonkeyPatch, cuda: bool | None) -> None:
+def test_mpi_reports_support_of_gpu_pointers(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool | None
+) -> None:
     """The facts that another process reports are constants here: one MPI is of one kind."""
     facts = {"library": "x", "ABI": "x", "vendor": "x", "threads": False, "cuda": cuda}
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", facts, ""))
@@ -161,7 +165,7 @@ def test_an_mpi_and_the_memory_of_gpus(monkeypatch: pytest.MonkeyPatch, cuda: bo
 
 
 @NEEDS_MPI
-def test_an_mpi_that_cannot_be_loaded_is_missing_and_not_tried(
+def test_mpi_is_missing_and_not_tried_if_it_cannot_be_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = "libmpi.so.12: cannot open"
@@ -203,7 +207,7 @@ exit 3
         ("no", "", 30, FAILED, "exit code 1: flrun: rank"),
     ],
 )
-def test_the_ranks_of_a_trial_are_reported_by_what_they_wrote(
+def test_trials_report_facts_or_problem_of_the_output(
     monkeypatch: pytest.MonkeyPatch,
     backend: str,
     script: str,
@@ -219,7 +223,7 @@ def test_the_ranks_of_a_trial_are_reported_by_what_they_wrote(
     assert finding.detail.startswith(words)
 
 
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_rejects_invalid_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         doctor.main(["--timeout", "0"])
     assert "expected a positive number of seconds" in capsys.readouterr().err
@@ -261,7 +265,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
-def test_without_mpi_gloo_or_gpu_it_says_each_and_succeeds(bare: Path) -> None:
+def test_doctor_reports_missing_features_and_succeeds(bare: Path) -> None:
     done = run(python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
     found = states(done.stdout)
@@ -275,7 +279,7 @@ def test_without_mpi_gloo_or_gpu_it_says_each_and_succeeds(bare: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path) -> None:
+def test_doctor_run_fails_only_if_an_installed_path_fails(bare: Path) -> None:
     done = run("--run", python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
     found = states(done.stdout)
@@ -293,7 +297,7 @@ def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path)
 
 @pytest.mark.slow
 @NEEDS_MPI
-def test_every_way_that_is_here_works_and_reports_its_speed() -> None:
+def test_doctor_run_reports_the_speed_of_each_path() -> None:
     done = run("--run")
     assert done.returncode == 0, done.stdout + done.stderr
     found = states(done.stdout)
@@ -302,7 +306,7 @@ def test_every_way_that_is_here_works_and_reports_its_speed() -> None:
     assert "2 hosts with 2, 2 ranks" in " ".join(done.stdout.split())
 
 
-def test_a_folder_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
+def test_doctor_fails_if_the_folder_does_not_exist(tmp_path: Path) -> None:
     done = run("--folder", tmp_path / "nowhere")
     assert done.returncode == 1
     assert "Failed: writable" in done.stdout

@@ -50,7 +50,7 @@ def skip_without(engine: str) -> None:
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("FLASHLIGHT_TEST_KILLS", "1"))))
 @pytest.mark.parametrize("engine", ["spawn", "flrun", "dask", "ray", "spark"])
-def test_it_ends_with_the_same_bits_where_a_rank_is_killed(
+def test_engines_example_has_the_same_bits_after_a_killed_rank(
     engine: str, seed: int, tmp_path: Path, undisturbed: str
 ) -> None:
     skip_without(engine)

@@ -43,7 +43,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     "hosts", [["h0", "h1"], ["127.0.1.1", "127.0.1.1", "h1"], ["fd77::1", "fd77::2"]]
 )
-def test_rank_0_is_reached_from_another_host(cluster: Cluster, hosts: list[str]) -> None:
+def test_rank_0_is_reachable_from_another_host(cluster: Cluster, hosts: list[str]) -> None:
     start = Start(2, 0, dumps((tasks.total, (10,), {"TIMEOUT": 20})))
 
     def begin(rank: int, meeting: object = None) -> subprocess.Popen[str]:

@@ -37,12 +37,14 @@ def cluster() -> Iterator[None]:
         ({"strategy": "STRICT_SPREAD", "nprocs": 4}, "4 ranks with .* resources for 3"),
     ],
 )
-def test_what_the_nodes_can_never_hold_is_refused(options: dict[str, Any], said: str) -> None:
+def test_ray_run_raises_value_error_if_nodes_are_too_small(
+    options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         fl.launch.ray.run(tasks.total, (1,), **{"nprocs": SIZE, **options})
 
 
-def test_what_others_hold_is_waited_for() -> None:
+def test_ray_run_waits_for_resources_in_use() -> None:
     others = ray.remote(tasks.sleep).options(num_cpus=2).remote(None)
     ray.wait([others], timeout=1)  # it begins
     with pytest.raises(TimeoutError, match=r"placed by PACK, within 2 s; .* Free are CPU [0-4]\b"):
@@ -50,7 +52,7 @@ def test_what_others_hold_is_waited_for() -> None:
     assert len(fl.launch.ray.run(tasks.total, (1,), nprocs=6)) == 6
 
 
-def test_a_timeout_ends_an_actor_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_run_timeout_ends_an_actor_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake: no actor of Ray stays in its start by itself for sure."""
     monkeypatch.setattr(fl.launch.ray, "listen_on_node", tasks.sleep)
     with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return"):
@@ -75,7 +77,7 @@ def fit(storage: Path, train: Any, failures: int = 0, /, **config: Any) -> Any:
     ).fit()
 
 
-def test_workers_of_a_trainer_are_a_world(tmp_path: Path) -> None:
+def test_ray_train_workers_form_a_world(tmp_path: Path) -> None:
     def train(config: dict[str, Any]) -> None:
         rank = ray.train.get_context().get_world_rank()
         total = int(fl.all_reduce(np.array(10 + rank)))
@@ -88,7 +90,7 @@ def test_workers_of_a_trainer_are_a_world(tmp_path: Path) -> None:
     assert found == [f"{rank} of 3: 33" for rank in range(SIZE)]
 
 
-def test_a_worker_that_raises_ends_the_others(tmp_path: Path) -> None:
+def test_ray_train_worker_that_raises_ends_other_workers(tmp_path: Path) -> None:
     def train(config: dict[str, Any]) -> None:
         tasks.fail(fl.get_world_rank(), "raise")
 
@@ -97,7 +99,7 @@ def test_a_worker_that_raises_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("FLASHLIGHT_TEST_KILLS", "2"))))
-def test_a_killed_trainer_goes_on_to_the_same_bits(tmp_path: Path, seed: int) -> None:
+def test_ray_train_resumes_with_the_same_bits_after_a_kill(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     train_or_die = killing(EXAMPLE, 1 + draw.randrange(20), draw.randrange(SIZE))
 

@@ -50,7 +50,7 @@ def world(size: int) -> list[str]:
     return sorted(f"{rank} of {size} sum {total}" for rank in range(size))
 
 
-def test_srun(slurm: Host) -> None:
+def test_srun_runs_ranks_on_nodes_with_unequal_tasks(slurm: Host) -> None:
     """Two nodes with unequal numbers of tasks, which meet at the first."""
     done = slurm.run(["srun", "-n", "4", "-N", "2", *PYTHON])
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def test_srun(slurm: Host) -> None:
     ],
     ids=" ".join,
 )
-def test_layouts_of_a_step(slurm: Host, options: list[str]) -> None:
+def test_srun_supports_task_layouts(slurm: Host, options: list[str]) -> None:
     size = int(options[1]) * (2 if options[0] == "-N" else 1)
     done = slurm.run(["srun", *options, *PYTHON])
     assert done.returncode == 0, done.stderr
@@ -77,14 +77,14 @@ def test_layouts_of_a_step(slurm: Host, options: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_heterogeneous_step_is_one_world(slurm: Host) -> None:
+def test_heterogeneous_step_is_one_world(slurm: Host) -> None:
     done = slurm.run(["srun", "-n", "3", "-N", "2", *PYTHON, ":", "-n", "2", *PYTHON])
     assert done.returncode == 0, done.stderr
     assert sums(done.stdout) == world(5)
 
 
 @pytest.mark.slow
-def test_steps_of_one_job_at_the_same_time(slurm: Host) -> None:
+def test_concurrent_steps_of_a_job_are_separate_worlds(slurm: Host) -> None:
     """Each step is a world of its own, with a port of its own; its size is not the job's."""
     step = " ".join(["srun --overlap -n 2 -N 2", *PYTHON])
     script = f"{step} & {step} & srun --overlap -n 3 {' '.join(PYTHON)} & wait"
@@ -95,7 +95,7 @@ def test_steps_of_one_job_at_the_same_time(slurm: Host) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_rank_that_fails_ends_the_step(slurm: Host, how: str) -> None:
+def test_failed_rank_ends_the_step(slurm: Host, how: str) -> None:
     """The others are told by us, also without srun's --kill-on-bad-exit."""
     done = slurm.run(["srun", "-n", "4", "-N", "2", *PYTHON, "2", how])
     assert done.returncode != 0
@@ -108,7 +108,7 @@ def test_a_rank_that_fails_ends_the_step(slurm: Host, how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["scancel --name ended", "pkill -INT -x srun; pkill -INT -x srun"])
-def test_a_job_that_is_ended_leaves_nothing(slurm: Host, way: str) -> None:
+def test_cancelled_job_leaves_nothing(slurm: Host, way: str) -> None:
     """By Slurm, and by Ctrl-C, twice, as srun wants it."""
     srun = slurm.popen(
         ["srun", "--job-name", "ended", "-n", "4", "-N", "2", *PYTHON, "1", "wait"],
@@ -127,7 +127,7 @@ def test_a_job_that_is_ended_leaves_nothing(slurm: Host, way: str) -> None:
 
 
 @pytest.mark.slow
-def test_submitit(slurm: Host) -> None:
+def test_submitit_runs_a_function_on_all_ranks(slurm: Host) -> None:
     """Its tasks are those of an srun in a batch script, in whose shell there is no task."""
     pytest.importorskip("submitit", reason="needs pip install 'flashlight-py[slurm]'")
     script = slurm.shared / "submit.py"

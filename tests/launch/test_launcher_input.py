@@ -17,7 +17,7 @@ print(repr(sys.stdin.read()))
 """
 
 
-def test_a_pipe_reaches_rank_0(tmp_path: Path) -> None:
+def test_rank_0_reads_a_pipe(tmp_path: Path) -> None:
     done = launch("-n", 2, write(tmp_path, ECHO), input="two\nlines\n")
     assert sorted(done.stdout.splitlines()) == [r"[0] 'two\nlines\n'", "[1] ''"]
 
@@ -60,7 +60,7 @@ class Terminal:
         return code
 
 
-def test_a_debugger_works_in_rank_0(tmp_path: Path) -> None:
+def test_breakpoint_works_in_rank_0_on_a_terminal(tmp_path: Path) -> None:
     program = """
     import os
     x = 40
@@ -81,7 +81,7 @@ def test_a_debugger_works_in_rank_0(tmp_path: Path) -> None:
     assert terminal.end() == 0
 
 
-def test_ctrl_c_on_a_terminal_ends_the_ranks(tmp_path: Path) -> None:
+def test_ctrl_c_on_a_terminal_ends_ranks(tmp_path: Path) -> None:
     terminal = Terminal("-n", 2, write(tmp_path, "import signal\nprint('ready')\nsignal.pause()"))
     terminal.expect("ready")
     terminal.expect("ready")
@@ -90,7 +90,7 @@ def test_ctrl_c_on_a_terminal_ends_the_ranks(tmp_path: Path) -> None:
     assert terminal.end() == 130
 
 
-def test_a_launcher_in_the_background_takes_nothing_from_the_terminal(tmp_path: Path) -> None:
+def test_background_launcher_reads_nothing_from_the_terminal(tmp_path: Path) -> None:
     """A shell in front, the launcher behind it: what is typed is the shell's."""
     launcher = f"{' '.join(LAUNCH)} -n 1 {write(tmp_path, ECHO)}"
     script = f"set -m; {launcher} & read line; echo got $line; wait"

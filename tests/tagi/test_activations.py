@@ -72,7 +72,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_moments(name: str) -> None:
+def test_mixture_activations_have_exact_moments(name: str) -> None:
     """Where the plain formula, in float64, is exact to better than float32 (and its floor)."""
     m, v = GRID
     usable = (np.square(m, dtype=np.float64) < 1e9) & (v < 1e5)
@@ -86,7 +86,7 @@ def test_exact_moments(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_nothing_is_lost_in_the_tails(name: str) -> None:
+def test_mixture_activations_are_accurate_in_the_tails(name: str) -> None:
     m, v = GRID
     mean, variance, slope = EXACT[name](m, v)
     assert np.isfinite([mean, variance, slope]).all()
@@ -102,7 +102,7 @@ def test_nothing_is_lost_in_the_tails(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_what_is_not_a_number_is_not_hidden(name: str) -> None:
+def test_mixture_activations_propagate_nan(name: str) -> None:
     moments = EXACT[name]
     nan, one = np.array([np.nan], REAL), np.ones(1, REAL)
     assert np.isnan(moments(nan, one)).all()
@@ -111,7 +111,7 @@ def test_what_is_not_a_number_is_not_hidden(name: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid"])
-def test_native_code_is_numpy_s(name: str) -> None:
+def test_mixture_kernels_equal_numpy(name: str) -> None:
     """Also for images with the channels first, for parts, and for no unit at all."""
     moments = EXACT[name]
     rng = np.random.default_rng(0)
@@ -130,7 +130,7 @@ def test_native_code_is_numpy_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid", "exponential"])
-def test_the_moments_are_those_of_draws(name: str) -> None:
+def test_activation_moments_match_random_draws(name: str) -> None:
     function = {
         "mixture_relu": lambda z: np.maximum(z, 0),
         "mixture_tanh": lambda z: np.clip(z, -1, 1),
@@ -165,7 +165,7 @@ FIRST_ORDER = {
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
-def test_linearised_at_the_mean(name: str) -> None:
+def test_activation_is_linearised_at_the_mean(name: str) -> None:
     value, slope_of = FIRST_ORDER[name]
     m, v = GRID
     mean, variance, slope = getattr(activations, name)()._moments(m, v)
@@ -185,7 +185,7 @@ def test_relu_is_linearised_in_a_network() -> None:
     equal((mean, variance, net.output_z_buffer.jcb), ([[0, 3, 0]], [[0, 2, 0]], [0, 1, 0]))
 
 
-def test_the_exponential_stays_finite() -> None:
+def test_even_exp_is_finite_for_large_inputs() -> None:
     m, v = GRID
     found = activations.exponential(m, v)
     assert np.isfinite(found).all()
@@ -196,7 +196,7 @@ def test_the_exponential_stays_finite() -> None:
     equal(found[1][inside], mean**2 * np.expm1(spread), rtol=1e-6, atol=1e-44)
 
 
-def test_the_tails_by_their_series() -> None:
+def test_tails_match_series_and_erfc() -> None:
     """Beyond 6 by the asymptotic series, as differences lose all there; below by math.erfc."""
     for a in (0.0, 0.3, 0.66, 0.67, 2.0, 5.6, 5.7):
         q, g, h = (float(each[0]) for each in tails(np.array([a])))
@@ -241,7 +241,7 @@ def plain_softmax(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("name", ["softmax", "remax", "closed_form_softmax"])
-def test_shares_of_a_whole(name: str) -> None:
+def test_softmax_activations_match_formulas(name: str) -> None:
     plain = {"softmax": plain_softmax, "remax": plain_remax}.get(name, plain_closed_form)
     m, v = 2 * numbers(7, 5), 0.05 + np.square(numbers(7, 5, seed=1))
     found = SHARES[name]()._moments(m, v)
@@ -269,14 +269,16 @@ EXACT_SHARES = [
 
 
 @pytest.mark.parametrize(("m", "v", "expected"), EXACT_SHARES)
-def test_shares_where_one_has_nearly_all(m: Any, v: Any, expected: Any) -> None:
+def test_softmax_activations_are_accurate_if_one_class_dominates(
+    m: Any, v: Any, expected: Any
+) -> None:
     """float32 has nothing left of the first two variances: pytagi's are wrong by 126 and by 1 %."""
     found = activations.Remax()._moments(np.array([m], REAL), np.array([v], REAL))
     equal(np.concatenate(found), expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["softmax", "remax", "closed_form_softmax"])
-def test_shares_stay_finite(name: str) -> None:
+def test_softmax_activations_are_finite_for_extreme_inputs(name: str) -> None:
     """Of units far apart, of no or of much variance, where e^z is beyond float32."""
     m = np.array([[0, 0, 0], [1e3, -1e3, 0], [-1e4, -1e4, -1e4], [1e4, 1e4, 0], [3, 2, 1]], REAL)
     for v in (0, 1e-20, 1, 50, 1e4):
@@ -296,7 +298,7 @@ ALL = ["ReLU", "LeakyReLU", "Sigmoid", "Tanh", "Softplus", "MixtureReLU", "Mixtu
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_layers(name: str) -> None:
+def test_activation_accepts_any_shape_and_multiplies_slopes(name: str) -> None:
     """Any shape and strides; no parameters; the slopes of two activations in a row multiply."""
     layer = getattr(fl.tagi, name)()
     assert repr(layer) == f"{name}()"
@@ -319,7 +321,7 @@ def test_layers(name: str) -> None:
     equal(m, numbers(5, 2, 3, 4))  # not changed
 
 
-def test_pairs_of_a_value_and_its_variance() -> None:
+def test_even_exp_transforms_every_second_unit() -> None:
     layer, old = fl.tagi.EvenExp(), fl.tagi.EvenExp(slope_times_variance=True)
     x = BaseHiddenStates(numbers(4, 6), np.square(numbers(4, 6, seed=1)))
     out, before = layer.forward(x), old.forward(x)
@@ -332,7 +334,7 @@ def test_pairs_of_a_value_and_its_variance() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Remax", "ClosedFormSoftmax", "Softmax"])
-def test_shares_are_the_same_as_pytagi(name: str) -> None:
+def test_softmax_activations_equal_pytagi(name: str) -> None:
     """As many samples as classes: in other cases pytagi's Softmax uses wrong elements."""
     network = f"Sequential(Linear(4, 8), ReLU(), Linear(8, 5), {name}())"
     y = np.eye(5, dtype=REAL)
@@ -340,7 +342,7 @@ def test_shares_are_the_same_as_pytagi(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_random_networks_of_shares_are_as_pytagi_s() -> None:
+def test_random_networks_with_softmax_activations_match_pytagi() -> None:
     """As near as pytagi's float32 lets them be: where one class has nearly all, it is far off."""
     for seed in range(24):
         rng = np.random.default_rng(seed)
@@ -358,7 +360,7 @@ def test_random_networks_of_shares_are_as_pytagi_s() -> None:
 
 
 @pytest.mark.slow
-def test_pairs_are_the_same_as_pytagi() -> None:
+def test_even_exp_equals_pytagi() -> None:
     network = "Sequential(Linear(4, 8), ReLU(), Linear(8, 6), EvenExp({}))"
     here = network.format("slope_times_variance=True")
     x, y = numbers(7, 4), numbers(7, 3, seed=1)

@@ -28,7 +28,7 @@ def close(found, expected) -> None:
     equal(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_block_of_layers_is_these_layers() -> None:
+def test_layer_block_equals_its_layers() -> None:
     first, last = fl.tagi.Linear(4, 5), fl.tagi.Linear(5, 2)
     block = fl.tagi.LayerBlock(first, fl.tagi.ReLU(), last)
     row = fl.tagi.Sequential(twin(first), fl.tagi.ReLU(), twin(last))
@@ -45,7 +45,7 @@ def test_a_block_of_layers_is_these_layers() -> None:
 
 
 @pytest.mark.parametrize("projected", [False, True])
-def test_both_paths_are_added(projected: bool) -> None:
+def test_res_net_block_adds_both_paths(projected: bool) -> None:
     main, x = fl.tagi.Linear(4, 4), some_states()
     shortcut = fl.tagi.Linear(4, 4) if projected else None
     block = fl.tagi.ResNetBlock(main, shortcut)
@@ -75,7 +75,7 @@ def test_both_paths_are_added(projected: bool) -> None:
     assert block.backward(d.copy(), e.copy(), False) is None
 
 
-def test_a_path_that_ends_with_an_activation_goes_back_by_its_slope() -> None:
+def test_res_net_block_applies_slopes_of_activations_backward() -> None:
     """Also one that begins with it, and the identity of an input that an activation made."""
     linear, x = fl.tagi.Linear(4, 4), some_states()
     block = fl.tagi.ResNetBlock(fl.tagi.LayerBlock(linear, fl.tagi.ReLU()), fl.tagi.ReLU())
@@ -91,7 +91,7 @@ def test_a_path_that_ends_with_an_activation_goes_back_by_its_slope() -> None:
     close((deltas[0], deltas[1]), (back[0] + d * slope, back[1] + e * slope**2))
 
 
-def test_blocks_nest_to_any_depth() -> None:
+def test_nested_blocks_match_matrix_products() -> None:
     """((x A + x) B + x) C + (x E + x), against products of matrices; and pytagi's names."""
     a, b, c, e = (fl.tagi.Linear(4, 4, bias=False) for _ in range(4))
     inner = fl.tagi.ResNetBlock(a)
@@ -126,7 +126,7 @@ def test_blocks_nest_to_any_depth() -> None:
     close(net.get_input_states()[0].reshape(3, 4), back)
 
 
-def test_every_layer_inside_is_found() -> None:
+def test_named_layers_yields_layers_in_blocks() -> None:
     main = fl.tagi.LayerBlock(fl.tagi.Linear(4, 4), fl.tagi.ReLU(), fl.tagi.Linear(4, 4))
     net = fl.tagi.Sequential(fl.tagi.ResNetBlock(main, fl.tagi.Linear(4, 4)))
     assert net.layers[0].main_block is main
@@ -137,7 +137,7 @@ def test_every_layer_inside_is_found() -> None:
     assert repr(net.layers[0]) == "ResNetBlock(4,4)"
 
 
-def test_the_sums_are_complete_in_the_order_of_the_buckets() -> None:
+def test_on_sums_is_called_in_bucket_order() -> None:
     """What is sent while the backward pass goes on lies in the order in which it is ready."""
     net = fl.tagi.Sequential(
         fl.tagi.Linear(4, 4),

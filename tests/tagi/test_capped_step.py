@@ -19,13 +19,13 @@ from tests.tagi.oracle import compare
 @pytest.mark.parametrize(
     ("batch", "cap"), [(0, 0.1), (1, 0.1), (2, 2.0), (255, 2.0), (256, 3.0), (4096, 3.0)]
 )
-def test_the_bound_is_by_the_batch(batch: int, cap: float) -> None:
+def test_cap_factor_depends_on_the_batch_size(batch: int, cap: float) -> None:
     assert cap_factor(batch) == cap
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 255, 256])
-def test_steps_that_are_bounded_are_pytagi_s(batch: int) -> None:
+def test_bounded_steps_equal_pytagi(batch: int) -> None:
     rng = np.random.default_rng(batch)
     x, y = 3 * rng.standard_normal((batch, 4)), 5000 * rng.standard_normal((batch, 3))
     net = "Sequential(Linear(4, 6), ReLU(), Linear(6, 3))"
@@ -62,7 +62,7 @@ def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
 @needs_kernels
 @pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 1000, 4099])
 @pytest.mark.parametrize("batch", [1, 16, 256])
-def test_native_code_has_the_bits_of_numpy(size: int, batch: int) -> None:
+def test_step_kernel_has_the_bits_of_numpy(size: int, batch: int) -> None:
     ours, reference = arrays(size), arrays(size)
     with np.errstate(all="ignore"):
         step_in_numpy(*reference, 1 / cap_factor(batch))
@@ -73,7 +73,7 @@ def test_native_code_has_the_bits_of_numpy(size: int, batch: int) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [1, 16, 256])
-def test_native_code_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
+def test_step_kernel_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
     """Below every bound, at it, and beyond, in blocks of one kind and of several."""
     cap, rng = cap_factor(batch), np.random.default_rng(0)
     variance = rng.uniform(1e-4, 1, 8192).astype(np.float32)
@@ -87,7 +87,7 @@ def test_native_code_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
     equal(step(ours, cap), reference)
 
 
-def test_without_native_code_numpy_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_uses_numpy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashlight_py.tagi.native.native", lambda: None)
     ours, reference = arrays(50), arrays(50)
     with np.errstate(all="ignore"):

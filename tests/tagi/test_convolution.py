@@ -42,7 +42,7 @@ GEOMETRIES = [
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_images_may_be_rectangular_and_strides_anything(geometry: tuple[int, ...]) -> None:
+def test_convolution_matches_definition_for_any_geometry(geometry: tuple[int, ...]) -> None:
     kernel, stride, padding, kind, *size = geometry
     rng = np.random.default_rng(0)
     layer = nn.Conv2d(2, 3, kernel, True, stride, padding, kind)
@@ -51,7 +51,7 @@ def test_images_may_be_rectangular_and_strides_anything(geometry: tuple[int, ...
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:6])
-def test_the_transpose_is_the_adjoint(geometry: tuple[int, ...]) -> None:
+def test_conv_transpose2d_is_the_adjoint_of_conv2d(geometry: tuple[int, ...]) -> None:
     """<conv(x), y> == <x, transpose(y)> with the same weights; no biases."""
     kernel, stride, padding, kind, *size = geometry
     rng = np.random.default_rng(1)
@@ -84,7 +84,7 @@ def outputs(kind: Any, w: np.ndarray, b: np.ndarray, units: np.ndarray) -> np.nd
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d, nn.ConvTranspose2d])
-def test_moments_and_deltas_are_those_of_draws(kind: Any) -> None:
+def test_convolution_moments_and_deltas_match_random_draws(kind: Any) -> None:
     """The outputs are exactly what draws have; the deltas exactly their covariances'."""
     tagi.manual_seed(3)
     layer, shape = (kind(3, 2), (3,)) if kind is nn.Linear else (kind(2, 2, 2, stride=1), (2, 2, 3))
@@ -121,7 +121,7 @@ def _of_input(net: nn.Sequential, v: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return v.ravel() * d, v.ravel() ** 2 * e
 
 
-def test_memory_may_lie_in_any_order() -> None:
+def test_convolution_accepts_any_memory_order() -> None:
     """Channel by channel, in reverse, each second column: the same results."""
     rng = np.random.default_rng(2)
     layer = nn.Conv2d(2, 3, 3, padding=1)
@@ -151,7 +151,7 @@ def test_memory_may_lie_in_any_order() -> None:
         equal(run(tuple(map(int, orders))), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_batches_may_grow_and_shrink() -> None:
+def test_convolution_accepts_changing_batch_sizes() -> None:
     rng = np.random.default_rng(4)
     net = nn.Sequential(nn.Conv2d(1, 2, 3, in_width=5, in_height=4), nn.Linear(12, 2))
     x = rng.standard_normal((9, 1, 4, 5))
@@ -163,7 +163,7 @@ def test_batches_may_grow_and_shrink() -> None:
     equal(flat, all_at_once.ravel())
 
 
-def test_images_may_change_their_shape_between_batches() -> None:
+def test_convolution_accepts_changing_image_shapes() -> None:
     """Also to one of as many elements, which is no other way to read the same image."""
     rng = np.random.default_rng(6)
     net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2))
@@ -178,7 +178,7 @@ def test_images_may_change_their_shape_between_batches() -> None:
     equal(net(x.reshape(2, 48))[0], mean)  # flat samples, of the last shape
 
 
-def test_large_images_are_divided_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolution_divides_large_images_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts, which a cache holds, make no difference."""
     monkeypatch.setattr("flashlight_py.tagi.convolution.COLUMNS", 1)
     rng = np.random.default_rng(5)
@@ -209,7 +209,7 @@ def test_large_images_are_divided_by_rows(monkeypatch: pytest.MonkeyPatch) -> No
         ),
     ],
 )
-def test_a_layer_describes_itself_as_pytagi_s(text: str, expected: str) -> None:
+def test_image_layers_have_the_info_of_pytagi(text: str, expected: str) -> None:
     layer = eval(text, dict(vars(nn)))
     if layer.input_shape is not None:
         nn.Sequential(layer)
@@ -231,9 +231,7 @@ POOLED = [(2, 2, 0, 0, 4, 6), (3, 1, 1, 1, 5, 4), (2, 2, 1, 1, 4, 6), (3, 2, 1, 
 @pytest.mark.parametrize("geometry", POOLED)
 @pytest.mark.parametrize("kind", [nn.AvgPool2d, nn.MaxPool2d])
 @pytest.mark.parametrize("channel_first", [False, True])
-def test_a_pool_is_its_definition(
-    kind: Any, geometry: tuple[int, ...], channel_first: bool
-) -> None:
+def test_pools_match_definition(kind: Any, geometry: tuple[int, ...], channel_first: bool) -> None:
     """Also where pytagi reads past its windows: padding with windows that touch."""
     *arguments, height, width = geometry
     layer = kind(*arguments)
@@ -268,14 +266,14 @@ def test_a_pool_is_its_definition(
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 4, 8])
-def test_the_mean_of_windows_that_touch_is_the_default(kernel: int) -> None:
+def test_avg_pool2d_stride_defaults_to_kernel_size(kernel: int) -> None:
     """Pytagi ends the process, unless the window is the whole image."""
     layer = nn.AvgPool2d(kernel)
     assert layer.connect((3, 8, 8)) == (3, 8 // kernel, 8 // kernel)
     assert layer.stride == kernel
 
 
-def test_moments_of_means_are_those_of_draws() -> None:
+def test_avg_pool2d_moments_match_random_draws() -> None:
     m, v, _ = inputs(4, 6)
     mean, variance = nn.Sequential(nn.AvgPool2d(2))(m, v)
     rng = np.random.default_rng(0)
@@ -285,12 +283,12 @@ def test_moments_of_means_are_those_of_draws() -> None:
     equal(variance, pooled.var(0), rtol=0.06)
 
 
-def test_the_largest_of_exact_inputs_is_exact() -> None:
+def test_max_pool2d_of_exact_inputs_is_exact() -> None:
     mean, variance = nn.Sequential(nn.MaxPool2d(2, 2))(np.arange(16.0).reshape(1, 1, 4, 4))
     equal((mean, variance), ([[[[5, 7], [13, 15]]]], np.zeros((1, 1, 2, 2))))
 
 
-def test_what_is_no_number_is_largest_only_alone() -> None:
+def test_max_pool2d_returns_nan_only_if_all_elements_are_nan() -> None:
     x = np.full((1, 1, 2, 4), np.nan)
     x[0, 0, 1, 1] = -3
     equal(nn.Sequential(nn.MaxPool2d(2, 2))(x)[0], [[[[-3, np.nan]]]])

@@ -85,19 +85,19 @@ BATCHES: dict[tuple[str, tuple[int, ...]], str] = {
 
 
 @pytest.mark.parametrize("layers", NO_LAYERS)
-def test_networks_and_blocks_are_of_layers(layers: str) -> None:
+def test_network_raises_type_error_for_arguments_that_are_no_layers(layers: str) -> None:
     with pytest.raises(TypeError, match=NO_LAYERS[layers]):
         network(layers)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_layers_that_cannot_be_are_rejected(layers: str) -> None:
+def test_layer_raises_value_error_for_invalid_arguments(layers: str) -> None:
     with pytest.raises(ValueError, match=LAYERS[layers]):
         network(layers)
 
 
 @pytest.mark.parametrize(("given", "words"), BATCHES.items())
-def test_batches_that_do_not_fit_are_rejected(given: Any, words: str) -> None:
+def test_network_raises_value_error_for_batches_of_wrong_shape(given: Any, words: str) -> None:
     net, batch = network(given[0]), np.zeros(given[1])
     with pytest.raises(ValueError, match=words):
         net(batch)

@@ -88,7 +88,7 @@ def results(net: Sequential, x: Any) -> Any:
 
 @EACH_UPDATE
 @EACH
-def test_training_equals_numpy_s(name: str, update: str, strict: Any) -> None:
+def test_training_on_a_gpu_equals_numpy(name: str, update: str, strict: Any) -> None:
     found = []
     for device in ("cpu", "cuda"):
         net = made(name)
@@ -100,7 +100,7 @@ def test_training_equals_numpy_s(name: str, update: str, strict: Any) -> None:
     equal(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_passed_on_the_gpu_comes_from_there(strict: Any) -> None:
+def test_outputs_are_on_the_gpu_if_inputs_are(strict: Any) -> None:
     net = network("Linear(6, 5), ReLU()")
     net.to_device("cuda")
     mean, variance = net(strict.asarray(np.ones((2, 6))))
@@ -113,7 +113,7 @@ def test_what_is_passed_on_the_gpu_comes_from_there(strict: Any) -> None:
 @pytest.mark.parametrize("flat", [False, True])
 @EACH_UPDATE
 @EACH
-def test_nothing_is_learnt_from_an_empty_batch(name: str, update: str, flat: bool) -> None:
+def test_empty_batch_changes_nothing(name: str, update: str, flat: bool) -> None:
     """Such as a rank's share of a small last batch."""
     net, empty = made(name), np.zeros(0) if flat else batch(name, 0)
     learn(net, batch(name), 1)  # leaves sums of another batch behind
@@ -136,7 +136,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EACH
-def test_layouts_and_dtypes_do_not_matter(name: str, layout: str) -> None:
+def test_inputs_of_any_layout_and_dtype_give_the_same_step(name: str, layout: str) -> None:
     """pytagi ignores strides, and rejects float64 by a list of C++ signatures."""
     plain, other = made(name), made(name)
     learn(plain, batch(name), 1)
@@ -148,7 +148,7 @@ def test_layouts_and_dtypes_do_not_matter(name: str, layout: str) -> None:
     "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
 @EACH
-def test_a_copy_learns_by_itself(name: str, copied: Callable[[Any], Any]) -> None:
+def test_copy_of_a_network_is_independent(name: str, copied: Callable[[Any], Any]) -> None:
     net, x = made(name), batch(name)
     learn(net, x, 1)
     other, before = copied(net), net.state_dict()
@@ -159,7 +159,7 @@ def test_a_copy_learns_by_itself(name: str, copied: Callable[[Any], Any]) -> Non
 
 
 @EACH
-def test_a_run_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+def test_network_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     whole, resumed, x = made(name), made(name, 1), batch(name)
     learn(whole, x, 2)
     fl.save(tmp_path, whole, step=3)
@@ -174,7 +174,7 @@ def test_a_run_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
 NORM = "Linear(3, 5), ReLU(), BatchNorm2d(5), Linear(5, 2, bias=False)"
 
 
-def test_a_checkpoint_of_a_network_that_diverged_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_a_diverged_network_is_rejected(tmp_path: Path) -> None:
     net, other = network(NORM), network(NORM, 1)
     net.layers[2].statistics()[1][...] = np.inf
     path = fl.save(tmp_path, net)
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_a_network_that_diverged_is_refused(tmp_path: Path) -> N
     equal(other.state_dict(), expected)
 
 
-def test_another_network_s_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_network_is_rejected(tmp_path: Path) -> None:
     fl.save(tmp_path, network(NORM))
     other = network(NORM.replace("5", "6"))
     expected = other.state_dict()

@@ -65,7 +65,7 @@ CASES = {
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_the_formulas(case: str, bias: bool) -> None:
+def test_normalization_matches_formulas(case: str, bias: bool) -> None:
     make, shape, over, features = CASES[case]
     layer = drawn(make(bias=bias))
     assert layer.connect(shape[1:]) == shape[1:]
@@ -84,7 +84,7 @@ def test_the_formulas(case: str, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_images_that_lie_with_the_channels_first(case: str) -> None:
+def test_normalization_accepts_channel_first_images(case: str) -> None:
     make, shape, _, _ = CASES[case]
     x, results = states(*shape), []
     for swapped in (False, True):
@@ -102,7 +102,7 @@ def test_images_that_lie_with_the_channels_first(case: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("positions", [8, 16, 21, 40])
-def test_native_code_is_numpy_s(positions: int) -> None:
+def test_normalization_kernels_equal_numpy(positions: int) -> None:
     """Rows of whole lanes and others; as they lie one after the other, across, and with gaps."""
     shape = (5, 3, positions)
     m, d = 2 + numbers(*shape), numbers(*shape, seed=1)
@@ -131,7 +131,7 @@ def test_native_code_is_numpy_s(positions: int) -> None:
                     equal(deltas or (), deltas_2 or (), rtol=1e-6, atol=1e-6)
 
 
-def test_known_inputs_have_no_variance() -> None:
+def test_normalization_of_exact_inputs_omits_their_variance() -> None:
     for make, shape, _, _ in CASES.values():
         layer, other = make(), make()
         for each in (layer, other):
@@ -143,7 +143,7 @@ def test_known_inputs_have_no_variance() -> None:
 
 
 @pytest.mark.parametrize("shape", [IMAGES, FLAT])
-def test_the_running_statistics_follow_and_stand_in_for_the_batch(shape) -> None:
+def test_batch_norm2d_updates_and_uses_running_statistics(shape) -> None:
     layer = drawn(fl.tagi.BatchNorm2d(3, momentum=0.75))
     layer.connect(shape[1:])
     x = states(*shape)
@@ -165,7 +165,7 @@ def test_the_running_statistics_follow_and_stand_in_for_the_batch(shape) -> None
     close((out.mean, out.variance), (t * w + b, r * r * x.variance * (w * w + s) + s * t * t + sb))
 
 
-def test_statistics_are_exact_where_means_are_large() -> None:
+def test_batch_norm2d_statistics_are_accurate_for_large_means() -> None:
     x = 1000 + numbers(64, 2, 8, 8)
     layer = fl.tagi.BatchNorm2d(2)
     layer.connect(x.shape[1:])
@@ -177,7 +177,9 @@ def test_statistics_are_exact_where_means_are_large() -> None:
 
 @pytest.mark.parametrize("offset", [0, 300])
 @on_ranks(("shm", 2))
-def test_two_parts_of_a_batch_added_up_are_the_whole(rank: int, size: int, offset: int) -> None:
+def test_batch_norm2d_add_up_combines_batches_of_processes(
+    rank: int, size: int, offset: int
+) -> None:
     """Of different sizes; one call of add_up for each pass, as each is a message."""
     shape, calls = (10, 3, 4, 5), []
     x = states(*shape)
@@ -207,7 +209,7 @@ def test_two_parts_of_a_batch_added_up_are_the_whole(rank: int, size: int, offse
     assert calls == [(np.float64, (1 + 3 * 3,))]
 
 
-def test_a_single_unit_has_its_own_variance() -> None:
+def test_normalization_of_one_unit_uses_its_variance() -> None:
     layer = fl.tagi.BatchNorm2d(2)
     layer.connect((2,))
     out = layer.forward(BaseHiddenStates(numbers(1, 2), np.full((1, 2), 4, REAL)))
@@ -215,7 +217,7 @@ def test_a_single_unit_has_its_own_variance() -> None:
     assert np.isfinite(out.variance).all()
 
 
-def test_a_network_keeps_the_statistics() -> None:
+def test_state_dict_includes_running_statistics() -> None:
     def make() -> fl.tagi.Sequential:
         return fl.tagi.Sequential(
             fl.tagi.Linear(4, 3),
@@ -262,13 +264,13 @@ result = parameters, *map(np.array, net(batches[0].ravel())), statistics
 
 
 @pytest.mark.slow
-def test_evaluation_is_the_same_as_pytagi() -> None:
+def test_batch_norm2d_evaluation_equals_pytagi() -> None:
     """On two threads: on one, its first batch replaces the running statistics."""
     close(*run_both(EVALUATED, batches=numbers(3, 8, 4)))
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_a_frozen_norm_sends_back_through_what_it_has_passed(images: bool) -> None:
+def test_frozen_batch_norm2d_uses_the_statistics_of_its_forward_pass(images: bool) -> None:
     """In a network that trains it may keep its running statistics; other batches leave no trace."""
     layer = nn.BatchNorm2d(3)
     before = nn.Conv2d(2, 3, 1, in_width=4, in_height=4) if images else nn.Linear(6, 3)

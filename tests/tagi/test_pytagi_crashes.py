@@ -27,7 +27,7 @@ def step(net: nn.Sequential, x: Any, y: Any = None, var_x: Any = None) -> list[n
 CNN = "Conv2d(1, 4, 3, padding=1, in_width=8, in_height=8), ReLU(), AvgPool2d(2), Linear(64, 2)"
 
 
-def test_an_activation_may_be_the_first_layer() -> None:
+def test_network_accepts_an_activation_as_first_layer() -> None:
     net = network("ReLU(), Linear(3, 2)")
     mean, _ = net(np.array([[-1.0, 2.0, 3.0]]))
     alone = network("Linear(3, 2)")
@@ -35,13 +35,13 @@ def test_an_activation_may_be_the_first_layer() -> None:
     step(net, RNG.standard_normal((5, 3)))
 
 
-def test_layers_can_be_prepared_first() -> None:
+def test_preinit_layer_has_no_effect() -> None:
     prepared, other = network(CNN), network(CNN)
     prepared.preinit_layer()
     equal(step(prepared, IMAGES), step(other, IMAGES))
 
 
-def test_threads_change_nothing() -> None:
+def test_set_threads_has_no_effect_on_results() -> None:
     """There the first batch of a BatchNorm2d counts by how many threads there are."""
     one, four = (network("Linear(3, 4), BatchNorm2d(4), Linear(4, 1)") for _ in range(2))
     one.set_threads(1)
@@ -51,13 +51,13 @@ def test_threads_change_nothing() -> None:
     equal(one.state_dict(), four.state_dict())
 
 
-def test_norms_report_their_statistics() -> None:
+def test_get_norm_mean_var_returns_statistics() -> None:
     net = network("Linear(8, 4), LayerNorm((4,)), BatchNorm2d(4), Linear(4, 1)")
     step(net, IMAGES.reshape(-1, 8))
     assert list(net.get_norm_mean_var()) == ["BatchNorm2d()_2"]
 
 
-def test_deltas_below_a_norm_behind_linear_layers_are_right() -> None:
+def test_batch_norm2d_after_linear_layers_has_correct_deltas() -> None:
     """BatchNorm2d behind a Linear behind a convolution: as behind a Linear alone."""
     behind = network(
         "Conv2d(1, 2, 8, in_width=8, in_height=8), Linear(2, 3), BatchNorm2d(3), ReLU()"
@@ -70,14 +70,14 @@ def test_deltas_below_a_norm_behind_linear_layers_are_right() -> None:
     equal(step(behind, IMAGES, y), step(alone, IMAGES, y), 1e-5, 1e-5)
 
 
-def test_nothing_known_and_nothing_there_is_finite() -> None:
+def test_step_is_finite_if_mean_and_variance_are_zero() -> None:
     """Mean and variance 0 make MixtureReLU's slope NaN there, as an Embedding's padding does."""
     step(network("MixtureReLU(), Linear(3, 2)"), np.zeros((2, 3)), var_x=np.zeros((2, 3)))
     padded = network("Embedding(5, 3, 4, padding_idx=0), MixtureReLU(), Linear(12, 2)")
     step(padded, np.array([[0, 0, 1, 2], [0, 0, 0, 0]]))
 
 
-def test_a_file_with_a_layer_norm_can_be_read_again(tmp_path: Path) -> None:
+def test_load_reads_a_file_with_a_layer_norm(tmp_path: Path) -> None:
     """There it depends on the size of the last batch whether it can."""
     net = network("Linear(3, 4), LayerNorm((4,)), Linear(4, 1)")
     step(net, RNG.standard_normal((6, 3)))

@@ -36,7 +36,7 @@ NETWORKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> None:
+def test_files_are_interchangeable_with_pytagi(tmp_path: Path, kind: str) -> None:
     """Those written here are pytagi's to the byte."""
     program = f"""
         net = Sequential({NETWORKS[kind]})
@@ -72,7 +72,7 @@ def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.slow
-def test_what_pytagi_leaves_behind_a_layer_norm_is_skipped(tmp_path: Path) -> None:
+def test_load_skips_samples_that_pytagi_appends_to_a_layer_norm(tmp_path: Path) -> None:
     """As many numbers as its last batch had samples: pytagi cannot read its own file again."""
     layers = f"{IMAGES}, LayerNorm((4, 8, 8)), Linear(256, 3), LayerNorm((3,))"
     program = f"""
@@ -102,7 +102,7 @@ def saved(tmp_path: Path) -> tuple[nn.Sequential, Path]:
     return net, file
 
 
-def test_a_binary_file_is_exact_and_csv_has_six_digits(tmp_path: Path) -> None:
+def test_save_is_exact_and_save_csv_has_six_digits(tmp_path: Path) -> None:
     net, file = saved(tmp_path)
     other = network(DENSE, 2)
     assert not np.array_equal(other(X)[0], net(X)[0])
@@ -118,7 +118,9 @@ def test_a_binary_file_is_exact_and_csv_has_six_digits(tmp_path: Path) -> None:
     assert len(Path(f"{file}_3_mb.csv").read_text().splitlines()) == 10
 
 
-def test_a_name_without_a_folder_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_uses_the_current_folder_for_a_bare_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """pytagi makes a folder of that name, and then cannot write the file."""
     monkeypatch.chdir(tmp_path)
     net = network(DENSE)
@@ -160,7 +162,7 @@ NO_NUMBER = "expected only numbers"
         (lambda text: text.replace(b"\n", b","), TEXT, NO_NUMBER),
     ],
 )
-def test_a_wrong_file_is_refused_whole(
+def test_load_rejects_a_wrong_file_without_changes(
     tmp_path: Path, change: Any, kind: str, message: str
 ) -> None:
     _, file = saved(tmp_path)
@@ -172,7 +174,7 @@ def test_a_wrong_file_is_refused_whole(
     equal(net.state_dict(), network(DENSE, 2).state_dict())
 
 
-def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
+def test_load_raises_os_error_if_the_file_is_missing(tmp_path: Path) -> None:
     """pytagi prints a line and goes on with what it had."""
     with pytest.raises(FileNotFoundError):
         network(DENSE).load(tmp_path / "none")
@@ -180,7 +182,7 @@ def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
         network(DENSE).load_csv(tmp_path / "none")
 
 
-def test_a_file_is_written_whole_or_not_at_all(
+def test_save_leaves_no_partial_file_if_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, file = saved(tmp_path)
@@ -197,7 +199,7 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert len(list(file.parent.iterdir())) == 5  # and nothing else
 
 
-def test_a_network_that_diverged_is_not_loaded(tmp_path: Path) -> None:
+def test_load_rejects_a_diverged_network(tmp_path: Path) -> None:
     net, file = saved(tmp_path)
     net.layers[0].weight.mean[:] = np.reshape([np.nan, np.inf, -np.inf, 1e-30] * 8, (8, 4))
     net.save(file)

@@ -32,7 +32,9 @@ def exact_step(
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("certain", [True, False])
 @pytest.mark.parametrize(("batch", "window"), [(1, 1), (5, 1), (1, 4), (5, 4)])
-def test_pytagi_s_windows(batch: int, window: int, certain: bool, steps: int) -> None:
+def test_lstm_steps_with_independent_windows_equal_pytagi(
+    batch: int, window: int, certain: bool, steps: int
+) -> None:
     """One sample of one time step carries its states from step to step; nothing else does."""
     x, y = numbers(batch, window), numbers(batch, 1)
     there = f"Sequential(LSTM(1, 8, {window}), LSTM(8, 5, {window}), Linear({5 * window}, 1))"
@@ -45,7 +47,7 @@ def test_pytagi_s_windows(batch: int, window: int, certain: bool, steps: int) ->
 
 
 @pytest.mark.parametrize("uncertain", ["weights and cells", "inputs"])
-def test_moments_of_a_step_are_those_of_draws(uncertain: str) -> None:
+def test_lstm_moments_of_a_step_match_random_draws(uncertain: str) -> None:
     """To first order: variances are small beside the curvature of the gates.
 
     What f and the product of i and g share by their inputs is not counted, here nor in pytagi: so
@@ -75,7 +77,7 @@ def test_moments_of_a_step_are_those_of_draws(uncertain: str) -> None:
 
 
 @pytest.mark.parametrize("certain", [True, False])
-def test_window_is_calls_that_carry_priors(certain: bool) -> None:
+def test_lstm_window_equals_calls_that_carry_priors(certain: bool) -> None:
     window = network("LSTM(2, 4, 6), LSTM(4, 3, 6)")
     single = nn.Sequential(nn.LSTM(2, 4, 1), nn.LSTM(4, 3, 1))
     single.load_state_dict(window.state_dict())
@@ -91,7 +93,7 @@ def test_window_is_calls_that_carry_priors(certain: bool) -> None:
             equal(one[1], variance[sample, out], 1e-5, 1e-7)
 
 
-def test_the_past_changes_what_follows_and_nothing_before() -> None:
+def test_lstm_inputs_affect_only_later_steps() -> None:
     net = network("LSTM(1, 4, 5)")
     apart = nn.Sequential(nn.LSTM(1, 4, 5, window="independent"))
     apart.params_from(net)
@@ -107,7 +109,7 @@ def test_the_past_changes_what_follows_and_nothing_before() -> None:
     equal(net(late)[0][:, :16], net(x)[0][:, :16])
 
 
-def test_shapes_and_batches_do_not_matter() -> None:
+def test_lstm_accepts_any_shape_and_batch_size() -> None:
     net = nn.Sequential(nn.LSTM(3, 2, 4), nn.Linear(8, 1))
     x = numbers(7, 4, 3)
     mean, variance = net(x)
@@ -150,7 +152,7 @@ def difference(function, at: np.ndarray, step: float = 1e-5) -> np.ndarray:  # t
     return np.array(rows)
 
 
-def test_deltas_of_means_are_the_gradient_through_time() -> None:
+def test_lstm_deltas_of_means_are_the_gradient_through_time() -> None:
     tagi.manual_seed(5)
     net, w, b = certain_lstm(2, 3, 4)
     layer = net.layers[0]
@@ -173,7 +175,7 @@ def test_deltas_of_means_are_the_gradient_through_time() -> None:
     np.testing.assert_allclose(net.get_input_states()[0], of_x, **tolerance)
 
 
-def test_deltas_of_variances_follow_what_reads_each_unit() -> None:
+def test_lstm_deltas_of_variances_follow_the_recursion() -> None:
     """Slopes by differences of one time step; the recursion as the docstring of LSTM has it."""
     tagi.manual_seed(6)
     ni, no, steps = 2, 3, 4
@@ -218,7 +220,7 @@ def test_deltas_of_variances_follow_what_reads_each_unit() -> None:
     np.testing.assert_allclose(net.get_input_states()[1], np.concatenate(of_x), **tolerance)
 
 
-def test_posterior_of_an_early_input_is_that_of_draws() -> None:
+def test_lstm_posterior_of_an_early_input_matches_random_draws() -> None:
     """The last h is observed; what it teaches the first input is their covariance, over time."""
     net = network("LSTM(1, 1, 3, gain_weight=1e-3, gain_bias=1e-3)", 8)
     net.input_state_update = True
@@ -246,7 +248,7 @@ def test_posterior_of_an_early_input_is_that_of_draws() -> None:
     assert (variances < 0).all()
 
 
-def test_sums_of_a_batch_are_those_of_its_samples() -> None:
+def test_lstm_sums_of_a_batch_are_sums_over_samples() -> None:
     net = network("LSTM(1, 6, 4), LSTM(6, 3, 4), Linear(12, 1)")
     x, y = numbers(5, 4), numbers(5, 1)
 
@@ -259,7 +261,7 @@ def test_sums_of_a_batch_are_those_of_its_samples() -> None:
     equal(sums(slice(0, 5)), apart, rtol=1e-3, atol=1e-4)
 
 
-def test_deltas_of_the_input_have_the_slope_of_its_activation() -> None:
+def test_lstm_input_deltas_include_the_slope_of_the_activation() -> None:
     """pytagi leaves it out: here it is as before every other layer."""
     net = network("ReLU(), LSTM(2, 3, 2)")
     net.input_state_update = True
@@ -269,7 +271,7 @@ def test_deltas_of_the_input_have_the_slope_of_its_activation() -> None:
         equal(deltas != 0, [True, False, False, True])
 
 
-def test_an_lstm_learns_what_only_its_past_says() -> None:
+def test_lstm_learns_a_target_that_depends_on_the_past() -> None:
     """The target is the first of four inputs: windows without recurrence see it just as well, but
     an output read at the last time step alone needs the recurrence.
     """
@@ -315,7 +317,7 @@ result = parameters, outputs, states
 
 
 @pytest.mark.slow
-def test_states_of_a_series_are_pytagi_s() -> None:
+def test_lstm_states_of_a_series_equal_pytagi() -> None:
     """Carried as posteriors, or as priors where nothing was observed; reset and set, too."""
     given = {
         "x": numbers(16, 2),
@@ -325,7 +327,7 @@ def test_states_of_a_series_are_pytagi_s() -> None:
     equal(*run_both(SERIES, **given), 1e-4, 1e-6)
 
 
-def test_states_are_carried_for_one_sample_of_one_time_step() -> None:
+def test_lstm_carries_states_for_one_sample_of_one_step() -> None:
     net = network("LSTM(1, 3, 1), LSTM(3, 2, 1)")
     fresh = net.get_lstm_states()
     assert [sorted(fresh), [each.size for each in fresh[1]]] == [[0, 1], [2] * 4]
@@ -348,7 +350,7 @@ def test_states_are_carried_for_one_sample_of_one_time_step() -> None:
     equal(window(numbers(1, 2))[0], window(numbers(1, 2))[0])
 
 
-def test_posterior_variances_are_not_negative() -> None:
+def test_lstm_posterior_variances_are_not_negative() -> None:
     net = nn.Sequential(nn.LSTM(1, 2, 1))
     net(np.ones((1, 1)))
     net.set_delta_z(np.ones(2), np.full(2, -1e9))
@@ -358,7 +360,7 @@ def test_posterior_variances_are_not_negative() -> None:
     assert (states[3] == 0).all()
 
 
-def test_states_that_do_not_fit_are_refused() -> None:
+def test_set_lstm_states_rejects_invalid_states() -> None:
     net = nn.Sequential(nn.LSTM(1, 3, 1), nn.Linear(3, 1))
     three = [np.ones(3)] * 4
     with pytest.raises(ValueError, match=r"keys of LSTMs with seq_len=1 \(0\), got 1"):
@@ -404,7 +406,7 @@ def passes(layer: nn.LSTM, x: np.ndarray, variance: np.ndarray | None) -> list[n
     ("rows", "steps", "inputs", "outputs", "bias"),
     [(1, 1, 1, 1, True), (1, 1, 3, 17, False), (4, 7, 2, 5, True), (3, 2, 9, 16, False)],
 )
-def test_native_code_does_what_numpy_does(
+def test_lstm_kernel_equals_numpy(
     monkeypatch: pytest.MonkeyPatch, rows: int, steps: int, inputs: int, outputs: int, bias: bool,
     certain: bool,
 ) -> None:  # fmt: skip
@@ -425,7 +427,7 @@ def test_native_code_does_what_numpy_does(
 
 
 @needs_kernels
-def test_large_ones_are_computed_with_the_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lstm_uses_blas_above_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are open to a layer of one size, and meet."""
     monkeypatch.setattr(lstm, "SMALL", 4 * 6 * 8)
     small = network("LSTM(2, 6, 3)")
@@ -438,7 +440,7 @@ def test_large_ones_are_computed_with_the_blas(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_kernels
-def test_tanh_is_exact_and_nan_stays_nan() -> None:
+def test_lstm_tanh_is_exact_and_propagates_nan() -> None:
     """c = i g with open gates i and o is tanh(x), and h = tanh(tanh(x))."""
     x = np.concatenate([np.linspace(-12, 12, 4001), [1e-8, -1e-30, 0, 88, -1e15, np.nan]])
     net = nn.Sequential(nn.LSTM(1, 1, 1))

@@ -48,7 +48,7 @@ def series() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_pytagi_smooths_alike() -> None:
+def test_smoother_equals_pytagi() -> None:
     equal(*run_both(SERIES, **series()), 1e-4, 1e-5)
 
 
@@ -62,7 +62,7 @@ def run(net: nn.Sequential, y: np.ndarray) -> Iterator[None]:
         yield
 
 
-def test_states_are_those_of_the_formulas() -> None:
+def test_smoothed_states_match_formulas() -> None:
     """Step by step in float64, of what the layer has shown while it went forward."""
     net = network("SLSTM(2, 3, 1), SLinear(3, 2)", 2)
     net.num_samples = STEPS
@@ -109,7 +109,7 @@ def test_states_are_those_of_the_formulas() -> None:
         equal(own.reshape(STEPS, 2), each, 1e-5)
 
 
-def test_covariances_are_those_of_draws() -> None:
+def test_slstm_covariances_match_random_draws() -> None:
     """Of c with the c before it; of h with the h before it, which varies alone."""
     net = network("SLSTM(1, 2, 1, gain_weight=1e-4, gain_bias=1e-4)", 1)
     net.num_samples = 2
@@ -142,7 +142,7 @@ def test_covariances_are_those_of_draws() -> None:
             equal(step.cell, expected, rtol=0.02)
 
 
-def test_what_follows_changes_what_was() -> None:
+def test_smoother_uses_later_observations() -> None:
     """A gap in the observations is filled by those on its other side, and is less uncertain."""
     results = []
     for last in (-2.0, 2.0, np.nan):
@@ -159,7 +159,7 @@ def test_what_follows_changes_what_was() -> None:
     assert (low[1][-3:] < nothing[1][-3:]).all()
 
 
-def test_a_series_begins_anew() -> None:
+def test_reset_lstm_states_starts_a_new_series() -> None:
     net = network("SLSTM(2, 4, 1), SLinear(4, 1)")
     net.num_samples = STEPS
     assert net.num_samples == STEPS
@@ -179,7 +179,7 @@ def test_a_series_begins_anew() -> None:
     equal(net.smoother(), first)
 
 
-def test_time_steps_are_counted() -> None:
+def test_smoother_checks_the_number_of_time_steps() -> None:
     net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLinear(4, 1))
     for _ in run(net, np.ones((3, 1))):  # a network that is not going to be smoothed
         pass
@@ -199,7 +199,7 @@ def test_time_steps_are_counted() -> None:
             net.get_lstm_states(step)
 
 
-def test_what_cannot_be_smoothed() -> None:
+def test_smoother_rejects_networks_with_other_layers() -> None:
     with pytest.raises(ValueError, match="expected a network with an SLSTM"):
         nn.Sequential(nn.LSTM(2, 4, 1), nn.SLinear(4, 1)).smoother()
     net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.Linear(4, 1))
@@ -210,7 +210,7 @@ def test_what_cannot_be_smoothed() -> None:
         net.smoother()
 
 
-def test_a_series_on_a_gpu(strict: Any) -> None:
+def test_smoother_works_on_a_gpu(strict: Any) -> None:
     """States, smoother and what is read of both, with a stand-in for CuPy."""
     found = []
     for device in ("cpu", "cuda"):

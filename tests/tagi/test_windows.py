@@ -27,7 +27,7 @@ def images(over: Windows, rng: np.random.Generator, first: bool) -> np.ndarray:
 @needs_kernels
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("first", [False, True])
-def test_the_kernels_make_what_numpy_makes(over: Windows, first: bool) -> None:
+def test_patches_kernels_equal_numpy(over: Windows, first: bool) -> None:
     """To the last bit: of means alone, with squares, with variances; and back."""
     rng = np.random.default_rng(0)
     mean, back = images(over, rng, first), images(over, rng, first)
@@ -48,7 +48,7 @@ def test_the_kernels_make_what_numpy_makes(over: Windows, first: bool) -> None:
 
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("columns", [1, 40, 10_000])
-def test_adding_columns_is_the_adjoint_of_making_them(over: Windows, columns: int) -> None:
+def test_add_patches_is_the_adjoint_of_patches(over: Windows, columns: int) -> None:
     """<patches(x), y> == <x, add_patches(y)>, over parts that cover all windows once."""
     rng = np.random.default_rng(1)
     x = rng.integers(-9, 9, (5, 3, over.height, over.width)).astype(F)
@@ -68,7 +68,7 @@ def test_adding_columns_is_the_adjoint_of_making_them(over: Windows, columns: in
 @needs_kernels
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("first", [False, True])
-def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
+def test_sum_windows_kernel_equals_numpy(over: Windows, first: bool) -> None:
     """To the last bit; the adjoint, too."""
     rng = np.random.default_rng(2)
     x = images(over, rng, first)
@@ -84,7 +84,7 @@ def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
 @needs_kernels
 @pytest.mark.parametrize("over", [over for over in ALL if over.after < over.kernel])
 @pytest.mark.parametrize("first", [False, True])
-def test_largest_elements_are_those_of_numpy(over: Windows, first: bool) -> None:
+def test_largest_kernel_equals_numpy(over: Windows, first: bool) -> None:
     """Also equal ones, and what is no number; the way back differs by rounding."""
     rng = np.random.default_rng(3)
     mean = np.round(images(over, rng, first))
