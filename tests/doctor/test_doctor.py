@@ -1,4 +1,4 @@
-"""``python -m flashlight_py.doctor``: its findings, and its output where little is installed."""
+"""``python -m flashlight_py.doctor``: its findings, and its output on a bare installation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_rendezvous_folder_reports_all_guarantees_and_leaves_no_files(tmp_path: 
 
 
 def test_failed_guarantees_yields_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that breaks its promises cannot be had, so the system calls are changed."""
+    """System calls are replaced, because no broken file system is available."""
     monkeypatch.setattr(os, "O_EXCL", 0)
     monkeypatch.setattr(os, "listdir", lambda path: [])
     problems = dict(zip(doctor.GUARANTEES, doctor.failed_guarantees(tmp_path), strict=True))
@@ -99,9 +99,7 @@ def test_failed_guarantees_yields_problems(tmp_path: Path, monkeypatch: pytest.M
     assert problems["rename"] == problems["ownership"] == ""
 
 
-def test_shared_memory_warns_if_it_is_small_or_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_shared_memory_warns_if_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "ENOUGH_BYTES", 2**62)
     state, _, remedy = doctor.shared_memory()
     assert state is WARNING
@@ -118,7 +116,7 @@ def test_gpus_warns_if_a_driver_exists_without_cupy(
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 550.1\nGCC\n")
     monkeypatch.setattr(doctor, "_DRIVER", driver)
-    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it fails, whether it is there or not
+    monkeypatch.setitem(sys.modules, "cupy", None)  # the import fails even if CuPy is installed
     first, second, _ = doctor.gpus()
     assert (first.state, first.detail) == (OK, "NVRM version: 550.1")
     assert second.state is WARNING
@@ -151,10 +149,10 @@ def test_mpi_reports_library_abi_and_mpirun() -> None:
 
 @NEEDS_MPI
 @pytest.mark.parametrize("cuda", [None, True, False])
-def test_mpi_reports_support_of_gpu_pointers(
+def test_mpi_reports_gpu_pointer_support(
     monkeypatch: pytest.MonkeyPatch, cuda: bool | None
 ) -> None:
-    """The facts that another process reports are constants here: one MPI is of one kind."""
+    """The facts are constants here, because one MPI has one behaviour."""
     facts = {"library": "x", "ABI": "x", "vendor": "x", "threads": False, "cuda": cuda}
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", facts, ""))
     found = {each.subject: each for each in doctor.mpi()}
@@ -215,7 +213,7 @@ def test_trials_report_facts_or_problem_of_the_output(
     state: str,
     words: str,
 ) -> None:
-    """Libraries may write other lines: the line of rank 0 is found, or the cause of the failure."""
+    """Other libraries may print lines too; the line of rank 0 or the cause must be found."""
     monkeypatch.setattr(doctor, "TRIALS", {"a path": (2, backend, ())})
     monkeypatch.setattr(doctor, "mpirun_command", lambda size: ["sh", "-c", script])
     (finding,) = doctor.trials(timeout, [])
@@ -229,7 +227,7 @@ def test_main_rejects_invalid_options(capsys: pytest.CaptureFixture[str]) -> Non
     assert "expected a positive number of seconds" in capsys.readouterr().err
 
 
-# As a user runs it --------------------------------------------------------------------------------
+# The command line ---------------------------------------------------------------------------------
 
 
 def run(*options: object, python: Path = Path(sys.executable), **variables: str) -> Any:
@@ -238,7 +236,7 @@ def run(*options: object, python: Path = Path(sys.executable), **variables: str)
 
 
 def states(output: str) -> dict[str, str]:
-    """The state of each finding, by what it is of."""
+    """Return the state of each finding by its subject."""
     rows = [
         line.split() for line in output.splitlines() if line.startswith("  ") and line[2] != " "
     ]
@@ -247,7 +245,7 @@ def states(output: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with this package, NumPy and CFFI, and nothing else."""
+    """Python of an environment with only this package, NumPy and CFFI."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")

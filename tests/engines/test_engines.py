@@ -1,4 +1,4 @@
-"""``run`` on the real engines, one set of tests for all of them."""
+"""``run`` on the real engines: the same tests for all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
 
 def test_run_returns_results_in_rank_order(run: Run) -> None:
-    for _ in range(2):  # processes are ranks again
+    for _ in range(2):  # processes become ranks again
         assert run(tasks.total, (10,)) == [(rank, 33) for rank in range(SIZE)]
     offset = 5
     assert run(lambda rank: rank + offset) == [5, 6, 7]
@@ -46,7 +46,7 @@ def test_run_names_the_first_cause(run: Run, how: str, said: str) -> None:
     assert caught.value.rank == 1
     if how != "kill":
         assert "in fail" in str(caught.value)  # the traceback of the rank
-    assert run(tasks.total, (10,))[0] == (0, 33)  # nothing of it runs on
+    assert run(tasks.total, (10,))[0] == (0, 33)  # no part of the attempt still runs
 
 
 def test_run_timeout_ends_ranks(run: Run) -> None:
@@ -95,7 +95,7 @@ def _listeners() -> list[str]:
 
 
 def test_dask_run_leaves_nothing_if_a_rank_never_starts() -> None:
-    """Rank 0's worker is busy with other tasks; the other rank waits for it until it is killed."""
+    """The worker of rank 0 is busy with other tasks, and rank 1 waits until it is killed."""
     with dask_client(2) as client:
         first = min(client.nthreads())
         other = client.submit(time.sleep, 10, workers=[first])
@@ -119,7 +119,7 @@ def test_dask_run_does_not_wait_for_a_suspended_worker(when: str) -> None:
         try:
             with pytest.raises(TimeoutError, match="did not return before the timeout"):
                 fl.launch.dask.run(client, tasks.stop, timeout=3)
-            assert time.monotonic() - began < 20  # 3, and as long as ranks may take to end
+            assert time.monotonic() - began < 20  # 3 s, and the time to end ranks
         finally:
             os.kill(last, signal.SIGCONT)
         client.wait_for_workers(2, timeout=60)

@@ -1,4 +1,4 @@
-"""``examples/engines.py`` ends with the same bits on every engine, also where a rank is killed."""
+"""``examples/engines.py`` has the same bits on every engine, also after a killed rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOPBACK = {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOCAL_HOSTNAME": "127.0.0.1"}
 
 
 def digest(engine: str, folder: Path, *program: str) -> tuple[str, str]:
-    """Return the SHA-256 of the parameters, and what was written to the standard error."""
+    """Return the SHA-256 of the parameters, and the standard error."""
     flrun = ["-m", "flashlight_py.launch", "-n", "2", "--max-restarts", "3"]
     launcher = flrun if engine == "flrun" else []
     done = run(

@@ -1,4 +1,4 @@
-"""Ranks of an engine on several hosts meet, whatever the engine calls the one of rank 0."""
+"""Ranks of an engine connect between hosts, whatever name the engine uses for rank 0's host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engines import tasks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-# What the process of an engine does: rank 0 says where to meet, the other one is told.
+# The work of an engine process: rank 0 prints its address, and the other rank receives it.
 PROGRAM = """
 import json, pickle, sys
 from flashlight_py.engines.rank import RendezvousAddress, listen_for_ranks
@@ -35,7 +35,7 @@ print(found.description if isinstance(found, Failure) else pickle.loads(found), 
 def cluster() -> Iterator[Cluster]:
     with Cluster(2) as cluster:
         names = {each.name: each.addresses for each in cluster}
-        for host in cluster:  # as Debian's installer does
+        for host in cluster:  # like Debian's installer
             host.hosts_file({**names, host.name: "127.0.1.1"})
         yield cluster
 

@@ -1,4 +1,4 @@
-"""Pods by their recorded environment, as a TrainJob of two nodes sets it."""
+"""Pods with a recorded environment of a TrainJob on two nodes."""
 
 from __future__ import annotations
 

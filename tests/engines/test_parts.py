@@ -1,4 +1,4 @@
-"""What the engines have in common, without an engine."""
+"""Common code of the engines, without an engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_listen_for_ranks_uses_the_loopback_if_all_hosts_are_local(host: str) ->
     assert addresses == [host]
     socket.create_connection((host, port)).close()
     engine_rank.stop_listening("a")
-    engine_rank.stop_listening("a")  # as where rank 0 has come
+    engine_rank.stop_listening("a")  # as after the start of rank 0
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port))
 
@@ -63,7 +63,7 @@ def test_listen_for_ranks_uses_the_loopback_if_all_hosts_are_local(host: str) ->
 def test_listen_for_ranks_uses_all_addresses_if_a_host_is_remote(
     monkeypatch: pytest.MonkeyPatch, host: str, hosts: list[str]
 ) -> None:
-    """Debian gives a host's own name the address 127.0.1.1, which others have themselves."""
+    """Debian maps the name of a host to 127.0.1.1, an address that every host has."""
     monkeypatch.setattr(engine_rank, "own_addresses", lambda: ["192.0.2.7", "2001:db8::7"])
     addresses, port = engine_rank.listen_for_ranks("b", host, hosts)
     assert addresses == list(dict.fromkeys([host, "192.0.2.7", "2001:db8::7"]))
@@ -80,7 +80,7 @@ def test_start_serve_ends_at_once_after_its_attempt_ended() -> None:
     outcome = start.serve(1, NOWHERE)
     assert isinstance(outcome, Failure)
     assert "ended this rank before it started" in outcome.traceback
-    assert Start(2, 0, b"").key != start.key  # the next attempt has nothing to do with it
+    assert Start(2, 0, b"").key != start.key  # the next attempt is unaffected
 
 
 def test_end_rank_ignores_ranks_of_other_attempts() -> None:
@@ -89,7 +89,7 @@ def test_end_rank_ignores_ranks_of_other_attempts() -> None:
 
 
 class Interrupting:
-    """A lock, of which ``end_rank`` asks the third who wants it to end while it is waited for."""
+    """A lock that calls ``end_rank`` before its third acquisition."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -100,7 +100,7 @@ class Interrupting:
             engine_rank._raise_in(threading.get_ident(), SystemExit)
 
     def __exit__(self, *_: object) -> None:
-        """Nobody else wants it."""
+        """Do nothing: no other thread uses the lock."""
 
 
 def test_end_rank_does_not_interrupt_a_rank_that_leaves(
@@ -114,10 +114,10 @@ def test_end_rank_does_not_interrupt_a_rank_that_leaves(
     ):
         pass
     assert engine_rank._rank is None
-    assert engine_rank._interruptible_thread is None  # a thread that may do anything else by now
+    assert engine_rank._interruptible_thread is None  # the thread may do other work now
 
 
-# Where the program is -----------------------------------------------------------------------------
+# The calling program ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_interruptible_cancels_work_on_timeout() -> None:
 
 
 class Ended:
-    """Ranks of which each look finds one more that has ended so."""
+    """Ranks of which each poll reports one more end."""
 
     def __init__(self, *ends: Failure) -> None:
         self.ends, self.has_ended = dict(enumerate(ends)), False
@@ -193,9 +193,7 @@ def test_follow_waits_for_the_cause_after_a_lost_peer() -> None:
         ("STRICT_PACK", [], 0),
     ],
 )
-def test_most_ranks_counts_ranks_that_fit_on_nodes(
-    strategy: str, cpus: list[int], most: int
-) -> None:
+def test_most_ranks_counts_fitting_ranks(strategy: str, cpus: list[int], most: int) -> None:
     nodes = [{"CPU": float(count), "node:127.0.0.2": 1.0} for count in cpus]
     assert ray.most_ranks(nodes, {"CPU": 2, "GPU": 0}, strategy) == most
     assert ray.most_ranks(nodes, {"CPU": 1, "GPU": 1}, strategy) == 0

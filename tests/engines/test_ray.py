@@ -1,4 +1,4 @@
-"""Room for ranks on Ray, and Ray Train, with the real Ray on nodes of this machine."""
+"""Resources on Ray, and Ray Train, with real Ray nodes on this machine."""
 
 from __future__ import annotations
 
@@ -37,23 +37,21 @@ def cluster() -> Iterator[None]:
         ({"strategy": "STRICT_SPREAD", "nprocs": 4}, "4 ranks with .* resources for 3"),
     ],
 )
-def test_ray_run_raises_value_error_if_nodes_are_too_small(
-    options: dict[str, Any], said: str
-) -> None:
+def test_ray_run_rejects_ranks_that_do_not_fit(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         fl.launch.ray.run(tasks.total, (1,), **{"nprocs": SIZE, **options})
 
 
 def test_ray_run_waits_for_resources_in_use() -> None:
     others = ray.remote(tasks.sleep).options(num_cpus=2).remote(None)
-    ray.wait([others], timeout=1)  # it begins
+    ray.wait([others], timeout=1)  # the task has started
     with pytest.raises(TimeoutError, match=r"placed by PACK, within 2 s; .* Free are CPU [0-4]\b"):
         fl.launch.ray.run(tasks.total, (1,), nprocs=6, timeout=2)
     assert len(fl.launch.ray.run(tasks.total, (1,), nprocs=6)) == 6
 
 
 def test_ray_run_timeout_ends_an_actor_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake: no actor of Ray stays in its start by itself for sure."""
+    """The start is replaced, because no real actor is certain to hang there."""
     monkeypatch.setattr(fl.launch.ray, "listen_on_node", tasks.sleep)
     with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return"):
         fl.launch.ray.run(tasks.total, (1,), nprocs=2, timeout=4)
@@ -104,7 +102,7 @@ def test_ray_train_resumes_with_the_same_bits_after_a_kill(tmp_path: Path, seed:
     train_or_die = killing(EXAMPLE, 1 + draw.randrange(20), draw.randrange(SIZE))
 
     def train(config: dict[str, Any]) -> None:
-        mark = Path(config["folder"], "started")  # and what a rank ends with
+        mark = Path(config["folder"], "started")  # and the final parameters
         os.environ["FLASHLIGHT_RESTART_COUNT"] = str(int(mark.exists()))
         fl.barrier()
         mark.touch()

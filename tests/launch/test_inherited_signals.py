@@ -1,4 +1,4 @@
-"""A parent may hand down ignored and blocked signals: exit codes are known, and jobs end."""
+"""Signals that the parent process ignores or blocks do not disturb flrun and spawn."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def block() -> None:
 
 
 @pytest.mark.parametrize("before", [ignore, block])
-def test_flrun_returns_exit_codes_if_sigchld_is_ignored_or_blocked(
+def test_flrun_returns_exit_codes_without_sigchld(
     before: Callable[[], None], tmp_path: Path
 ) -> None:
     program = write(tmp_path, RANKS)

@@ -1,4 +1,4 @@
-"""Parts of the launcher: variables, exits, causes, messages."""
+"""Units of the launcher: variables, exit codes, causes and messages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_failure_of_exception_is_a_consequence_if_its_context_is_one() -> None:
     error.__context__ = ValueError("of the clean-up of the clean-up")
     error.__context__.__cause__ = PeerLostError("rank 1 is gone")
     assert Failure.of_exception(error, at=0.0).follows
-    error.__context__.__cause__ = error  # a circle is walked once
+    error.__context__.__cause__ = error  # cyclic context
     assert not Failure.of_exception(error, at=0.0).follows
 
 
@@ -89,7 +89,7 @@ def test_rank_failed_error_is_picklable() -> None:
 
 
 def test_write_whole_sends_all_over_a_non_blocking_socket() -> None:
-    """sshd gives a command one socket for both: what makes reading not block does so to writing."""
+    """sshd uses one socket for both directions, so non-blocking reads make writes non-blocking."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         Reader(theirs.fileno())

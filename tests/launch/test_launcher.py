@@ -1,4 +1,4 @@
-"""The launcher with ranks that end in every way: exit code, first cause, and nothing is left."""
+"""flrun with ranks that end in different ways: exit code, first cause and leftovers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.launcher import WAITING, begin, launch, run, write
 
-# Rank 1 does ``what``, the others wait to be ended.
+# Rank 1 does the action; the other ranks wait until they are ended.
 PROGRAM = """
 import os, signal, subprocess, sys, threading, time
 def on_one(what):
@@ -34,7 +34,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("os._exit(4)", 4, "exited with code 4"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
-        # A child is left that has our pipes, and one in a session of its own.
+        # A child that keeps our pipes open, and a child in a session of its own.
         (
             "subprocess.Popen(['sleep', '60']); "
             "subprocess.Popen(['sleep', '61'], start_new_session=True); sys.exit(5)",
@@ -43,7 +43,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_flrun_reports_first_cause_and_returns_its_exit_code(
+def test_flrun_returns_code_of_first_cause(
     program: Path, what: str, code: int, reported: str
 ) -> None:
     done = launch("-n", 3, program, what, code=code)
@@ -109,7 +109,7 @@ def test_flrun_kills_a_rank_that_ignores_sigterm(tmp_path: Path, stubborn: str) 
 
 
 def start(program: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start the launcher, of which every rank prints a line when it is ready."""
+    """Start the launcher and wait until every rank has printed that it is ready."""
     process = begin(*arguments, program)
     assert process.stdout
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_harmless_signals_reach_ranks_and_the_job_continues(tmp_path: Path) -> N
     assert (process.returncode, errors) == (0, "")
 
 
-# The launcher, less patient.
+# The launcher with shorter waits.
 IMPATIENT = """
 import sys
 from flashlight_py.launch import supervisor
@@ -184,7 +184,6 @@ def test_flrun_reports_a_rank_that_hangs_at_exit_and_ctrl_c_ends_it(tmp_path: Pa
 
 @pytest.mark.parametrize("which", ["front", "copy"])
 def test_killed_launcher_leaves_no_processes(tmp_path: Path, which: str) -> None:
-    """The fixture of this folder looks for processes and files that are left."""
     process = start(write(tmp_path, WAITING), "-n", "2", "--grace", "1")
     (copy,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(process.pid if which == "front" else int(copy), signal.SIGKILL)
@@ -207,7 +206,6 @@ def test_flrun_ends_the_job_if_its_output_pipe_closes(tmp_path: Path) -> None:
 
 
 def test_flrun_ends_the_job_with_grace_if_the_disk_is_full(tmp_path: Path) -> None:
-    """The rank has its grace, and the user is notified why, on what still can be written to."""
     ended = tmp_path / "ended"
     program = f"""
     import pathlib, signal, sys, time
@@ -233,7 +231,6 @@ def test_flrun_ends_the_job_with_grace_if_the_disk_is_full(tmp_path: Path) -> No
 
 
 def test_flrun_shows_an_unfinished_last_line() -> None:
-    """They are shown when all has ended well: a line without an end."""
     words = "-n", 1, "--no-python", "printf", "hi"
     with open("/dev/full", "w") as full, begin(*words, stdout=full) as job:
         job.communicate(timeout=20)
@@ -256,9 +253,7 @@ def test_run_in_copy_exits_if_the_copy_cannot_flush(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (3, "")
 
 
-def test_flrun_sets_rank_variables_and_drops_outer_rendezvous(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flrun_sets_rank_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
     import os, sys
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MKL_NUM_THREADS",
@@ -281,15 +276,12 @@ def test_flrun_sets_rank_variables_and_drops_outer_rendezvous(
 
 @pytest.mark.parametrize("folder", ["file", "file/logs", "/proc/logs"])
 def test_flrun_rejects_an_output_folder_that_is_not_writable(tmp_path: Path, folder: str) -> None:
-    """It is refused as other options are."""
     (tmp_path / "file").touch()
     program = write(tmp_path, "print('started')")
     done = launch("-n", 2, "--output-dir", folder, program, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        f"flrun: error: --output-dir: expected a writable folder, got {folder}: "
-    )
+    assert last.startswith(f"flrun: error: --output-dir: expected a writable folder, got {folder}")
     assert "Traceback" not in done.stderr
 
 

@@ -1,6 +1,6 @@
-"""Several hosts: a launcher that starts an agent on each over ssh. All hosts are this one.
+"""flrun on several hosts, with one agent per host over ssh.
 
-A stand-in for ssh runs the remote command in a local shell.
+All hosts are this machine. A stand-in for ssh runs the remote command in a local shell.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ for _ in range(2):
 
 
 def test_rank_0_inherits_a_listening_socket_and_a_secret(tmp_path: Path, ssh: str) -> None:
-    """With a secret that no command line shows; and it is theirs for a second start, too."""
     done = launch("--hosts", "a,b", "--ssh", ssh, write(tmp_path, MEETING_TWICE), code=0)
     assert done.stderr == ""
     lines = sorted(done.stdout.splitlines())
@@ -82,7 +81,7 @@ print(read)
 
 
 def test_concurrent_input_and_output_do_not_deadlock(tmp_path: Path, ssh: str) -> None:
-    """More of both than all pipes in between can hold; rank 0 alone has input."""
+    """Input and output exceed the capacity of all pipes between them. Only rank 0 has input."""
     program = write(tmp_path, PRINTING_AND_READING)
     large = tmp_path / "large"
     large.write_bytes(os.urandom(3_000_000))
@@ -114,12 +113,11 @@ def test_flrun_reports_a_host_that_ssh_cannot_reach(tmp_path: Path, ssh: str) ->
     assert "rank 1 of 2 on down is lost: ssh to down exited with code 255" in done.stderr
     done = launch("--hosts", "a,down:3,b", "--ssh", ssh, "--min-n", 2, program, code=0)
     assert sorted(done.stdout.splitlines()) == ["[0] of 2", "[1] of 2"]
-    assert done.stderr.count("flrun: starting again") == 1  # all its ranks are lost at once
+    assert done.stderr.count("flrun: starting again") == 1  # all ranks of the host are lost at once
 
 
 @pytest.mark.slow
 def test_agents_are_reused_for_a_restart(tmp_path: Path, ssh: str) -> None:
-    """Each start has a port and a secret of its own."""
     program = """
     import os, sys
     import flashlight_py as fl
@@ -137,10 +135,7 @@ def test_agents_are_reused_for_a_restart(tmp_path: Path, ssh: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_signals_reach_ranks_on_other_hosts(
-    tmp_path: Path, ssh: str, number: signal.Signals
-) -> None:
-    """The fixture of this folder looks for processes that are left, also after a SIGKILL."""
+def test_signals_reach_remote_ranks(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
     with begin("--hosts", "a,b", "--ssh", ssh, write(tmp_path, WAITING)) as process:
         assert process.stdout
         for _ in range(2):
@@ -168,7 +163,7 @@ print("again", rank, os.environ["WORLD_SIZE"])
 def test_flrun_names_a_killed_rank_or_agent_within_a_second(
     tmp_path: Path, ssh: str, victim: str, again: str
 ) -> None:
-    """With ``--max-restarts`` a lost host gets another agent, with ``--min-n`` it is left out."""
+    """With ``--max-restarts`` a lost host gets a new agent; with ``--min-n`` it is excluded."""
     options = ["--hosts", "a,b:2,c", "--ssh", ssh, again, "1"]
     with begin(*options, write(tmp_path, FIRST_STAYS), tmp_path) as process:
         assert process.stdout
@@ -226,7 +221,7 @@ fl.barrier()
 
 
 def test_launcher_inside_a_rank_overrides_master_port(tmp_path: Path, ssh: str) -> None:
-    """By MASTER_PORT alone: the rest its ranks inherit."""
+    """Only MASTER_PORT changes; the ranks inherit the other variables."""
     done = launch("--hosts", "a,b:2", "--ssh", ssh, write(tmp_path, INNER), code=0)
     *inner, last = done.stdout.splitlines()
     assert sorted(inner) == ["[0] inner 0 2", "[0] inner 1 2"]
@@ -258,14 +253,13 @@ sys.exit(int(rank > 0) if restarts == "0" else 0)
 
 @pytest.mark.parametrize("on_hosts", [False, True])
 def test_master_port_is_free_for_other_libraries(tmp_path: Path, ssh: str, on_hosts: bool) -> None:
-    """Of each start another one, which ours does not use, and nobody else is given."""
     ranks = ("--hosts", "a,b", "--ssh", ssh) if on_hosts else ("-n", 2)
     done = launch("--max-restarts", 1, *ranks, write(tmp_path, OTHER_LIBRARY), code=0)
     assert list(Counter(re.findall(r"met (\d+)", done.stdout)).values()) == [2, 2]
 
 
 def other_library(rank: int) -> tuple[str, int]:
-    """Return where ranks of another library meet, where nobody listens yet."""
+    """Return the rendezvous address of another library; nothing listens there yet."""
     port = int(os.environ["MASTER_PORT"])
     if rank == 0:
         socket.create_server(("", port)).close()
@@ -273,7 +267,7 @@ def other_library(rank: int) -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], port
 
 
-def test_master_port_is_free_for_other_libraries_in_spawned_ranks(
+def test_spawned_ranks_have_a_free_master_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")

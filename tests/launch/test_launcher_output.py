@@ -1,4 +1,4 @@
-"""What ranks print, on its way to a terminal or a pipe: lines stay whole and name their rank."""
+"""Output of ranks on a terminal or pipe: complete lines with the rank as prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashlight_py.launch.output import LONGEST_LINE, PARTIAL_SECONDS, RankOutpu
 
 
 def written(ours: int, theirs: int, steps: Callable[[RankOutput], None], size: int = 2) -> str:
-    """What ``steps`` make an output write to ``theirs``."""
+    """Return the text that ``steps`` write to the descriptor ``theirs``."""
     steps(RankOutput(size, descriptors=(theirs, theirs)))
     os.close(theirs)
     with open(ours, "rb", buffering=0) as stream:
@@ -24,7 +24,7 @@ def written(ours: int, theirs: int, steps: Callable[[RankOutput], None], size: i
 
 
 def _part(descriptor: int) -> bytes:
-    """Read what is there: a terminal gives it in several parts, and EIO at its end."""
+    """Read available data: a terminal returns it in chunks, and EIO at its end."""
     try:
         return os.read(descriptor, 1 << 20)
     except OSError as error:
@@ -37,7 +37,7 @@ def test_rank_output_keeps_lines_of_ranks_apart() -> None:
     def steps(output: RankOutput) -> None:
         output.take(Source(0, "out"), b"one ")
         output.take(Source(1, "err"), b"two\nthr")
-        output.flush()  # nobody waits for an answer to a pipe
+        output.flush()  # a pipe shows no prompts
         output.take(Source(0, "out"), b"line\r\nfour\n")
         output.take(Source(1, "err"), b"ee")
         assert output.flush_at() == float("inf")
@@ -90,7 +90,7 @@ def test_rank_output_splits_a_line_that_exceeds_the_limit() -> None:
 
     ours, theirs = os.pipe()
     os.set_blocking(theirs, True)
-    fcntl.fcntl(theirs, 1031, 1 << 20)  # F_SETPIPE_SZ: nobody reads meanwhile
+    fcntl.fcntl(theirs, 1031, 1 << 20)  # F_SETPIPE_SZ, because nothing reads
     assert written(ours, theirs, steps) == f"[0] {'x' * (LONGEST_LINE + 1)}\n[1] y\n"
 
 
@@ -110,7 +110,7 @@ def test_rank_output_shows_a_prompt_on_a_terminal_and_continues_its_line() -> No
     )
 
 
-def test_rank_output_shows_a_prompt_while_another_rank_prints(
+def test_rank_output_shows_prompts_among_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [0.0]
@@ -146,7 +146,7 @@ LINK = "\nDuring handling of the above exception, another exception occurred:\n\
         (f"{HEAD}  File\n    x\nError: a\nmore\n", ["Error: a"]),
         (f"{HEAD}  a\nA: 1\n\n{HEAD}  b\nB: 2\n", ["B: 2"]),
         (f"{HEAD}  a\nA: 1\n{LINK}{HEAD}  b\nB: 2\n", ["A: 1", "B: 2"]),
-        # As torch.distributed writes it.
+        # Written like torch.distributed does.
         (f"[rank12]: {HEAD}[rank12]:   File\n[rank12]: \n[rank12]: B: 2\n", ["B: 2"]),
         (f"{HEAD}  a\nA: 1\n\nThe traceback of rank 1:\n  {HEAD}    b\n  B: 2\n", ["A: 1"]),
         (

@@ -1,4 +1,4 @@
-"""Hosts that fall silent, and the flight records that the launcher brings home from hosts."""
+"""Silent hosts, and flight records that the launcher collects from hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.records import MOST_BYTES, MOST_BYTES_OF_HOST, RecordPipe, send_records
 from tests.launch.launcher import begin, launch, write
 
-# A record as large as no usual one, beside one that a newline in its name hides.
+# An oversized record, and a record whose path contains a newline.
 WRITING = """
 import os, pathlib, signal, sys
 rank = os.environ["RANK"]
@@ -52,7 +52,7 @@ def test_send_records_leaves_out_records_beyond_limits(tmp_path: Path) -> None:
     for rank, size in sizes.items():
         paths[rank].touch()
         os.truncate(paths[rank], size)
-    os.mkfifo(paths[18])  # nobody writes: to read it would never end
+    os.mkfifo(paths[18])  # no writer: a read would block for ever
     send_records(paths, lambda kind, rank, *values: reports.update({rank: [kind, *values]}))
     kinds = {rank: report[0] for rank, report in reports.items()}
     whole = MOST_BYTES_OF_HOST // MOST_BYTES
@@ -73,12 +73,12 @@ def test_record_pipe_ignores_invalid_lines(temporary_folder: Path) -> None:
     loop.close()
 
 
-# Hosts of which nothing is heard any more ---------------------------------------------------------
+# Silent hosts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_launcher_beats_while_it_blocks_on_a_pager(tmp_path: Path, ssh: str) -> None:
-    """As behind a pager: the launcher is stuck in a system call for longer than hosts may be."""
+    """The launcher blocks in a system call for longer than the limit of silence."""
     program = write(tmp_path, "for _ in range(3000): print('x' * 1000)\n")
     process = begin("--hosts", "a,b", "--ssh", ssh, "--lost-after", 2, program, text=False)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -90,7 +90,7 @@ def test_launcher_beats_while_it_blocks_on_a_pager(tmp_path: Path, ssh: str) -> 
 
 @pytest.mark.slow
 def test_agent_reports_silence_of_the_launcher_and_ends_its_ranks(tmp_path: Path, ssh: str) -> None:
-    """Its launcher, the copy that has the connection, is stopped; the agent runs on."""
+    """The copy of the launcher that has the connection is stopped."""
     hold = ("--no-python", "sh", "-c", "echo $$ >&2; sleep 60")
     launcher = begin("--hosts", "a", "--ssh", ssh, "--lost-after", 2, *hold)
     assert launcher.stderr

@@ -1,4 +1,4 @@
-"""A job that is started again: as it was, or with the ranks that remain."""
+"""Restarts of a job with all ranks or with the remaining ranks."""
 
 from __future__ import annotations
 

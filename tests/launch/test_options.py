@@ -1,4 +1,4 @@
-"""The launcher's command line means what users of mpirun and torchrun mean by it."""
+"""The command line of flrun, including options of mpirun and torchrun."""
 
 from __future__ import annotations
 

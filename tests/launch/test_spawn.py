@@ -1,4 +1,4 @@
-"""``spawn`` on real processes: what comes back, and what is sent there."""
+"""``spawn`` with real processes: arguments, results and output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_initialised(rank: int) -> bool:
     return fl.is_distributed_init()
 
 
-def test_spawn_starts_one_process_per_usable_core_by_default(
+def test_spawn_uses_all_cores_by_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calls, "usable_cores", lambda: 2)
@@ -81,7 +81,7 @@ def test_spawn_divides_threads_between_ranks(monkeypatch: pytest.MonkeyPatch) ->
 def test_spawned_ranks_print_complete_lines_to_inherited_output(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", sys.__stdout__)  # which pytest has replaced
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)  # replaced by pytest
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     print("before")
     fl.spawn(chatter, nprocs=2)
@@ -101,7 +101,7 @@ def test_spawn_prefixes_lines_in_a_replaced_stdout() -> None:
 
 
 def flood(rank: int) -> None:
-    """More than a pipe holds, also after the result."""
+    """Print more than a pipe holds, also after the result."""
     for _ in range(100):
         print("x" * 999)
     atexit.register(print, "no end", end="", file=sys.stderr)
@@ -146,7 +146,6 @@ def leave_early(rank: int) -> int:
 
 
 def test_spawn_in_a_rank_creates_a_separate_world(pool: Any) -> None:
-    """Two ranks of a world start two ranks each, and go on as before."""
     assert pool(2).run(spawn_two) == [[[10, 10], 1], [[12, 12], 1]]
 
 
@@ -168,7 +167,7 @@ def nest(rank: int) -> list[Any]:
 
 
 def test_spawn_passes_a_queue_of_a_manager() -> None:
-    """Its server wants the key of multiprocessing, which each rank is given."""
+    """The server of the manager requires multiprocessing's key, which each rank receives."""
     with multiprocessing.Manager() as manager:
         queue = manager.Queue()
         fl.spawn(put, (queue,), nprocs=2)
@@ -179,7 +178,7 @@ def put(rank: int, queue: Any) -> None:
     queue.put(rank)
 
 
-# What can be sent -----------------------------------------------------------------------------
+# Serialisation --------------------------------------------------------------------------------
 
 
 @NEEDS_CLOUDPICKLE
@@ -228,12 +227,8 @@ def test_spawn_raises_type_error_before_a_start_if_fn_is_not_picklable(
         ({"nprocs": 2.0}, ValueError, r"got 2\.0"),
         ({"timeout": 0}, ValueError, "positive number of seconds"),
         ({"timeout": 1e7}, ValueError, "at most 1000000"),
-        ({"max_restarts": -1}, ValueError, "max_restarts must be an integer of at least 0, got -1"),
-        (
-            {"max_restarts": None},
-            ValueError,
-            "max_restarts must be an integer of at least 0, got None",
-        ),
+        ({"max_restarts": -1}, ValueError, "max_restarts must be .* at least 0, got -1"),
+        ({"max_restarts": None}, ValueError, "max_restarts must be .* at least 0, got None"),
         ({"params": {"FILE_PATH": "/x"}}, ValueError, "must not contain FILE_PATH"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A rank of ``spawn`` that fails: the first cause is reported, and nothing is left."""
+"""Failures of spawned ranks: the first cause is reported and nothing is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashlight_py.launch import spawning, supervisor
 
 
 def fail_on_one(rank: int, how: str) -> Any:
-    """Rank 1 fails in some way; the others wait for it in an all_reduce."""
+    """Fail on rank 1 while the other ranks wait in an all_reduce."""
     if rank == 1:
         FAILURES[how]()
     return fl.all_reduce(np.ones(3))
@@ -34,9 +34,9 @@ def raise_error() -> None:
 
 
 def raise_after_leaving() -> None:
-    """The others notice before this rank reports why."""
+    """Raise after the other ranks have detected the loss."""
     fl.distributed.start.world.current_world().group.close()
-    time.sleep(0.3)  # what a rank takes that still has much to clean up
+    time.sleep(0.3)  # time for a long cleanup
     raise KeyError("late")
 
 
@@ -48,14 +48,14 @@ def raise_while_handling() -> None:
 
 
 def wait_with_a_child() -> None:
-    """Die and leave a process that has inherited everything."""
+    """Die and leave a child that has inherited all descriptors."""
     if os.fork() == 0:
         signal.pause()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have us ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore SIGINT
     signal.raise_signal(signal.SIGINT)
 
 
@@ -96,7 +96,7 @@ SLOW: dict[str, tuple[int | None, list[str]]] = {
 )
 def test_spawn_raises_the_first_cause(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     code, reported = (REPORTS | SLOW)[how]
-    monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 30.0)  # however busy the machine is
+    monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 30.0)  # even on a busy machine
     with pytest.raises(fl.errors.RankFailedError) as caught:
         fl.spawn(fail_on_one, (how,), nprocs=3)
     message = str(caught.value)
@@ -123,7 +123,6 @@ def mismatch(rank: int) -> None:
 
 
 def test_spawn_raises_a_consequence_if_no_cause_follows() -> None:
-    """Rank 1 returns what it was asked for, and leaves the others alone."""
     with pytest.raises(fl.errors.RankFailedError, match=r"rank 0 of 2 raised .*PeerLostError"):
         fl.spawn(leave_the_others, nprocs=2)
 
@@ -136,7 +135,7 @@ def leave_the_others(rank: int) -> Any:
 
 
 class Killer:
-    """Kills rank 1 when it is about to map the memory that rank 0 has created and named."""
+    """Kills rank 1 before it maps the named memory of rank 0."""
 
     def __reduce__(self) -> Any:
         return arm, ()
@@ -165,9 +164,7 @@ def make_generator(rank: int) -> Any:
 
 
 def test_spawn_names_the_rank_if_a_result_cannot_be_unpickled() -> None:
-    with pytest.raises(
-        fl.errors.RankFailedError, match="result of rank 0 of 1 cannot be unpickled"
-    ):
+    with pytest.raises(fl.errors.RankFailedError, match="rank 0 of 1 cannot be unpickled"):
         fl.spawn(make_trap, nprocs=1)
 
 
@@ -186,9 +183,7 @@ def test_spawn_raises_value_error_if_nprocs_exceeds_host_limits(nprocs: int) -> 
         fl.spawn(make_trap, nprocs=nprocs)
 
 
-def test_spawn_restarts_all_ranks_after_a_failure(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_spawn_restarts_all_ranks(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     assert fl.spawn(killed_before, (1, str(tmp_path)), 2, max_restarts=2) == ["1", "1"]
     (record,) = caplog.records
     assert record.message.startswith("spawn of killed_before: rank 1 of 2 was killed by SIGKILL")
@@ -203,7 +198,7 @@ def test_spawn_raises_the_first_cause_of_the_last_attempt(tmp_path: Path) -> Non
 
 
 def killed_before(rank: int, restarts: int, folder: str) -> str:
-    """Rank 1 is killed at first, then exits, while rank 0 waits for it."""
+    """Rank 1 is killed in the first attempt and exits in the second, while rank 0 waits."""
     Path(folder, str(os.getpid())).touch()
     fl.barrier()
     count = os.environ["FLASHLIGHT_RESTART_COUNT"]
@@ -225,7 +220,7 @@ def wait(rank: int) -> None:
 
 
 class Full(io.StringIO):
-    """Stands in the place of sys.stdout, and cannot be written to."""
+    """A replacement of sys.stdout that cannot be written."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -273,13 +268,13 @@ def fail_at_exit(rank: int) -> int:
 
 
 def leave_late(rank: int) -> None:
-    """Raise; and be told to end while what runs at the exit runs."""
+    """Raise, and receive SIGTERM while exit handlers run."""
     atexit.register(os.kill, os.getpid(), signal.SIGTERM)
     raise ValueError("bad")
 
 
 def leave_after_lines(rank: int) -> None:
-    """Be told to end also at each of the last lines of the rank's program."""
+    """Receive SIGTERM also at each of the last lines of the rank's program."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -309,7 +304,7 @@ class ToldToEnd:
 
 
 def be_told_at_the_end(rank: int) -> None:
-    """Be told to end when Python has put back the handlers of signals."""
+    """Receive SIGTERM after Python has restored the signal handlers."""
     builtins.told = ToldToEnd()  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""``spawn`` from programs of their own: scripts and sessions, and what becomes of killed ones."""
+"""``spawn`` from scripts and interactive sessions, and from scripts that are killed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ print([(each.number, type(each) is Square) for each in fl.spawn(square, nprocs=2
 
 @NEEDS_CLOUDPICKLE
 def test_spawn_sends_functions_of_an_interactive_session() -> None:
-    """As in a notebook, where the ranks cannot import what the cells define."""
+    """As in a notebook: the ranks cannot import its definitions."""
     done = run([sys.executable, "-"], input=SESSION)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[(4, True), (9, True)]\n", "")
 
@@ -125,7 +125,7 @@ if __name__ == "__main__":
 
 
 class Waiting:
-    """A script whose two ranks wait; ``ranks`` are their process numbers."""
+    """A script with two waiting ranks; ``ranks`` are their pids."""
 
     def __init__(self, folder: Path, where: str) -> None:
         self.process = subprocess.Popen(
@@ -138,7 +138,7 @@ class Waiting:
         self.ranks = {int(self.process.stdout.readline()) for _ in range(2)}
 
     def end(self, number: signal.Signals) -> tuple[str, str]:
-        """Send ``number`` to the script alone; return what it still wrote, when all has ended."""
+        """Send ``number`` only to the script; return its remaining output."""
         os.kill(self.process.pid, number)
         output, errors = self.process.communicate(timeout=20)
         processes.await_end(self.ranks, 5.0)
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_spawned_ranks_after_cleanup(tmp_path: Path, where: str) -> 
     script = Waiting(tmp_path, where)
     begin = time.monotonic()
     output, errors = script.end(signal.SIGINT)
-    assert time.monotonic() - begin < ENDING_SECONDS  # without waiting until ranks are killed
+    assert time.monotonic() - begin < ENDING_SECONDS  # before the ranks would be killed
     assert script.process.returncode == -signal.SIGINT
     assert sorted(output.splitlines()) == ["rank 0 was interrupted", "rank 1 was interrupted"]
     assert errors.splitlines()[-1] == "KeyboardInterrupt"

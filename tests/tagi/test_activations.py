@@ -1,4 +1,4 @@
-"""Activations: their moments against formulas in float64, draws, and the real pytagi."""
+"""Activations, compared with float64 formulas, random draws and the real pytagi."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ def pdf(x: float) -> float:
 
 
 def mixture_relu(m: float, v: float) -> tuple[float, float, float]:
-    """As pytagi writes it; exact enough above the floor."""
+    """Compute pytagi's formula, which is accurate above the floor."""
     s = math.sqrt(max(v, 1e-38))
     p, d = cdf(m / s), pdf(m / s)
     mean = m * p + s * d
@@ -73,7 +73,7 @@ EXACT = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_mixture_activations_have_exact_moments(name: str) -> None:
-    """Where the plain formula, in float64, is exact to better than float32 (and its floor)."""
+    """Only inputs for which the plain float64 formula is more accurate than float32."""
     m, v = GRID
     usable = (np.square(m, dtype=np.float64) < 1e9) & (v < 1e5)
     m, v = m[usable], v[usable]
@@ -97,7 +97,7 @@ def test_mixture_activations_are_accurate_in_the_tails(name: str) -> None:
     low, high = bounds[name.removesuffix("_in_numpy")]
     assert (mean >= low).all()
     assert (mean <= high).all()
-    # No more uncertain than before it was cut off.
+    # Truncation does not increase the variance.
     assert (variance <= np.maximum(v * REAL(1 + 1e-6), REAL(1e-6))).all()
 
 
@@ -112,7 +112,7 @@ def test_mixture_activations_propagate_nan(name: str) -> None:
 @needs_kernels
 @pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid"])
 def test_mixture_kernels_equal_numpy(name: str) -> None:
-    """Also for images with the channels first, for parts, and for no unit at all."""
+    """Includes channel-first images, views and empty arrays."""
     moments = EXACT[name]
     rng = np.random.default_rng(0)
     m = (3 * rng.standard_normal((40, 30, 7, 11))).astype(REAL)
@@ -197,7 +197,7 @@ def test_even_exp_is_finite_for_large_inputs() -> None:
 
 
 def test_tails_match_series_and_erfc() -> None:
-    """Beyond 6 by the asymptotic series, as differences lose all there; below by math.erfc."""
+    """Above 6, where differences lose all digits, by the asymptotic series; below by math.erfc."""
     for a in (0.0, 0.3, 0.66, 0.67, 2.0, 5.6, 5.7):
         q, g, h = (float(each[0]) for each in tails(np.array([a])))
         assert math.isclose(q, cdf(-a), rel_tol=1e-14)
@@ -251,7 +251,7 @@ def test_softmax_activations_match_formulas(name: str) -> None:
             equal(each[row], one, rtol=2e-5, atol=1e-7)
 
 
-# Means and variances of units; then of their shares, and the slopes, as 50 digits have them.
+# Means and variances of units; then shares and slopes, computed with 50 digits.
 EXACT_SHARES = [
     ([3, -3], [0.5, 0.5], [
         [0.999999000001, 9.99999483339e-07],
@@ -269,17 +269,15 @@ EXACT_SHARES = [
 
 
 @pytest.mark.parametrize(("m", "v", "expected"), EXACT_SHARES)
-def test_softmax_activations_are_accurate_if_one_class_dominates(
-    m: Any, v: Any, expected: Any
-) -> None:
-    """float32 has nothing left of the first two variances: pytagi's are wrong by 126 and by 1 %."""
+def test_softmax_is_accurate_if_one_class_dominates(m: Any, v: Any, expected: Any) -> None:
+    """The first two variances vanish in float32: pytagi's are wrong by 126 and by 1 %."""
     found = activations.Remax()._moments(np.array([m], REAL), np.array([v], REAL))
     equal(np.concatenate(found), expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["softmax", "remax", "closed_form_softmax"])
 def test_softmax_activations_are_finite_for_extreme_inputs(name: str) -> None:
-    """Of units far apart, of no or of much variance, where e^z is beyond float32."""
+    """Distant units, and zero or large variances, for which e^z overflows float32."""
     m = np.array([[0, 0, 0], [1e3, -1e3, 0], [-1e4, -1e4, -1e4], [1e4, 1e4, 0], [3, 2, 1]], REAL)
     for v in (0, 1e-20, 1, 50, 1e4):
         mean, variance, slope = SHARES[name]()._moments(m, np.full_like(m, v))
@@ -289,7 +287,7 @@ def test_softmax_activations_are_finite_for_extreme_inputs(name: str) -> None:
         if name != "closed_form_softmax":
             equal(mean.sum(axis=1), 1, rtol=1e-5)
     slope = SHARES[name]()._moments(m[:1], np.full((1, 3), 1e-6, REAL))[2]
-    if name == "closed_form_softmax":  # the limit is that of the softmax
+    if name == "closed_form_softmax":  # the limit of the softmax
         equal(slope, 1 / 3 * 2 / 3, rtol=1e-3)
 
 
@@ -299,7 +297,6 @@ ALL = ["ReLU", "LeakyReLU", "Sigmoid", "Tanh", "Softplus", "MixtureReLU", "Mixtu
 
 @pytest.mark.parametrize("name", ALL)
 def test_activation_accepts_any_shape_and_multiplies_slopes(name: str) -> None:
-    """Any shape and strides; no parameters; the slopes of two activations in a row multiply."""
     layer = getattr(fl.tagi, name)()
     assert repr(layer) == f"{name}()"
     assert not layer.has_state
@@ -318,7 +315,7 @@ def test_activation_accepts_any_shape_and_multiplies_slopes(name: str) -> None:
     zero = layer.forward(BaseHiddenStates(m, np.zeros_like(m)))
     equal(known.mean, zero.mean)
     assert np.isfinite([known.mean, known.variance, known.slope]).all()
-    equal(m, numbers(5, 2, 3, 4))  # not changed
+    equal(m, numbers(5, 2, 3, 4))  # unchanged
 
 
 def test_even_exp_transforms_every_second_unit() -> None:
@@ -335,7 +332,7 @@ def test_even_exp_transforms_every_second_unit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Remax", "ClosedFormSoftmax", "Softmax"])
 def test_softmax_activations_equal_pytagi(name: str) -> None:
-    """As many samples as classes: in other cases pytagi's Softmax uses wrong elements."""
+    """As many samples as classes: otherwise pytagi's Softmax uses wrong elements."""
     network = f"Sequential(Linear(4, 8), ReLU(), Linear(8, 5), {name}())"
     y = np.eye(5, dtype=REAL)
     compare(network, numbers(5, 4), y, np.full((5, 5), 0.1, REAL), rtol=1e-3, atol=1e-4)
@@ -343,7 +340,7 @@ def test_softmax_activations_equal_pytagi(name: str) -> None:
 
 @pytest.mark.slow
 def test_random_networks_with_softmax_activations_match_pytagi() -> None:
-    """As near as pytagi's float32 lets them be: where one class has nearly all, it is far off."""
+    """Tolerances of pytagi's float32, which is inaccurate if one class dominates."""
     for seed in range(24):
         rng = np.random.default_rng(seed)
         inputs, width, classes, batch = rng.integers((1, 1, 2, 1), (9, 33, 13, 17))

@@ -1,4 +1,4 @@
-"""Layers made of layers: the sums of both paths, forward and back, at any depth."""
+"""Blocks of layers: both paths, forward and backward, at any depth."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,6 @@ def test_res_net_block_adds_both_paths(projected: bool) -> None:
 
 
 def test_res_net_block_applies_slopes_of_activations_backward() -> None:
-    """Also one that begins with it, and the identity of an input that an activation made."""
     linear, x = fl.tagi.Linear(4, 4), some_states()
     block = fl.tagi.ResNetBlock(fl.tagi.LayerBlock(linear, fl.tagi.ReLU()), fl.tagi.ReLU())
     block.connect((4,))
@@ -92,7 +91,7 @@ def test_res_net_block_applies_slopes_of_activations_backward() -> None:
 
 
 def test_nested_blocks_match_matrix_products() -> None:
-    """((x A + x) B + x) C + (x E + x), against products of matrices; and pytagi's names."""
+    """The network is ((x A + x) B + x) C + (x E + x)."""
     a, b, c, e = (fl.tagi.Linear(4, 4, bias=False) for _ in range(4))
     inner = fl.tagi.ResNetBlock(a)
     middle = fl.tagi.ResNetBlock(fl.tagi.LayerBlock(inner, b))
@@ -138,7 +137,6 @@ def test_named_layers_yields_layers_in_blocks() -> None:
 
 
 def test_on_sums_is_called_in_bucket_order() -> None:
-    """What is sent while the backward pass goes on lies in the order in which it is ready."""
     net = fl.tagi.Sequential(
         fl.tagi.Linear(4, 4),
         fl.tagi.ResNetBlock(

@@ -1,4 +1,4 @@
-"""The bounded step: native code, NumPy and the real pytagi do the same."""
+"""The bounded step in native code, NumPy and the real pytagi."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def test_bounded_steps_equal_pytagi(batch: int) -> None:
 
 
 def arrays(size: int) -> tuple[np.ndarray, ...]:
-    """Return means, variances and sums, some of them at and beyond every limit."""
+    """Return means, variances and sums, some of them at or beyond each limit."""
     rng = np.random.default_rng(size)
     mean = rng.standard_normal(size).astype(np.float32)
     variance = rng.uniform(0, 1, size).astype(np.float32) ** 4
@@ -51,7 +51,7 @@ def arrays(size: int) -> tuple[np.ndarray, ...]:
 
 
 def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
-    """Return the arrays as they are after the step of a bucket of them."""
+    """Return the arrays after the step of a bucket."""
     mean, variance, *sums = arrays
     bucket = ParameterBucket([Parameter(mean, variance)], zeros_on("cpu"))
     bucket.sums[...] = np.concatenate(sums)
@@ -74,7 +74,7 @@ def test_step_kernel_has_the_bits_of_numpy(size: int, batch: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("batch", [1, 16, 256])
 def test_step_kernel_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
-    """Below every bound, at it, and beyond, in blocks of one kind and of several."""
+    """Values below, at and above the bounds, in uniform and mixed blocks."""
     cap, rng = cap_factor(batch), np.random.default_rng(0)
     variance = rng.uniform(1e-4, 1, 8192).astype(np.float32)
     share = np.repeat([0.3, 0.99, 0.995, 1, 1 - 1e-7, 1 + 1e-7, 1.01, 3], 1024)  # of the bound

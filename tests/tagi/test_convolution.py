@@ -1,4 +1,4 @@
-"""Linear layers, convolutions and pools beside draws, and beside their definition."""
+"""Convolutions and pools, compared with random draws and definitions."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ F = np.float32
 
 
 def direct(layer: Any, x: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a convolution is by definition, in float64."""
+    """Compute a convolution by its definition in float64."""
     w, s = (a.astype(float) for a in (layer.weight.mean, layer.weight.variance))
     k, step = layer.kernel_size, layer.stride
     around = (layer.padding if layer.padding_type == 1 else 0, layer.padding)
@@ -29,7 +29,7 @@ def direct(layer: Any, x: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.nda
     return out[0], out[1]
 
 
-# kernel, stride, padding, its type, height, width
+# kernel, stride, padding, padding type, height, width
 GEOMETRIES = [
     (3, 1, 0, 1, 5, 8),
     (3, 1, 1, 1, 7, 4),
@@ -52,7 +52,7 @@ def test_convolution_matches_definition_for_any_geometry(geometry: tuple[int, ..
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:6])
 def test_conv_transpose2d_is_the_adjoint_of_conv2d(geometry: tuple[int, ...]) -> None:
-    """<conv(x), y> == <x, transpose(y)> with the same weights; no biases."""
+    """<conv(x), y> == <x, transpose(y)> with the same weights and without biases."""
     kernel, stride, padding, kind, *size = geometry
     rng = np.random.default_rng(1)
     x = rng.standard_normal((4, 2, *size))
@@ -67,7 +67,7 @@ def test_conv_transpose2d_is_the_adjoint_of_conv2d(geometry: tuple[int, ...]) ->
 
 
 def outputs(kind: Any, w: np.ndarray, b: np.ndarray, units: np.ndarray) -> np.ndarray:
-    """Return what a layer of numbers makes of the units of each draw."""
+    """Return the outputs of a layer of plain numbers for each draw."""
     if kind is nn.Linear:
         return np.einsum("noi,ni->no", w.reshape(-1, 2, 3), units) + b
     w = w.reshape(-1, 2, 2, 2, 2)
@@ -85,7 +85,6 @@ def outputs(kind: Any, w: np.ndarray, b: np.ndarray, units: np.ndarray) -> np.nd
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d, nn.ConvTranspose2d])
 def test_convolution_moments_and_deltas_match_random_draws(kind: Any) -> None:
-    """The outputs are exactly what draws have; the deltas exactly their covariances'."""
     tagi.manual_seed(3)
     layer, shape = (kind(3, 2), (3,)) if kind is nn.Linear else (kind(2, 2, 2, stride=1), (2, 2, 3))
     net = nn.Sequential(layer)
@@ -100,7 +99,7 @@ def test_convolution_moments_and_deltas_match_random_draws(kind: Any) -> None:
     z = outputs(kind, w, b, units)
     equal(mean[0], z.mean(0), atol=0.02)
     equal(variance[0], z.var(0), rtol=0.02)
-    # The posteriors by covariances with the outputs, each of which teaches by itself.
+    # Posteriors from covariances with the outputs, one output at a time.
     y, error = rng.standard_normal(mean.shape), 0.1
     observe(net, y, error)
     z = (z - z.mean(0)).reshape(draws, -1)
@@ -116,13 +115,13 @@ def test_convolution_moments_and_deltas_match_random_draws(kind: Any) -> None:
 
 
 def _of_input(net: nn.Sequential, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the changes of the input's means and variances."""
+    """Return the changes of the means and variances of the input."""
     d, e = net.get_input_states()
     return v.ravel() * d, v.ravel() ** 2 * e
 
 
 def test_convolution_accepts_any_memory_order() -> None:
-    """Channel by channel, in reverse, each second column: the same results."""
+    """Channel-first, reversed, and with a step of two columns."""
     rng = np.random.default_rng(2)
     layer = nn.Conv2d(2, 3, 3, padding=1)
     layer.connect((2, 6, 5))
@@ -164,7 +163,7 @@ def test_convolution_accepts_changing_batch_sizes() -> None:
 
 
 def test_convolution_accepts_changing_image_shapes() -> None:
-    """Also to one of as many elements, which is no other way to read the same image."""
+    """Includes a shape of the same size."""
     rng = np.random.default_rng(6)
     net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2))
     for height, width in ((4, 6), (6, 4), (2, 12), (8, 8), (4, 6)):
@@ -175,11 +174,10 @@ def test_convolution_accepts_changing_image_shapes() -> None:
         equal(mean, fresh(x)[0])
     with pytest.raises(ValueError, match="for a height of 3"):
         net(np.zeros((2, 2, 3, 16)))
-    equal(net(x.reshape(2, 48))[0], mean)  # flat samples, of the last shape
+    equal(net(x.reshape(2, 48))[0], mean)  # flat samples have the last shape
 
 
 def test_convolution_divides_large_images_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts, which a cache holds, make no difference."""
     monkeypatch.setattr("flashlight_py.tagi.convolution.COLUMNS", 1)
     rng = np.random.default_rng(5)
     for kind in (nn.Conv2d, nn.ConvTranspose2d):
@@ -224,7 +222,7 @@ def inputs(height: int, width: int) -> tuple[np.ndarray, ...]:
     return tuple(drawn)
 
 
-# kernel, stride, padding, its type, height, width
+# kernel, stride, padding, padding type, height, width
 POOLED = [(2, 2, 0, 0, 4, 6), (3, 1, 1, 1, 5, 4), (2, 2, 1, 1, 4, 6), (3, 2, 1, 2, 6, 8)]
 
 
@@ -232,7 +230,7 @@ POOLED = [(2, 2, 0, 0, 4, 6), (3, 1, 1, 1, 5, 4), (2, 2, 1, 1, 4, 6), (3, 2, 1, 
 @pytest.mark.parametrize("kind", [nn.AvgPool2d, nn.MaxPool2d])
 @pytest.mark.parametrize("channel_first", [False, True])
 def test_pools_match_definition(kind: Any, geometry: tuple[int, ...], channel_first: bool) -> None:
-    """Also where pytagi reads past its windows: padding with windows that touch."""
+    """Includes adjacent windows with padding, for which pytagi reads out of bounds."""
     *arguments, height, width = geometry
     layer = kind(*arguments)
     channels, out_height, out_width = layer.connect((2, height, width))
@@ -267,7 +265,7 @@ def test_pools_match_definition(kind: Any, geometry: tuple[int, ...], channel_fi
 
 @pytest.mark.parametrize("kernel", [1, 2, 4, 8])
 def test_avg_pool2d_stride_defaults_to_kernel_size(kernel: int) -> None:
-    """Pytagi ends the process, unless the window is the whole image."""
+    """pytagi ends the process, unless the window covers the image."""
     layer = nn.AvgPool2d(kernel)
     assert layer.connect((3, 8, 8)) == (3, 8 // kernel, 8 // kernel)
     assert layer.stride == kernel

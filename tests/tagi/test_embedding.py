@@ -1,4 +1,4 @@
-"""Embedding: what it looks up, what its rows learn, and which indices it refuses."""
+"""Embedding: lookup, learning of rows, and rejected indices."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ INDICES = np.array([[0, 6], [3, 3], [6, 1], [0, 2]])
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [-1, 3])
 def test_embedding_first_step_equals_pytagi(padding: int) -> None:
-    """Its deltas of variances lack a factor, and it never clears its sums: not compared."""
+    """pytagi's deltas of variances lack a factor, and its sums are never cleared: not compared."""
     network = NETWORK.format(padding=padding)
     y, errors = np.array([[0.5], [-1.0], [2.0], [0.0]]), np.full((4, 1), 0.3)
     there = oracle_step(network, INDICES, y, var_y=errors)
@@ -26,7 +26,7 @@ def test_embedding_first_step_equals_pytagi(padding: int) -> None:
     for which in (0, 2):
         equal(ours.deltas["Embedding.0"][which], there.deltas["Embedding.0"][which], 1e-4, 1e-6)
     variances = there.before["Embedding.0"][1]
-    np.testing.assert_allclose(  # with the factor that it lacks
+    np.testing.assert_allclose(  # the factor that pytagi lacks
         ours.deltas["Embedding.0"][1], there.deltas["Embedding.0"][1] * variances, 1e-4, 1e-6
     )
     for which in range(4):
@@ -34,7 +34,7 @@ def test_embedding_first_step_equals_pytagi(padding: int) -> None:
 
 
 def test_embedding_rows_sum_deltas_of_all_occurrences() -> None:
-    """A row's deltas are those of a Linear of one-hot inputs, place by place."""
+    """Compared with a Linear of one-hot inputs for each occurrence."""
     tagi.manual_seed(1)
     layer = nn.Embedding(5, 2, 3)
     net = nn.Sequential(layer)
@@ -42,7 +42,7 @@ def test_embedding_rows_sum_deltas_of_all_occurrences() -> None:
     mean, variance = net(x)
     equal((mean, variance), (layer.mu_w.reshape(5, 2)[x].reshape(2, 6), np.ones((2, 6))))
     rng = np.random.default_rng(0)
-    for indices in (x, x[:, ::-1] // 2):  # the sums of a pass are its own, of all rows
+    for indices in (x, x[:, ::-1] // 2):  # a pass sets the sums of all rows
         d, e = rng.normal(size=(2, 2, 3, 2))
         net(indices)
         net.set_delta_z(d, e)
@@ -53,7 +53,7 @@ def test_embedding_rows_sum_deltas_of_all_occurrences() -> None:
 
 
 def test_embedding_moments_and_deltas_match_random_draws() -> None:
-    """An index that stands twice in a sample is one row: the posterior is that of draws."""
+    """Two occurrences of an index in a sample are the same row."""
     tagi.manual_seed(2)
     layer = nn.Embedding(3, 1, scale=0.7)
     net = nn.Sequential(layer, nn.Linear(2, 1, bias=False))
@@ -86,7 +86,7 @@ def test_embedding_padding_row_is_zero_and_does_not_learn() -> None:
     for array in moments:
         equal(array.reshape(2, 2, 3)[[0, 1], [0, 1]], 0)
     after, variances = layer.mu_w.reshape(4, 3), layer.var_w.reshape(4, 3)
-    for row in (0, 2):  # 0 was in no sample
+    for row in (0, 2):  # no sample has index 0
         equal((after[row], variances[row]), (before[row], rows.reshape(4, 3)[row]))
     for row in (1, 3):
         assert (after[row] != before[row]).any()

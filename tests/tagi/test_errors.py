@@ -1,4 +1,4 @@
-"""Layers and networks that cannot be made, and inputs that do not fit: one row an error."""
+"""Errors of invalid layers, networks and batches, one per row."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.tagi.helpers import network
 
-# What no layer is, where networks and blocks are made.
+# Arguments of networks and blocks that are not layers.
 NO_LAYERS: dict[str, str] = {
     "": "expected at least one layer",
     "ReLU(), 3": r"expected layers of fl\.tagi, got int as number 1",
@@ -15,7 +15,7 @@ NO_LAYERS: dict[str, str] = {
     "LayerBlock('ReLU')": r"LayerBlock: expected layers of fl\.tagi, got str",
     "ResNetBlock(ReLU(), 'ReLU')": r"ResNetBlock: expected layers of fl\.tagi, got str",
 }
-# Layers, and what is wrong with them.
+# Invalid layers.
 LAYERS: dict[str, str] = {
     "Linear(0, 2)": "Linear: sizes must be at least 1, got",
     "Linear(3, 0)": "Linear: sizes must be at least 1, got",
@@ -68,7 +68,7 @@ LAYERS: dict[str, str] = {
     "SLSTM(2, 4, 5)": "SLSTM: seq_len must be 1, a time step of a series, got",
     "SLSTM(0, 4, 1)": "SLSTM: sizes and seq_len must be at least 1",
 }  # fmt: skip
-# Layers, and the shape of a batch that does not fit.
+# Layers, and a batch of the wrong shape.
 BATCHES: dict[tuple[str, tuple[int, ...]], str] = {
     ("Conv2d(1, 1, 3)", (16,)): "Pass the batch as first dimension",
     ("Conv2d(1, 1, 3)", (1, 16)): (

@@ -1,4 +1,4 @@
-"""The tree of classes: its nodes, what is observed, how probable a class is."""
+"""The class tree: nodes, observations and probabilities."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_class_tree_length_is_close_to_the_number_of_classes(n: int, outputs: in
     tree = tree_of(n)
     assert tree.len == outputs
     paths = set(map(tuple, np.stack([tree.idx, tree.obs], 1).reshape(n, -1).tolist()))
-    assert len(paths) == n  # no two classes are the same
+    assert len(paths) == n  # classes are distinct
     assert tree.idx.min() == 1
     assert set(tree.obs.tolist()) == {-1, 1}
 
@@ -58,7 +58,7 @@ def test_probabilities_sum_to_one_for_powers_of_two(n: int) -> None:
 
 
 def test_probabilities_match_random_draws() -> None:
-    """A class is where, at each node of its path, the output and an error have the path's sign."""
+    """A class is drawn if output plus error has the sign of its path at each node."""
     rng, n, draws = np.random.default_rng(0), 5, 200_000
     tree = tree_of(n)
     m, v = rng.standard_normal(tree.len), rng.uniform(0.1, 2, tree.len)

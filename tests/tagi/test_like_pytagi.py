@@ -1,4 +1,4 @@
-"""Steps of networks beside the real pytagi, on the same numbers; the layers' arguments, too."""
+"""Steps of networks and arguments of layers, compared with the real pytagi."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_layer_arguments_have_the_meaning_of_pytagi(layer: str, shape: tuple[int
     layers = f"{layer}, Linear(3, 2)" if layer.startswith("LSTM") else layer
     there, _ = compare(f"Sequential({layers})", *batch(layers, shape, 6), rtol=1e-4, atol=2e-5)
     (name, own), *_ = network(layers).state_dict().items()
-    for number in (1, 3):  # the variances that it begins with
+    for number in (1, 3):  # initial variances
         equal(own[number], there.before[name][number], 1e-6)
 
 

@@ -1,6 +1,6 @@
-"""What is true of networks of all layers: on GPUs, of empty batches, any layout, copies and files.
+"""Networks of all layers: GPUs, empty batches, layouts, copies and files.
 
-GPUs are shown with a stand-in for their library.
+A stand-in for CuPy represents the GPU.
 """
 
 import copy
@@ -61,7 +61,7 @@ def batch(name: str, size: int = 4) -> np.ndarray:
 
 
 def learn(net: Sequential, x: Any, steps: int, update: str = "update") -> None:
-    """Observe all outputs, some of them, or values and their variances."""
+    """Observe all outputs, some outputs, or values with their variances."""
     random, updater = np.random.default_rng(1), OutputUpdater(net.device)
     for _ in range(steps):
         size = net(x)[0].size // 4
@@ -96,7 +96,7 @@ def test_training_on_a_gpu_equals_numpy(name: str, update: str, strict: Any) -> 
         assert net.device == ("cpu" if device == "cpu" else "cuda:0")
         learn(net, batch(name), 3, update)
         found.append(results(net, batch(name)))
-    assert isinstance(found[1][0], np.ndarray)  # what was passed was one
+    assert isinstance(found[1][0], np.ndarray)  # the input was a NumPy array
     equal(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
@@ -114,9 +114,9 @@ def test_outputs_are_on_the_gpu_if_inputs_are(strict: Any) -> None:
 @EACH_UPDATE
 @EACH
 def test_empty_batch_changes_nothing(name: str, update: str, flat: bool) -> None:
-    """Such as a rank's share of a small last batch."""
+    """For example, a rank's share of a small last batch."""
     net, empty = made(name), np.zeros(0) if flat else batch(name, 0)
-    learn(net, batch(name), 1)  # leaves sums of another batch behind
+    learn(net, batch(name), 1)  # leaves the sums of another batch
     before = net.state_dict()
     mean, variance = net(empty)
     assert mean.shape == variance.shape == ((0,) if flat else (0, 4))
@@ -168,7 +168,7 @@ def test_network_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     assert found.step == 3
     for net in (whole, resumed):
         learn(net, x, 2)
-    equal(results(resumed, x), results(whole, x))  # running statistics are part of it
+    equal(results(resumed, x), results(whole, x))  # includes running statistics
 
 
 NORM = "Linear(3, 5), ReLU(), BatchNorm2d(5), Linear(5, 2, bias=False)"
@@ -191,9 +191,7 @@ def test_checkpoint_of_another_network_is_rejected(tmp_path: Path) -> None:
     fl.save(tmp_path, network(NORM))
     other = network(NORM.replace("5", "6"))
     expected = other.state_dict()
-    with pytest.raises(
-        ValueError, match=r"nothing was loaded: 'Linear\.0': expected arrays of \[18, 18"
-    ):
+    with pytest.raises(ValueError, match=r"'Linear\.0': expected arrays of \[18, 18"):
         fl.load(tmp_path, other)
     with pytest.raises(ValueError, match=r"nothing was loaded: unexpected"):
         fl.load(tmp_path, network("Linear(3, 5)"))

@@ -1,4 +1,4 @@
-"""Normalization over the batch and over samples: moments, deltas, statistics."""
+"""Normalisation over the batch and over samples: moments, deltas and statistics."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def states(*shape: int, slope: bool = True) -> BaseHiddenStates:
 
 
 def drawn(layer: fl.tagi.BaseLayer) -> fl.tagi.BaseLayer:
-    """Give ``layer`` parameters of no special values."""
+    """Set random parameters of ``layer``."""
     n = layer.num_weights
     layer.mu_w, layer.var_w = numbers(n, seed=10), np.square(numbers(n, seed=11))
     if layer.bias:
@@ -37,7 +37,7 @@ def close(found, expected) -> None:
 
 
 def expected_of(layer, x, over, features, d, e):
-    """The formulas in float64, without reshaping: axes are ``over``, weights along ``features``."""
+    """Compute the float64 formulas: statistics over axes ``over``, weights along ``features``."""
     m, v, j = (np.asarray(a, np.float64) for a in (x.mean, x.variance, x.slope))
     n = np.prod([m.shape[axis] for axis in over])
     mean = m.mean(over, keepdims=True)
@@ -103,7 +103,7 @@ def test_normalization_accepts_channel_first_images(case: str) -> None:
 @needs_kernels
 @pytest.mark.parametrize("positions", [8, 16, 21, 40])
 def test_normalization_kernels_equal_numpy(positions: int) -> None:
-    """Rows of whole lanes and others; as they lie one after the other, across, and with gaps."""
+    """Row lengths with and without a remainder; contiguous, transposed, and with gaps."""
     shape = (5, 3, positions)
     m, d = 2 + numbers(*shape), numbers(*shape, seed=1)
     v, e, slope = (np.square(numbers(*shape, seed=seed)) for seed in (2, 3, 4))
@@ -157,7 +157,7 @@ def test_batch_norm2d_updates_and_uses_running_statistics(shape) -> None:
     close(ra_variance, 0.75**2 + (1 - 0.75**2) * variance.ravel())
     layer.set_training(False)
     out = layer.forward(x)
-    close(ra_mean, (1 - 0.75**2) * mean.ravel())  # not by evaluation
+    close(ra_mean, (1 - 0.75**2) * mean.ravel())  # evaluation does not change them
     column = [1, 3] + [1] * (len(shape) - 2)
     r = 1 / np.sqrt(ra_variance.reshape(column) + layer.eps)
     w, s, b, sb = (a.reshape(column) for a in (layer.mu_w, layer.var_w, layer.mu_b, layer.var_b))
@@ -177,10 +177,8 @@ def test_batch_norm2d_statistics_are_accurate_for_large_means() -> None:
 
 @pytest.mark.parametrize("offset", [0, 300])
 @on_ranks(("shm", 2))
-def test_batch_norm2d_add_up_combines_batches_of_processes(
-    rank: int, size: int, offset: int
-) -> None:
-    """Of different sizes; one call of add_up for each pass, as each is a message."""
+def test_batch_norm2d_adds_up_over_processes(rank: int, size: int, offset: int) -> None:
+    """Batches of different sizes; one call of add_up per pass."""
     shape, calls = (10, 3, 4, 5), []
     x = states(*shape)
     x.mean += REAL(offset)
@@ -205,7 +203,7 @@ def test_batch_norm2d_add_up_combines_batches_of_processes(
     for sums in ("mean_sum", "variance_sum"):
         close(fl.all_reduce(getattr(layer.weight, sums).copy()), getattr(whole.weight, sums))
     layer.set_training(False)
-    layer.forward(x)  # asks nobody
+    layer.forward(x)  # no call of add_up
     assert calls == [(np.float64, (1 + 3 * 3,))]
 
 
@@ -265,13 +263,13 @@ result = parameters, *map(np.array, net(batches[0].ravel())), statistics
 
 @pytest.mark.slow
 def test_batch_norm2d_evaluation_equals_pytagi() -> None:
-    """On two threads: on one, its first batch replaces the running statistics."""
+    """pytagi uses two threads: with one, its first batch replaces the running statistics."""
     close(*run_both(EVALUATED, batches=numbers(3, 8, 4)))
 
 
 @pytest.mark.parametrize("images", [False, True])
 def test_frozen_batch_norm2d_uses_the_statistics_of_its_forward_pass(images: bool) -> None:
-    """In a network that trains it may keep its running statistics; other batches leave no trace."""
+    """The rest of the network trains, and other batches run in between."""
     layer = nn.BatchNorm2d(3)
     before = nn.Conv2d(2, 3, 1, in_width=4, in_height=4) if images else nn.Linear(6, 3)
     net = nn.Sequential(before, layer, nn.Linear(48 if images else 3, 2))

@@ -1,4 +1,4 @@
-"""Networks: what they take, what they return, what they refuse, what their state is, copies."""
+"""Sequential networks: inputs, outputs, errors, state and copies."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +67,7 @@ def test_returned_arrays_are_independent_copies() -> None:
 
 
 def test_forward_accepts_changing_batch_sizes() -> None:
-    """A batch larger than the first one ends pytagi's process."""
+    """In pytagi, a batch larger than the first one ends the process."""
     net = network()
     for size in (2, 6, 1, 300, 3):
         x, y = np.tile(X, (50, 1))[:size], np.tile(Y, (50, 1))[:size]
@@ -126,7 +126,6 @@ def test_forward_rejects_invalid_variances(var_x: np.ndarray, message: str) -> N
 
 
 def test_forward_rejects_masked_inputs() -> None:
-    """A unit that is not known has a mean and a large variance."""
     net, masked = network(), np.ma.array(X, mask=X > 0)
     for x in (masked, list(masked)):
         with pytest.raises(ValueError, match=r"mu_x: expected no masked elements, got .* of 24"):
@@ -161,7 +160,7 @@ def test_backward_raises_runtime_error_after_evaluation() -> None:
     with pytest.raises(RuntimeError, match="the last forward pass ran in evaluation"):
         net.backward()
     net(X)
-    net.eval()  # harmless
+    net.eval()  # no error
     observe(net, Y)
 
 
@@ -195,9 +194,7 @@ def test_load_state_dict_rejects_wrong_entries_without_changes() -> None:
     assert [each.shape for each in state["Linear.0"]] == [(32,), (32,), (8,), (8,)]
     expected = other.state_dict()
     wrong = state | {"Linear.2": state["Linear.0"]}
-    with pytest.raises(
-        ValueError, match=r"nothing was loaded: 'Linear.2': expected arrays of .* got \[32, 32"
-    ):
+    with pytest.raises(ValueError, match=r"'Linear.2': expected arrays of .* got \[32, 32"):
         other.load_state_dict(wrong)
     with pytest.raises(ValueError, match=r"missing 'Linear.2'; unexpected 'Linear.3'"):
         other.load_state_dict({"Linear.0": state["Linear.0"], "Linear.3": state["Linear.2"]})
@@ -244,7 +241,7 @@ def test_params_from_copies_parameters_of_another_network() -> None:
     assert not np.allclose(net(X)[0], other(X)[0])
     other.params_from(net)
     equal(net(X)[0], other(X)[0])
-    learn(net, X, Y)  # they are apart from then on
+    learn(net, X, Y)  # the networks are independent afterwards
     assert not np.array_equal(net(X)[0], other(X)[0])
     with pytest.raises(ValueError, match=r"nothing was loaded: missing 'Linear.3'"):
         network(nn.ReLU()).params_from(net)
@@ -277,9 +274,7 @@ def test_layer_attributes_reject_values_that_are_not_finite() -> None:
             setattr(layer, which, values)
     with pytest.raises(ValueError, match="variances must be at least 0, got -1"):
         layer.var_w = -np.ones(4)
-    with pytest.raises(
-        ValueError, match=r"Linear\(2,2\): weight: expected no masked elements, got 1 of 4"
-    ):
+    with pytest.raises(ValueError, match=r"Linear\(2,2\): weight: .* masked .* got 1 of 4"):
         layer.var_w = np.ma.masked_less(np.arange(4), 1)
     equal(layer.var_w, before)
 
@@ -375,7 +370,7 @@ def test_network_has_info_and_repr() -> None:
 
 
 def test_to_device_raises_error_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)  # its import fails, if it is installed too
+    monkeypatch.setitem(sys.modules, "cupy", None)  # the import fails even if CuPy is installed
     with pytest.raises(BackendUnavailableError, match=r"device 'cuda:1' needs CuPy, .* Install"):
         network().to_device("cuda:1")
 
@@ -384,7 +379,7 @@ def test_network_rejects_a_layer_that_occurs_twice() -> None:
     layer, relu = nn.Linear(3, 3), nn.ReLU()
     with pytest.raises(ValueError, match=r"Linear\.0 and Linear\.2 are the same object"):
         nn.Sequential(layer, relu, layer)
-    # What keeps nothing may be used again.
+    # A layer that keeps no inputs may occur twice.
     net = nn.Sequential(nn.Linear(3, 3), relu, nn.Linear(3, 3), relu)
     assert net(np.ones((2, 3)))[0].shape == (2, 3)
 
@@ -412,7 +407,7 @@ def test_forward_keeps_a_copy_of_the_input() -> None:
     net, other = network(), network()
     x = X.copy()
     net(x)
-    x[...] = 100  # such as the next batch, read into the same memory
+    x[...] = 100  # for example the next batch in the same memory
     observe(net, Y)
     net.step()
     learn(other, X, Y)

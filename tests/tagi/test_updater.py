@@ -1,4 +1,4 @@
-"""Observations and what they teach the outputs: plain, of chosen outputs, heteroscedastic."""
+"""OutputUpdater: all outputs, selected outputs, and heteroscedastic errors."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ NET = "Sequential(Linear(3, 5), ReLU(), Linear(5, 4))"
 
 
 def pairs(noise: float) -> dict[str, Any]:
-    """Return parameters of a Linear(3, 4) whose odd outputs, variances, are about ``noise``."""
+    """Return parameters of Linear(3, 4) whose odd outputs, error variances, are about ``noise``."""
     weight = RNG.standard_normal((4, 3)) * [[1], [0.01], [1], [0.01]]
     entry = (weight, np.full(12, 0.1), [0.5, noise, 0.2, noise], [0.2, 0.05, 0.2, 0.05])
     return {"Linear.0": tuple(np.array(each, np.float32).ravel() for each in entry)}
@@ -51,7 +51,7 @@ def states(batch: int = 2, outputs: int = 4) -> nn.BaseHiddenStates:
 
 
 def test_update_returns_the_gaussian_posterior() -> None:
-    """Without an activation the posterior is that of one observation with a Gaussian error."""
+    """The network has no activation."""
     out, deltas = states(), nn.BaseDeltaStates()
     out.slope = None
     y, error = np.ones((2, 4)), 0.25
@@ -71,7 +71,7 @@ def test_update_heteros_moves_variance_towards_observed_errors() -> None:
 
 
 def test_update_using_indices_ignores_nan() -> None:
-    """pytagi 0.2.1 lets the NaN through."""
+    """pytagi 0.2.1 propagates the NaN."""
     deltas = nn.BaseDeltaStates()
     y, indices = [[0.1, np.nan], [np.nan, 0.2]], [[1, 2], [3, 4]]
     nn.OutputUpdater().update_using_indices(states(), y, 0.1, indices, deltas)
@@ -81,7 +81,7 @@ def test_update_using_indices_ignores_nan() -> None:
 
 
 def test_update_heteros_ignores_nan() -> None:
-    """pytagi 0.2.1 lets the NaN through."""
+    """pytagi 0.2.1 propagates the NaN."""
     out, deltas = states(2, 4), nn.BaseDeltaStates()
     nn.OutputUpdater().update_heteros(out, np.array([[0.1, np.nan], [np.nan, 0.2]]), deltas)
     d, e = deltas.delta_mu.reshape(4, 2), deltas.delta_var.reshape(4, 2)
@@ -96,7 +96,7 @@ MASK = np.array([[False, True, False, False], [True, False, False, True]])
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
 def test_update_ignores_masked_observations(dtype: str) -> None:
-    """As NaN; whatever lies below the mask."""
+    """The values under the mask have no effect."""
     values = np.arange(8).reshape(2, 4).astype(dtype)
     masked, hole = np.ma.array(values, mask=MASK), np.where(MASK, np.nan, values)
     indices, updater = [[1, 2, 3, 4], [4, 3, 2, 1]], nn.OutputUpdater()
@@ -115,7 +115,7 @@ def test_update_ignores_masked_observations(dtype: str) -> None:
 
 
 def test_update_ignores_observations_with_masked_variance() -> None:
-    """So may ``0.1 * y`` of a masked ``y`` be passed."""
+    """For example ``0.1 * y`` of a masked ``y``."""
     updater, found, expected = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
     y, errors = np.ones((2, 4)), np.ma.array(np.full((2, 4), 0.1), mask=MASK)
     updater.update(states(), np.where(MASK, np.nan, y), 0.1, expected)
@@ -129,7 +129,7 @@ def test_update_ignores_observations_with_masked_variance() -> None:
 
 
 def test_update_requires_the_batch_first_or_flat_arrays() -> None:
-    """What has the samples along another dimension has as many elements, in another order."""
+    """Arrays with samples in another dimension have the same size but another order."""
     updater, deltas, out = nn.OutputUpdater(), nn.BaseDeltaStates(), states(12, 2)
     y, indices = np.arange(24.0), np.ones((12, 2), int)
     for shape in ((12, 2), (24,), (24, 1), (12, 1, 2), (1, 12, 2), (12, 2, 1)):
@@ -148,9 +148,7 @@ def test_update_requires_the_batch_first_or_flat_arrays() -> None:
             updater.update(out, y, y.reshape(shape), deltas)
         with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
             updater.update_using_indices(out, y.reshape(shape), 0.1, indices, deltas)
-        with pytest.raises(
-            ValueError, match=r"selected_idx: expected shape \(12, k\), .*, got \(\d"
-        ):
+        with pytest.raises(ValueError, match=r"selected_idx: .* \(12, k\), .*, got \(\d"):
             updater.update_using_indices(out, y, 0.1, indices.reshape(shape), deltas)
         with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
             updater.update_heteros(states(12, 4), y.reshape(shape), deltas)

@@ -1,4 +1,4 @@
-"""Metrics, data sets, windows, scales; CUDA's questions where there is none; the page of names."""
+"""Metrics, data sets, windows, scaling, CUDA queries, and the migration table."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ def test_metrics_equal_pytagi() -> None:
 
 
 def test_metrics_accept_flat_arrays_and_reject_other_sizes() -> None:
-    """NumPy broadcasts (12,) with (12, 1) to 144 differences, silently."""
+    """NumPy would broadcast (12,) and (12, 1) to 144 differences."""
     expected = metric.mse(A, B)
     assert metric.mse(A.reshape(12, 1), B) == expected
     assert metric.mse(A.reshape(3, 4).tolist(), B) == expected
@@ -79,7 +79,7 @@ def test_log_likelihood_is_the_gaussian_density() -> None:
 
 
 def mnist(folder: Path, count: int = 3) -> tuple[Path, Path, np.ndarray]:
-    """Write two files in MNIST's format."""
+    """Write two files in MNIST format."""
     pixels = RNG.integers(0, 256, (count, 4, 5), np.uint8)
     images, labels = folder / "images", folder / "labels"
     images.write_bytes(struct.pack(">4i", 2051, count, 4, 5) + pixels.tobytes())
@@ -88,7 +88,7 @@ def mnist(folder: Path, count: int = 3) -> tuple[Path, Path, np.ndarray]:
 
 
 def cifar(folder: Path, count: int = 3) -> tuple[Path, np.ndarray]:
-    """Write a file in the format of CIFAR-10's binary version."""
+    """Write a CIFAR-10 file (binary version)."""
     rows = RNG.integers(0, 256, (count, 3073), np.uint8)
     rows[:, 0] %= 10
     (folder / "batch.bin").write_bytes(rows.tobytes())
@@ -215,7 +215,7 @@ def test_normalizer_ignores_masked_elements() -> None:
 
 
 def test_cuda_queries_return_false_without_a_driver() -> None:
-    """pytagi raises: "CUDA driver version is insufficient"."""
+    """pytagi raises "CUDA driver version is insufficient"."""
     if cuda.get_device_count():
         pytest.skip("there is a CUDA device")
     assert cuda.is_available() is False
@@ -239,6 +239,6 @@ def test_names_of_the_migration_table_exist() -> None:
 
 
 def test_public_names_are_in_the_migration_table() -> None:
-    own = {"BaseLayer"}  # pytagi's as well, but nothing that a script calls
+    own = {"BaseLayer"}  # names of pytagi that no script calls
     listed = re.findall(r"`(\w+)`", PAGE.partition("## Names")[2].partition("\n## ")[0])
     assert set(fl.tagi.nn.__all__) - own <= set(listed)

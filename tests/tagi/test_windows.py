@@ -1,4 +1,4 @@
-"""Windows as columns: the kernels beside NumPy, and both directions beside each other."""
+"""Window kernels, compared with NumPy, and their adjoints."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ ALL = [
 
 
 def images(over: Windows, rng: np.random.Generator, first: bool) -> np.ndarray:
-    """Return a batch of 5 with 3 channels, which lie channel by channel, or image by image."""
+    """Return a batch of 5 images with 3 channels, in either memory order."""
     values = rng.standard_normal((3, 5, over.height, over.width)).astype(F)
     return values.transpose(1, 0, 2, 3) if first else values.reshape(5, 3, over.height, over.width)
 
@@ -28,7 +28,7 @@ def images(over: Windows, rng: np.random.Generator, first: bool) -> np.ndarray:
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("first", [False, True])
 def test_patches_kernels_equal_numpy(over: Windows, first: bool) -> None:
-    """To the last bit: of means alone, with squares, with variances; and back."""
+    """Bitwise, for means only, with squares, with variances, and backward."""
     rng = np.random.default_rng(0)
     mean, back = images(over, rng, first), images(over, rng, first)
     variance = np.abs(images(over, rng, first))
@@ -49,7 +49,7 @@ def test_patches_kernels_equal_numpy(over: Windows, first: bool) -> None:
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("columns", [1, 40, 10_000])
 def test_add_patches_is_the_adjoint_of_patches(over: Windows, columns: int) -> None:
-    """<patches(x), y> == <x, add_patches(y)>, over parts that cover all windows once."""
+    """<patches(x), y> == <x, add_patches(y)>, over chunks that cover all windows."""
     rng = np.random.default_rng(1)
     x = rng.integers(-9, 9, (5, 3, over.height, over.width)).astype(F)
     back, left, covered = np.zeros_like(x), 0.0, 0
@@ -69,7 +69,7 @@ def test_add_patches_is_the_adjoint_of_patches(over: Windows, columns: int) -> N
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("first", [False, True])
 def test_sum_windows_kernel_equals_numpy(over: Windows, first: bool) -> None:
-    """To the last bit; the adjoint, too."""
+    """Bitwise, including the adjoint."""
     rng = np.random.default_rng(2)
     x = images(over, rng, first)
     sums = module.sum_windows(over, x, 1 / 9)
@@ -85,7 +85,7 @@ def test_sum_windows_kernel_equals_numpy(over: Windows, first: bool) -> None:
 @pytest.mark.parametrize("over", [over for over in ALL if over.after < over.kernel])
 @pytest.mark.parametrize("first", [False, True])
 def test_largest_kernel_equals_numpy(over: Windows, first: bool) -> None:
-    """Also equal ones, and what is no number; the way back differs by rounding."""
+    """Includes ties and NaN; backward results differ by rounding."""
     rng = np.random.default_rng(3)
     mean = np.round(images(over, rng, first))
     mean[rng.uniform(size=mean.shape) < 0.3] = np.nan
