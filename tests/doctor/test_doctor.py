@@ -27,11 +27,11 @@ NEEDS_MPI = pytest.mark.skipif(
 
 
 def test_table_aligns_columns_and_wraps() -> None:
-    found = [
+    findings = [
         Finding("gloo", OK, "there"),
         Finding("shared memory", WARNING, "very little " * 5, "take more of it"),
     ]
-    assert doctor.table(found, 60).splitlines() == [
+    assert doctor.table(findings, 60).splitlines() == [
         "  ok       gloo           there",
         "  warning  shared memory  very little very little very",
         "                          little very little very little",
@@ -83,9 +83,9 @@ def test_file_system_of_names_the_file_system(tmp_path: Path) -> None:
 
 
 def test_rendezvous_folder_reports_all_guarantees_and_leaves_no_files(tmp_path: Path) -> None:
-    found = list(doctor.rendezvous_folder(tmp_path))
-    assert [each.subject for each in found] == ["file system", *doctor.GUARANTEES]
-    assert all(each.state is OK for each in found)
+    findings = list(doctor.rendezvous_folder(tmp_path))
+    assert [each.subject for each in findings] == ["file system", *doctor.GUARANTEES]
+    assert all(each.state is OK for each in findings)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,10 +138,10 @@ def test_mpirun_warns_if_it_belongs_to_another_mpi(
 
 @NEEDS_MPI
 def test_mpi_reports_library_abi_and_mpirun() -> None:
-    found = {each.subject: each for each in doctor.mpi()}
-    assert list(found) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
-    assert found["library"].state is found["ABI"].state is found["GPU memory"].state is OK
-    abi, standard, path = found["ABI"].detail.split("; ")
+    findings = {each.subject: each for each in doctor.mpi()}
+    assert list(findings) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
+    assert findings["library"].state is findings["ABI"].state is findings["GPU memory"].state is OK
+    abi, standard, path = findings["ABI"].detail.split("; ")
     assert abi
     assert standard.startswith("MPI ")
     assert Path(path).name.startswith("libmpi")
@@ -155,11 +155,11 @@ def test_mpi_reports_gpu_pointer_support(
     """The facts are constants here, because one MPI has one behaviour."""
     facts = {"library": "x", "ABI": "x", "vendor": "x", "threads": False, "cuda": cuda}
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", facts, ""))
-    found = {each.subject: each for each in doctor.mpi()}
-    detail = found["GPU memory"].detail
+    findings = {each.subject: each for each in doctor.mpi()}
+    detail = findings["GPU memory"].detail
     assert ("params={'BACKEND': 'mpi', 'MPI_CUDA_AWARE': 1}" in detail) == (cuda is True)
     assert ("unknown" in detail, "does not accept" in detail) == (cuda is None, cuda is False)
-    assert found["threads"].state is WARNING
+    assert findings["threads"].state is WARNING
 
 
 @NEEDS_MPI
@@ -170,10 +170,10 @@ def test_mpi_is_missing_and_not_tried_if_it_cannot_be_loaded(
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", {}, problem))
     monkeypatch.setattr(doctor, "TRIALS", {"mpi": doctor.TRIALS["mpi"]})
     (library,) = doctor.mpi()
-    (way,) = doctor.trials(1.0, [library])
-    assert library.state is way.state is MISSING
+    (trial,) = doctor.trials(1.0, [library])
+    assert library.state is trial.state is MISSING
     assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
-    assert way.detail.startswith("requires library")
+    assert trial.detail.startswith("requires library")
 
 
 SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
@@ -266,10 +266,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_doctor_reports_missing_features_and_succeeds(bare: Path) -> None:
     done = run(python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = states(done.stdout)
-    missing = {name for name, state in found.items() if state == "missing"}
+    state_of = states(done.stdout)
+    missing = {name for name, state in state_of.items() if state == "missing"}
     assert missing >= {"gloo", "mpi4py", "CuPy", "NCCL"}
-    assert found["shm"] == "ok"
+    assert state_of["shm"] == "ok"
     text = " ".join(done.stdout.split())
     assert "Why: it could not be compiled. Install libgloo-dev, then install again" in text
     assert "pip install 'flashlight-py[mpi]'" in text
@@ -280,10 +280,12 @@ def test_doctor_reports_missing_features_and_succeeds(bare: Path) -> None:
 def test_doctor_run_fails_only_if_an_installed_path_fails(bare: Path) -> None:
     done = run("--run", python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = states(done.stdout)
-    ways = {name: found[name] for name in ("single", "shm", "gloo", "hierarchical", "mpi", "nccl")}
-    assert ways.pop("single") == ways.pop("shm") == "ok"
-    assert set(ways.values()) == {"missing"}
+    state_of = states(done.stdout)
+    paths = {
+        name: state_of[name] for name in ("single", "shm", "gloo", "hierarchical", "mpi", "nccl")
+    }
+    assert paths.pop("single") == paths.pop("shm") == "ok"
+    assert set(paths.values()) == {"missing"}
     library = next(bare.parent.parent.glob("lib/python*/site-packages/flashlight_py/distributed"))
     broken = library / "backends" / "shm.py"
     broken.write_text(broken.read_text().replace("fl_shm_open(", "fl_shm_opened("))
@@ -298,8 +300,8 @@ def test_doctor_run_fails_only_if_an_installed_path_fails(bare: Path) -> None:
 def test_doctor_run_reports_the_speed_of_each_path() -> None:
     done = run("--run")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = states(done.stdout)
-    assert all(found[way] == "ok" for way in ("single", "shm", "gloo", "hierarchical", "mpi"))
+    state_of = states(done.stdout)
+    assert all(state_of[path] == "ok" for path in ("single", "shm", "gloo", "hierarchical", "mpi"))
     assert done.stdout.count("GB/s") >= 4
     assert "2 hosts with 2, 2 ranks" in " ".join(done.stdout.split())
 

@@ -85,6 +85,6 @@ def slurm() -> Iterator[Host]:
         patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
         if host.run(["bash", "-c", _START], cwd=folder).returncode != 0:
             logs = [folder / "start.log", folder / "control.log"]
-            said = "\n".join(log.read_text() for log in logs if log.exists())
-            raise RuntimeError(f"the Slurm cluster does not start:\n{said}")
+            text = "\n".join(log.read_text() for log in logs if log.exists())
+            raise RuntimeError(f"the Slurm cluster does not start:\n{text}")
         yield host

@@ -33,15 +33,15 @@ def test_run_returns_results_in_rank_order(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("raise", "rank 1 of 3 raised ValueError: a bad batch; the other ranks were ended"),
         ("compute", "rank 1 of 3 raised ValueError: a bad batch; the other ranks were ended"),
         ("kill", "rank 1 of 3 was lost: "),
     ],
 )
-def test_run_names_the_first_cause(run: Run, how: str, said: str) -> None:
-    with pytest.raises(RankFailedError, match=said) as caught:
+def test_run_names_the_first_cause(run: Run, how: str, message: str) -> None:
+    with pytest.raises(RankFailedError, match=message) as caught:
         run(tasks.fail, (how,))
     assert caught.value.rank == 1
     if how != "kill":
@@ -85,8 +85,8 @@ def test_dask_run_raises_value_error_if_processes_are_too_few() -> None:
 
 @pytest.mark.parametrize("run", [spark], indirect=True)
 def test_spark_run_raises_timeout_error_if_slots_are_too_few(run: Run) -> None:
-    said = r"expected at least 5 slots, one per rank, got 3 after \d+ s\. Raise spark.executor"
-    with pytest.raises(TimeoutError, match=said):
+    pattern = r"expected at least 5 slots, one per rank, got 3 after \d+ s\. Raise spark.executor"
+    with pytest.raises(TimeoutError, match=pattern):
         fl.launch.spark.run(tasks.total, (1,), nprocs=5)
 
 

@@ -56,6 +56,6 @@ def test_engines_example_has_the_same_bits_after_a_killed_rank(
     skip_without(engine)
     draw = random.Random(f"{engine} {seed}")
     killed = [str(KILLED), str(1 + draw.randrange(20)), str(draw.randrange(2))]
-    found, errors = digest(engine, tmp_path, *killed)
-    assert found == undisturbed
+    checksum, errors = digest(engine, tmp_path, *killed)
+    assert checksum == undisturbed
     assert errors.count("starting again") == 1, errors

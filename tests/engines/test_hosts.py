@@ -26,8 +26,8 @@ start = pickle.loads(bytes.fromhex(packed))
 if rank == 0:
     meeting = listen_for_ranks(start.key, hosts[0], hosts)
     print(json.dumps(meeting), flush=True)
-found = start.serve(rank, RendezvousAddress(*meeting))
-print(found.description if isinstance(found, Failure) else pickle.loads(found), flush=True)
+outcome = start.serve(rank, RendezvousAddress(*meeting))
+print(outcome.description if isinstance(outcome, Failure) else pickle.loads(outcome), flush=True)
 """
 
 
@@ -56,5 +56,5 @@ def test_rank_0_is_reachable_from_another_host(cluster: Cluster, hosts: list[str
         meeting = json.loads(first.stdout.readline())
         assert meeting[0][0] == hosts[0]
         with begin(1, meeting) as second:
-            found = [each.communicate()[0].strip() for each in (first, second)]
-    assert found == ["(0, 21)", "(1, 21)"]
+            outputs = [each.communicate()[0].strip() for each in (first, second)]
+    assert outputs == ["(0, 21)", "(1, 21)"]

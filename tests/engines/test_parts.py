@@ -138,8 +138,8 @@ def test_wait_for_slots_polls_until_slots_suffice(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine, "POLL_SECONDS", 0.001)
     counts = itertools.chain([0, 1], itertools.repeat(2))
     engine.wait_for_slots(call_of(2), 60, counts.__next__, "slots", "Add some")
-    said = "expected at least 3 slots, one per rank, got 2. Add some"
-    with pytest.raises(ValueError, match=said):
+    pattern = "expected at least 3 slots, one per rank, got 2. Add some"
+    with pytest.raises(ValueError, match=pattern):
         engine.wait_for_slots(call_of(3), 0, lambda: 2, "slots", "Add some")
     with pytest.raises(TimeoutError, match=r"slots, one per rank, got 2 after 0 s\. Add some"):
         engine.wait_for_slots(call_of(3, 0.01), 60, lambda: 2, "slots", "Add some")

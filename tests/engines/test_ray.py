@@ -30,15 +30,15 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"resources": {"CPU": 3}}, r"'CPU': 3\} each, placed by PACK, got resources for 0 ranks"),
         ({"strategy": "STRICT_PACK"}, r"for 2 ranks\. The nodes have CPU 2; CPU 2; CPU 2"),
         ({"strategy": "STRICT_SPREAD", "nprocs": 4}, "4 ranks with .* resources for 3"),
     ],
 )
-def test_ray_run_rejects_ranks_that_do_not_fit(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_ray_run_rejects_ranks_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fl.launch.ray.run(tasks.total, (1,), **{"nprocs": SIZE, **options})
 
 
@@ -79,13 +79,13 @@ def test_ray_train_workers_form_a_world(tmp_path: Path) -> None:
     def train(config: dict[str, Any]) -> None:
         rank = ray.train.get_context().get_world_rank()
         total = int(fl.all_reduce(np.array(10 + rank)))
-        found = f"{fl.get_world_rank()} of {fl.get_world_size()}: {total}"
-        Path(config["folder"], str(rank)).write_text(found)
+        text = f"{fl.get_world_rank()} of {fl.get_world_size()}: {total}"
+        Path(config["folder"], str(rank)).write_text(text)
 
     (tmp_path / "found").mkdir()
     fit(tmp_path, train, folder=str(tmp_path / "found"))
-    found = [(tmp_path / "found" / str(rank)).read_text() for rank in range(SIZE)]
-    assert found == [f"{rank} of 3: 33" for rank in range(SIZE)]
+    texts = [(tmp_path / "found" / str(rank)).read_text() for rank in range(SIZE)]
+    assert texts == [f"{rank} of 3: 33" for rank in range(SIZE)]
 
 
 def test_ray_train_worker_that_raises_ends_other_workers(tmp_path: Path) -> None:

@@ -94,10 +94,10 @@ def test_write_whole_sends_all_over_a_non_blocking_socket() -> None:
     with ours, theirs:
         Reader(theirs.fileno())
         assert not os.get_blocking(theirs.fileno())
-        said = message("output", 0, "out", "x" * 1_000_000)
-        speaker = threading.Thread(target=write_whole, args=(theirs.fileno(), said))
+        line = message("output", 0, "out", "x" * 1_000_000)
+        speaker = threading.Thread(target=write_whole, args=(theirs.fileno(), line))
         speaker.start()
         with ours.makefile("rb") as stream:
             received = stream.readline()
         speaker.join()
-    assert received == said
+    assert received == line

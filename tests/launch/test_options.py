@@ -101,7 +101,7 @@ POD = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "0"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "words", "options"),
+    ("environ", "words", "expected"),
     [
         (POD, [], (3, None)),
         ({**POD, "PET_MAX_RESTARTS": "5"}, ["-n", "1"], (1, 5)),
@@ -113,13 +113,13 @@ POD = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "0"}
 def test_read_options_takes_defaults_from_pod_variables(
     environ: dict[str, str],
     words: list[str],
-    options: tuple[object, ...],
+    expected: tuple[object, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    found = read_options([*words, "t.py"], PYTHON)
-    assert (found.ranks, found.max_restarts) == options
+    parsed = read_options([*words, "t.py"], PYTHON)
+    assert (parsed.ranks, parsed.max_restarts) == expected
 
 
 def test_read_options_rejects_several_pods(

@@ -33,8 +33,8 @@ def total(rank: int, start: int) -> Any:
 
 
 def test_spawn_returns_results_in_rank_order() -> None:
-    found = fl.spawn(places, args=("a", {"b": 1}), nprocs=3)
-    assert found == [(rank, rank, 3, rank, ("a", {"b": 1})) for rank in range(3)]
+    results = fl.spawn(places, args=("a", {"b": 1}), nprocs=3)
+    assert results == [(rank, rank, 3, rank, ("a", {"b": 1})) for rank in range(3)]
 
 
 def test_spawn_initialises_a_world_of_one_process() -> None:

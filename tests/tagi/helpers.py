@@ -49,14 +49,14 @@ def learn(net: nn.Sequential, x: Any, y: Any, errors: Any = 0.1) -> None:
     net.step()
 
 
-def equal(found: Any, expected: Any, rtol: float = 0, atol: float = 0, message: str = "") -> None:
+def equal(actual: Any, expected: Any, rtol: float = 0, atol: float = 0, message: str = "") -> None:
     """Compare arrays, or equally structured dictionaries, tuples and lists of arrays."""
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for key, value in expected.items():
-            equal(found[key], value, rtol, atol, f"{message} {key}")
+            equal(actual[key], value, rtol, atol, f"{message} {key}")
     elif isinstance(expected, np.ndarray) or not isinstance(expected, Iterable):
-        np.testing.assert_allclose(found, expected, rtol, atol, err_msg=message)
+        np.testing.assert_allclose(actual, expected, rtol, atol, err_msg=message)
     else:
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             equal(one, other, rtol, atol, message)

@@ -59,10 +59,10 @@ def _oracle() -> Oracle | str:
 
 def oracle() -> Oracle:
     """Return the oracle, or skip the test with the reason."""
-    found = _oracle()
-    if isinstance(found, str):
-        pytest.skip(f"needs the real pytagi: {found}")
-    return found
+    oracle_or_reason = _oracle()
+    if isinstance(oracle_or_reason, str):
+        pytest.skip(f"needs the real pytagi: {oracle_or_reason}")
+    return oracle_or_reason
 
 
 def oracle_run(program: str, **arrays: Any) -> Any:
@@ -74,21 +74,21 @@ def oracle_run(program: str, **arrays: Any) -> Any:
     return oracle().ask(program=textwrap.dedent(program), arrays=arrays)
 
 
-def equal_programs(program: str, rtol: float = 0, atol: float = 0, **given: Any) -> None:
+def equal_programs(program: str, rtol: float = 0, atol: float = 0, **arrays: Any) -> None:
     """Run ``program`` with both libraries and compare the variable ``result``."""
-    space = names_of(tagi) | given
+    space = names_of(tagi) | arrays
     exec(textwrap.dedent(program), space)
-    equal(space["result"], oracle_run(program, **given), rtol, atol)
+    equal(space["result"], oracle_run(program, **arrays), rtol, atol)
 
 
-def run_both(program: str, **given: Any) -> tuple[Any, Any]:
+def run_both(program: str, **arrays: Any) -> tuple[Any, Any]:
     """Run ``program`` with both libraries and return both values of ``result``.
 
     The first element of the result is the initial parameters, which this package takes from pytagi.
     ``{load}`` in the program is whether to load ``parameters``.
     """
-    parameters, *real = oracle_run(program.format(load=False), **given)
-    space = {**vars(nn), "np": np, **given, "parameters": parameters}
+    parameters, *real = oracle_run(program.format(load=False), **arrays)
+    space = {**vars(nn), "np": np, **arrays, "parameters": parameters}
     exec(program.format(load=True), space)
     return space["result"][1:], real
 
@@ -141,25 +141,29 @@ def compare(
     Returns:
         The results of the oracle and of this package.
     """
-    given = {"x": x, "y": y, "var_y": var_y, **options}
-    there = oracle_step(network, params=params, **given)
-    ours = own_step(here or network, there.before, **given)
+    arguments = {"x": x, "y": y, "var_y": var_y, **options}
+    reference = oracle_step(network, params=params, **arguments)
+    ours = own_step(here or network, reference.before, **arguments)
     close = functools.partial(assert_close, rtol=rtol, atol=atol)
-    close("output means", ours.mu, there.mu)
-    close("output variances", ours.var, there.var)
-    close("deltas of output means", ours.output_deltas[0], there.output_deltas[0])
-    close("deltas of output variances", ours.output_deltas[1], there.output_deltas[1])
-    assert set(ours.after) == set(there.after)
-    for name in sorted(there.after):
-        for which, own, real in zip(DELTAS, ours.deltas[name], there.deltas[name], strict=True):
-            close(f"{name}: {which}", own, real)
+    close("output means", ours.mu, reference.mu)
+    close("output variances", ours.var, reference.var)
+    close("deltas of output means", ours.output_deltas[0], reference.output_deltas[0])
+    close("deltas of output variances", ours.output_deltas[1], reference.output_deltas[1])
+    assert set(ours.after) == set(reference.after)
+    for name in sorted(reference.after):
+        for which, actual, expected in zip(
+            DELTAS, ours.deltas[name], reference.deltas[name], strict=True
+        ):
+            close(f"{name}: {which}", actual, expected)
         # Entries of this package also have running statistics, unlike pytagi's.
-        for number, real in enumerate(there.after[name]):
-            close(f"{name}: {STATE[number]} after", ours.after[name][number], real)
-    return there, ours
+        for number, expected in enumerate(reference.after[name]):
+            close(f"{name}: {STATE[number]} after", ours.after[name][number], expected)
+    return reference, ours
 
 
-def assert_close(what: str, own: np.ndarray, real: np.ndarray, rtol: float, atol: float) -> None:
+def assert_close(
+    name: str, actual: np.ndarray, expected: np.ndarray, rtol: float, atol: float
+) -> None:
     """Compare with the tolerances of :func:`compare`; the message names the array."""
-    largest = np.abs(real).max(initial=0)
-    np.testing.assert_allclose(own, real, rtol, atol * largest, err_msg=what)
+    largest = np.abs(expected).max(initial=0)
+    np.testing.assert_allclose(actual, expected, rtol, atol * largest, err_msg=name)

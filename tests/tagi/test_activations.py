@@ -77,10 +77,10 @@ def test_mixture_activations_have_exact_moments(name: str) -> None:
     m, v = GRID
     usable = (np.square(m, dtype=np.float64) < 1e9) & (v < 1e5)
     m, v = m[usable], v[usable]
-    found = EXACT[name](m, v)
+    actual = EXACT[name](m, v)
     plain = globals()[name.removesuffix("_in_numpy")]
     expected = np.array([plain(float(a), float(b)) for a, b in zip(m, v, strict=True)])
-    for number, each in enumerate(found):
+    for number, each in enumerate(actual):
         assert each.dtype == REAL
         equal(each, expected[:, number], rtol=1e-6, atol=2e-9)
 
@@ -121,8 +121,8 @@ def test_mixture_kernels_equal_numpy(name: str) -> None:
     wide = (m.astype(np.float64), v.astype(np.float64))
     cases = [(m, v), wide, swapped, (m, swapped[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
     for mean, variance in [*cases, (m[:0], v[:0])]:
-        found, expected = moments(mean, variance), in_numpy(moments, mean, variance)
-        for one, other in zip(found, expected, strict=True):
+        actual, expected = moments(mean, variance), in_numpy(moments, mean, variance)
+        for one, other in zip(actual, expected, strict=True):
             assert one.shape == mean.shape
             assert one.dtype == REAL
             equal(one, other, rtol=1e-6, atol=1e-12)
@@ -170,13 +170,13 @@ def test_activation_is_linearised_at_the_mean(name: str) -> None:
     m, v = GRID
     mean, variance, slope = getattr(activations, name)()._moments(m, v)
     slopes = np.array([slope_of(float(each)) for each in m])
-    for found, expected in (
+    for actual, expected in (
         (mean, np.array([value(float(each)) for each in m])),
         (variance, slopes**2 * v),
         (slope, slopes),
     ):
-        assert found.dtype == REAL
-        equal(found, expected, rtol=1e-6, atol=2e-7)
+        assert actual.dtype == REAL
+        equal(actual, expected, rtol=1e-6, atol=2e-7)
 
 
 def test_relu_is_linearised_in_a_network() -> None:
@@ -187,13 +187,13 @@ def test_relu_is_linearised_in_a_network() -> None:
 
 def test_even_exp_is_finite_for_large_inputs() -> None:
     m, v = GRID
-    found = activations.exponential(m, v)
-    assert np.isfinite(found).all()
+    actual = activations.exponential(m, v)
+    assert np.isfinite(actual).all()
     inside = (abs(m) + v) < 40
     wide, spread = m[inside].astype(np.float64), v[inside].astype(np.float64)
     mean = np.exp(wide + spread / 2)
-    equal(found[0][inside], mean, rtol=1e-6)
-    equal(found[1][inside], mean**2 * np.expm1(spread), rtol=1e-6, atol=1e-44)
+    equal(actual[0][inside], mean, rtol=1e-6)
+    equal(actual[1][inside], mean**2 * np.expm1(spread), rtol=1e-6, atol=1e-44)
 
 
 def test_tails_match_series_and_erfc() -> None:
@@ -244,10 +244,10 @@ def plain_softmax(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
 def test_softmax_activations_match_formulas(name: str) -> None:
     plain = {"softmax": plain_softmax, "remax": plain_remax}.get(name, plain_closed_form)
     m, v = 2 * numbers(7, 5), 0.05 + np.square(numbers(7, 5, seed=1))
-    found = SHARES[name]()._moments(m, v)
+    actual = SHARES[name]()._moments(m, v)
     for row in range(len(m)):
         expected = plain(m[row].astype(np.float64), v[row].astype(np.float64))
-        for each, one in zip(found, expected, strict=True):
+        for each, one in zip(actual, expected, strict=True):
             equal(each[row], one, rtol=2e-5, atol=1e-7)
 
 
@@ -271,8 +271,8 @@ EXACT_SHARES = [
 @pytest.mark.parametrize(("m", "v", "expected"), EXACT_SHARES)
 def test_softmax_is_accurate_if_one_class_dominates(m: Any, v: Any, expected: Any) -> None:
     """The first two variances vanish in float32: pytagi's are wrong by 126 and by 1 %."""
-    found = activations.Remax()._moments(np.array([m], REAL), np.array([v], REAL))
-    equal(np.concatenate(found), expected, rtol=2e-6)
+    actual = activations.Remax()._moments(np.array([m], REAL), np.array([v], REAL))
+    equal(np.concatenate(actual), expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["softmax", "remax", "closed_form_softmax"])
@@ -311,10 +311,10 @@ def test_activation_accepts_any_shape_and_multiplies_slopes(name: str) -> None:
         assert array.dtype == REAL
         assert array.shape == m.shape
         equal(getattr(other, which), array, rtol=1e-6)
-    known = layer.forward(BaseHiddenStates(m))
+    exact = layer.forward(BaseHiddenStates(m))
     zero = layer.forward(BaseHiddenStates(m, np.zeros_like(m)))
-    equal(known.mean, zero.mean)
-    assert np.isfinite([known.mean, known.variance, known.slope]).all()
+    equal(exact.mean, zero.mean)
+    assert np.isfinite([exact.mean, exact.variance, exact.slope]).all()
     equal(m, numbers(5, 2, 3, 4))  # unchanged
 
 
@@ -322,8 +322,8 @@ def test_even_exp_transforms_every_second_unit() -> None:
     layer, old = fl.tagi.EvenExp(), fl.tagi.EvenExp(slope_times_variance=True)
     x = BaseHiddenStates(numbers(4, 6), np.square(numbers(4, 6, seed=1)))
     out, before = layer.forward(x), old.forward(x)
-    for found, kept in ((out.mean, x.mean), (out.variance, x.variance)):
-        equal(found[:, ::2], kept[:, ::2])
+    for actual, kept in ((out.mean, x.mean), (out.variance, x.variance)):
+        equal(actual[:, ::2], kept[:, ::2])
     assert (out.slope[:, ::2] == 1).all()
     equal(out.slope[:, 1::2], out.mean[:, 1::2])
     equal(before.slope[:, 1::2], x.variance[:, 1::2] * out.mean[:, 1::2], rtol=1e-6)
@@ -352,8 +352,8 @@ def test_random_networks_with_softmax_activations_match_pytagi() -> None:
         )
         y = np.eye(classes)[rng.integers(0, classes, batch)]
         x, errors = scale * rng.standard_normal((batch, inputs)), rng.choice([0.01, 0.1, 1])
-        given = x, y, np.full_like(y, errors)
-        compare(f"Sequential({network}, Remax())", *given, seed=seed, rtol=1e-3, atol=1e-3)
+        arguments = x, y, np.full_like(y, errors)
+        compare(f"Sequential({network}, Remax())", *arguments, seed=seed, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

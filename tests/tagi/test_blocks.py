@@ -24,8 +24,8 @@ def some_states(slope: bool = True) -> BaseHiddenStates:
     return BaseHiddenStates(mean, variance, np.square(numbers(3, 4, seed=2)) if slope else None)
 
 
-def close(found, expected) -> None:
-    equal(found, expected, rtol=1e-5, atol=1e-6)
+def close(actual, expected) -> None:
+    equal(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_layer_block_equals_its_layers() -> None:
@@ -69,8 +69,8 @@ def test_res_net_block_adds_both_paths(projected: bool) -> None:
     else:
         more = shortcut_alone.backward(d.copy(), e.copy(), True)
         close(shortcut.delta_mu_w, shortcut_alone.delta_mu_w)
-    for found, one, two in zip(deltas, back, more, strict=True):
-        close(found, one + two)
+    for actual, one, two in zip(deltas, back, more, strict=True):
+        close(actual, one + two)
     close((main.delta_mu_w, main.delta_var_b), (main_alone.delta_mu_w, main_alone.delta_var_b))
     assert block.backward(d.copy(), e.copy(), False) is None
 

@@ -29,9 +29,9 @@ def test_bounded_steps_equal_pytagi(batch: int) -> None:
     rng = np.random.default_rng(batch)
     x, y = 3 * rng.standard_normal((batch, 4)), 5000 * rng.standard_normal((batch, 3))
     net = "Sequential(Linear(4, 6), ReLU(), Linear(6, 3))"
-    there, _ = compare(net, x, y, np.full(y.shape, 1e-4), rtol=1e-4, atol=2e-5)
-    change = there.after["Linear.2"][0] - there.before["Linear.2"][0]
-    bound = np.sqrt(there.before["Linear.2"][1]) / cap_factor(batch)
+    reference, _ = compare(net, x, y, np.full(y.shape, 1e-4), rtol=1e-4, atol=2e-5)
+    change = reference.after["Linear.2"][0] - reference.before["Linear.2"][0]
+    bound = np.sqrt(reference.before["Linear.2"][1]) / cap_factor(batch)
     equal(np.abs(change).max(), bound.max(), rtol=1e-4)
 
 
@@ -66,9 +66,9 @@ def test_step_kernel_has_the_bits_of_numpy(size: int, batch: int) -> None:
     ours, reference = arrays(size), arrays(size)
     with np.errstate(all="ignore"):
         step_in_numpy(*reference, 1 / cap_factor(batch))
-    found = step(ours, cap_factor(batch))
-    equal(found, reference)
-    assert (found[1] > 0).all()
+    actual = step(ours, cap_factor(batch))
+    equal(actual, reference)
+    assert (actual[1] > 0).all()
 
 
 @needs_kernels
@@ -91,6 +91,6 @@ def test_step_uses_numpy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("flashlight_py.tagi.native.native", lambda: None)
     ours, reference = arrays(50), arrays(50)
     with np.errstate(all="ignore"):
-        found = step(ours, 2.0)
+        actual = step(ours, 2.0)
         step_in_numpy(*reference, 0.5)
-    equal(found[0], reference[0])
+    equal(actual[0], reference[0])

@@ -104,12 +104,12 @@ def test_convolution_moments_and_deltas_match_random_draws(kind: Any) -> None:
     observe(net, y, error)
     z = (z - z.mean(0)).reshape(draws, -1)
     gain, surprise = 1 / (variance.ravel() + error), (y - mean).ravel()
-    for own, (d, e) in (
+    for samples, (d, e) in (
         (w, (layer.delta_mu_w, layer.delta_var_w)),
         (b, (layer.delta_mu_b, layer.delta_var_b)),
         (units.reshape(draws, -1), _of_input(net, v)),
     ):
-        covariance = (own - own.mean(0)).T @ z / draws
+        covariance = (samples - samples.mean(0)).T @ z / draws
         equal(d, covariance @ (gain * surprise), rtol=0.05, atol=0.02)
         equal(e, -(covariance**2) @ gain, rtol=0.05, atol=0.01)
 
@@ -258,9 +258,9 @@ def test_pools_match_definition(kind: Any, geometry: tuple[int, ...], channel_fi
             mean[at], variance[at] = m[where][best], v[where][best]
             back[where][best] += d[at]
             back_e[where][best] += e[at]
-    found = (z.mean, z.variance, *layer.backward(d, e, True))
+    actual = (z.mean, z.variance, *layer.backward(d, e, True))
     expected = (mean, variance, back * slope, back_e * slope**2)
-    equal(found, expected, rtol=1e-5, atol=1e-6)
+    equal(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 4, 8])

@@ -20,17 +20,17 @@ def test_embedding_first_step_equals_pytagi(padding: int) -> None:
     """pytagi's deltas of variances lack a factor, and its sums are never cleared: not compared."""
     network = NETWORK.format(padding=padding)
     y, errors = np.array([[0.5], [-1.0], [2.0], [0.0]]), np.full((4, 1), 0.3)
-    there = oracle_step(network, INDICES, y, var_y=errors)
-    ours = own_step(network, there.before, INDICES, y, var_y=errors)
-    equal((ours.mu, ours.var), (there.mu, there.var), 1e-5, 1e-6)
+    reference = oracle_step(network, INDICES, y, var_y=errors)
+    ours = own_step(network, reference.before, INDICES, y, var_y=errors)
+    equal((ours.mu, ours.var), (reference.mu, reference.var), 1e-5, 1e-6)
     for which in (0, 2):
-        equal(ours.deltas["Embedding.0"][which], there.deltas["Embedding.0"][which], 1e-4, 1e-6)
-    variances = there.before["Embedding.0"][1]
+        equal(ours.deltas["Embedding.0"][which], reference.deltas["Embedding.0"][which], 1e-4, 1e-6)
+    variances = reference.before["Embedding.0"][1]
     np.testing.assert_allclose(  # the factor that pytagi lacks
-        ours.deltas["Embedding.0"][1], there.deltas["Embedding.0"][1] * variances, 1e-4, 1e-6
+        ours.deltas["Embedding.0"][1], reference.deltas["Embedding.0"][1] * variances, 1e-4, 1e-6
     )
     for which in range(4):
-        equal(ours.after["Linear.1"][which], there.after["Linear.1"][which], 1e-4, 1e-5)
+        equal(ours.after["Linear.1"][which], reference.after["Linear.1"][which], 1e-4, 1e-5)
 
 
 def test_embedding_rows_sum_deltas_of_all_occurrences() -> None:
@@ -97,8 +97,8 @@ def test_embedding_accepts_indices_of_any_dtype_and_strides(dtype: type) -> None
     net = nn.Sequential(nn.Embedding(2, 3))
     x = np.array([[0, 1, 1], [1, 0, 0]])
     expected = net(x)[0]
-    given = np.asfortranarray(x.astype(dtype))
-    equal(net(given)[0], expected)
+    indices = np.asfortranarray(x.astype(dtype))
+    equal(net(indices)[0], expected)
     equal(net(x.ravel().astype(dtype))[0], expected.ravel())
 
 

@@ -109,10 +109,10 @@ def test_steps_with_uncertain_inputs_equal_pytagi(layers: str, shape: tuple[int,
 )
 def test_layer_arguments_have_the_meaning_of_pytagi(layer: str, shape: tuple[int, ...]) -> None:
     layers = f"{layer}, Linear(3, 2)" if layer.startswith("LSTM") else layer
-    there, _ = compare(f"Sequential({layers})", *batch(layers, shape, 6), rtol=1e-4, atol=2e-5)
-    (name, own), *_ = network(layers).state_dict().items()
+    reference, _ = compare(f"Sequential({layers})", *batch(layers, shape, 6), rtol=1e-4, atol=2e-5)
+    (name, entry), *_ = network(layers).state_dict().items()
     for number in (1, 3):  # initial variances
-        equal(own[number], there.before[name][number], 1e-6)
+        equal(entry[number], reference.before[name][number], 1e-6)
 
 
 def test_layers_have_the_info_of_pytagi() -> None:

@@ -89,15 +89,15 @@ def results(net: Sequential, x: Any) -> Any:
 @EACH_UPDATE
 @EACH
 def test_training_on_a_gpu_equals_numpy(name: str, update: str, strict: Any) -> None:
-    found = []
+    outcomes = []
     for device in ("cpu", "cuda"):
         net = made(name)
         net.to_device(device)
         assert net.device == ("cpu" if device == "cpu" else "cuda:0")
         learn(net, batch(name), 3, update)
-        found.append(results(net, batch(name)))
-    assert isinstance(found[1][0], np.ndarray)  # the input was a NumPy array
-    equal(found[1], found[0], rtol=1e-4, atol=1e-5)
+        outcomes.append(results(net, batch(name)))
+    assert isinstance(outcomes[1][0], np.ndarray)  # the input was a NumPy array
+    equal(outcomes[1], outcomes[0], rtol=1e-4, atol=1e-5)
 
 
 def test_outputs_are_on_the_gpu_if_inputs_are(strict: Any) -> None:
@@ -160,15 +160,15 @@ def test_copy_of_a_network_is_independent(name: str, copied: Callable[[Any], Any
 
 @EACH
 def test_network_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
-    whole, resumed, x = made(name), made(name, 1), batch(name)
-    learn(whole, x, 2)
-    fl.save(tmp_path, whole, step=3)
-    found = fl.load(tmp_path, resumed)
-    assert found is not None
-    assert found.step == 3
-    for net in (whole, resumed):
+    uninterrupted, resumed, x = made(name), made(name, 1), batch(name)
+    learn(uninterrupted, x, 2)
+    fl.save(tmp_path, uninterrupted, step=3)
+    checkpoint = fl.load(tmp_path, resumed)
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+    for net in (uninterrupted, resumed):
         learn(net, x, 2)
-    equal(results(resumed, x), results(whole, x))  # includes running statistics
+    equal(results(resumed, x), results(uninterrupted, x))  # includes running statistics
 
 
 NORM = "Linear(3, 5), ReLU(), BatchNorm2d(5), Linear(5, 2, bias=False)"
@@ -181,9 +181,9 @@ def test_checkpoint_of_a_diverged_network_is_rejected(tmp_path: Path) -> None:
     expected = other.state_dict()
     with pytest.raises(
         ValueError, match=r"'BatchNorm2d\.2': running_variance is not finite"
-    ) as found:
+    ) as raised:
         fl.load(tmp_path, other)
-    assert str(found.value).startswith(f"load: the module of {path}: ")
+    assert str(raised.value).startswith(f"load: the module of {path}: ")
     equal(other.state_dict(), expected)
 
 

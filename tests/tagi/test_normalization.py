@@ -32,8 +32,8 @@ def drawn(layer: fl.tagi.BaseLayer) -> fl.tagi.BaseLayer:
     return layer
 
 
-def close(found, expected) -> None:
-    equal(found, expected, rtol=2e-5, atol=2e-5)
+def close(actual, expected) -> None:
+    equal(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def expected_of(layer, x, over, features, d, e):
@@ -75,8 +75,8 @@ def test_normalization_matches_formulas(case: str, bias: bool) -> None:
     out = layer.forward(x)
     close((out.mean, out.variance), moments)
     assert out.slope is None
-    found = layer.backward(d.reshape(len(d), -1), e.reshape(len(e), -1), True)
-    close(found, back)
+    actual = layer.backward(d.reshape(len(d), -1), e.reshape(len(e), -1), True)
+    close(actual, back)
     close((layer.weight.mean_sum, layer.weight.variance_sum), sums[:2])
     if bias:
         close((layer.biases.mean_sum, layer.biases.variance_sum), sums[2:])
@@ -118,14 +118,14 @@ def test_normalization_kernels_equal_numpy(positions: int) -> None:
                 for centers in (None, center):
                     expected = in_numpy(normalization.row_sums, arrays[0], centers)
                     close(normalization.row_sums(arrays[0], centers), expected)
-                given = (arrays[0], variance, center, scale, weight, bias)
-                found = normalization.standardize(*given)
-                expected = in_numpy(normalization.standardize, *given)
-                equal(found, expected, rtol=1e-6, atol=1e-6)
+                arguments = (arrays[0], variance, center, scale, weight, bias)
+                actual = normalization.standardize(*arguments)
+                expected = in_numpy(normalization.standardize, *arguments)
+                equal(actual, expected, rtol=1e-6, atol=1e-6)
                 for wanted in (True, False):
-                    given = (found[0], *arrays[2:4], j, scale, wanted)
-                    sums, deltas = normalization.standardize_back(*given)
-                    sums_2, deltas_2 = in_numpy(normalization.standardize_back, *given)
+                    arguments = (actual[0], *arrays[2:4], j, scale, wanted)
+                    sums, deltas = normalization.standardize_back(*arguments)
+                    sums_2, deltas_2 = in_numpy(normalization.standardize_back, *arguments)
                     close(sums, sums_2)
                     assert (deltas is None) == (deltas_2 is None) == (not wanted)
                     equal(deltas or (), deltas_2 or (), rtol=1e-6, atol=1e-6)
@@ -183,11 +183,11 @@ def test_batch_norm2d_adds_up_over_processes(rank: int, size: int, offset: int) 
     x = states(*shape)
     x.mean += REAL(offset)
     d, e = numbers(*shape, seed=3), -np.square(numbers(*shape, seed=4))
-    whole, layer = (drawn(fl.tagi.BatchNorm2d(3)) for _ in range(2))
-    for each in (whole, layer):
+    single, layer = (drawn(fl.tagi.BatchNorm2d(3)) for _ in range(2))
+    for each in (single, layer):
         each.connect(shape[1:])
-    expected = whole.forward(x)
-    wanted = expected.mean, expected.variance, *whole.backward(d, e, True)
+    expected = single.forward(x)
+    expected_deltas = expected.mean, expected.variance, *single.backward(d, e, True)
 
     def add_up(sums: np.ndarray) -> None:
         calls.append((sums.dtype, sums.shape))
@@ -196,12 +196,12 @@ def test_batch_norm2d_adds_up_over_processes(rank: int, size: int, offset: int) 
     layer.add_up = add_up
     rows = slice(7, 10) if rank else slice(0, 7)
     out = layer.forward(BaseHiddenStates(x.mean[rows], x.variance[rows], x.slope[rows]))
-    found = out.mean, out.variance, *layer.backward(d[rows], e[rows], True)
-    equal(found, [each[rows] for each in wanted], rtol=3e-6, atol=3e-6)
-    equal(layer.statistics(), whole.statistics(), rtol=1e-6)
+    actual = out.mean, out.variance, *layer.backward(d[rows], e[rows], True)
+    equal(actual, [each[rows] for each in expected_deltas], rtol=3e-6, atol=3e-6)
+    equal(layer.statistics(), single.statistics(), rtol=1e-6)
     equal(fl.broadcast(layer.batch_mean.copy(), 0), layer.batch_mean)
     for sums in ("mean_sum", "variance_sum"):
-        close(fl.all_reduce(getattr(layer.weight, sums).copy()), getattr(whole.weight, sums))
+        close(fl.all_reduce(getattr(layer.weight, sums).copy()), getattr(single.weight, sums))
     layer.set_training(False)
     layer.forward(x)  # no call of add_up
     assert calls == [(np.float64, (1 + 3 * 3,))]
@@ -234,11 +234,11 @@ def test_state_dict_includes_running_statistics() -> None:
     assert [each.size for each in state["BatchNorm2d.1"]] == [3, 3, 0, 0, 3, 3]
     assert [each.size for each in state["LayerNorm.shortcut.3"]] == [3, 3, 3, 3]
     other.load_state_dict(state)
-    found = net.get_norm_mean_var()
-    assert list(found) == ["BatchNorm2d()_1", "ResNetBlock(3,3)_3"]
+    statistics = net.get_norm_mean_var()
+    assert list(statistics) == ["BatchNorm2d()_1", "ResNetBlock(3,3)_3"]
     inner = net.layers[3].main_block.layers[1]
     for array, one in zip(
-        found["ResNetBlock(3,3)_3"], (*inner.statistics(), inner.batch_mean), strict=False
+        statistics["ResNetBlock(3,3)_3"], (*inner.statistics(), inner.batch_mean), strict=False
     ):
         equal(array[0], one)
     for each in (net, other):
@@ -275,7 +275,7 @@ def test_frozen_batch_norm2d_uses_the_statistics_of_its_forward_pass(images: boo
     net = nn.Sequential(before, layer, nn.Linear(48 if images else 3, 2))
     x = np.random.default_rng(0).standard_normal((2, 5, 2, 4, 4) if images else (2, 5, 6))
     updater = nn.OutputUpdater()
-    found = []
+    sums = []
     for batches in ([x[0], x[1][:3]], [x[1][:3]]):
         layer.training = True
         state = net.state_dict()
@@ -288,5 +288,5 @@ def test_frozen_batch_norm2d_uses_the_statistics_of_its_forward_pass(images: boo
                 net.output_z_buffer, np.ones((len(batch), 2)), 1, net.input_delta_z_buffer
             )
             net.backward()
-        found.append([bucket.sums.copy() for bucket in net.buckets])
-    equal(*found)
+        sums.append([bucket.sums.copy() for bucket in net.buckets])
+    equal(*sums)

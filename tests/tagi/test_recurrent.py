@@ -67,9 +67,9 @@ def test_lstm_moments_of_a_step_match_random_draws(uncertain: str) -> None:
     b = rng.normal(layer.mu_b, np.sqrt(layer.var_b), (draws, 12)).reshape(draws, 4, 3)
     h, c = (rng.normal(m, np.sqrt(v), (draws, 3)) for m, v in (states[:2], states[2:]))
     h, c = exact_step(w, b, rng.normal(x, np.sqrt(var_x), (draws, 2)), h, c)
-    own = net.get_lstm_states()[0]
-    equal(own[2], c.mean(0), atol=0.004)
-    equal(own[3], c.var(0), rtol=0.06)
+    states = net.get_lstm_states()[0]
+    equal(states[2], c.mean(0), atol=0.004)
+    equal(states[3], c.var(0), rtol=0.06)
     equal(mean[0], h.mean(0), atol=0.004)
     equal(variance[0], h.var(0), rtol=0.06)
 
@@ -111,8 +111,8 @@ def test_lstm_accepts_any_shape_and_batch_size() -> None:
     net = nn.Sequential(nn.LSTM(3, 2, 4), nn.Linear(8, 1))
     x = numbers(7, 4, 3)
     mean, variance = net(x)
-    for given in (x.reshape(7, 12), np.asfortranarray(x), x.astype(np.float64)[::1]):
-        equal(net(given), (mean, variance))
+    for variant in (x.reshape(7, 12), np.asfortranarray(x), x.astype(np.float64)[::1]):
+        equal(net(variant), (mean, variance))
     equal(net(x.ravel())[0], mean.ravel())
     equal(net(x[2:3])[0], mean[2:3], 1e-5, 1e-6)
 
@@ -142,11 +142,11 @@ def certain_lstm(ni: int, no: int, steps: int) -> tuple[nn.Sequential, np.ndarra
 def difference(function, at: np.ndarray, step: float = 1e-5) -> np.ndarray:  # type: ignore[no-untyped-def]
     """Return numeric derivatives of ``function(at)``, one row per element of ``at``."""
     rows = []
-    for place in np.ndindex(at.shape):
-        there = [at.astype(np.float64), at.astype(np.float64)]
-        there[0][place] += step
-        there[1][place] -= step
-        rows.append((function(there[0]) - function(there[1])) / (2 * step))
+    for index in np.ndindex(at.shape):
+        shifted = [at.astype(np.float64), at.astype(np.float64)]
+        shifted[0][index] += step
+        shifted[1][index] -= step
+        rows.append((function(shifted[0]) - function(shifted[1])) / (2 * step))
     return np.array(rows)
 
 
@@ -315,12 +315,12 @@ result = parameters, outputs, states
 @pytest.mark.slow
 def test_lstm_states_of_a_series_equal_pytagi() -> None:
     """Carried as posteriors, or as priors without observation; also reset and set."""
-    given = {
+    arrays = {
         "x": numbers(16, 2),
         "y": numbers(16, 1, seed=1),
         "error": np.full(1, 0.3, np.float32),
     }
-    equal(*run_both(SERIES, **given), 1e-4, 1e-6)
+    equal(*run_both(SERIES, **arrays), 1e-4, 1e-6)
 
 
 def test_lstm_carries_states_for_one_sample_of_one_step() -> None:

@@ -322,7 +322,7 @@ def chain(seed: int) -> tuple[nn.Sequential, nn.Sequential]:
 def test_chain_of_two_networks_equals_one_network(flat: bool) -> None:
     encoder, decoder = chain(3)
     tagi.manual_seed(3)
-    whole = nn.Sequential(
+    single = nn.Sequential(
         *(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), nn.ReLU()),
         *(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4)),
     )
@@ -337,9 +337,9 @@ def test_chain_of_two_networks_equals_one_network(flat: bool) -> None:
         encoder.input_delta_z_buffer.copy_from(decoder.output_delta_z_buffer, 18)
         encoder.backward()
         encoder.step()
-        learn(whole, X, X)
+        learn(single, X, X)
     halves = encoder.parameters() + decoder.parameters()
-    equal(halves, whole.parameters())
+    equal(halves, single.parameters())
 
 
 def test_copy_from_raises_value_error_without_deltas() -> None:

@@ -205,7 +205,7 @@ def test_smoother_rejects_networks_with_other_layers() -> None:
 
 def test_smoother_works_on_a_gpu(strict: Any) -> None:
     """A stand-in for CuPy represents the GPU."""
-    found = []
+    actual = []
     for device in ("cpu", "cuda"):
         net = network("SLSTM(2, 4, 1), SLSTM(4, 3, 1), SLinear(3, 1)", 3)
         net(np.ones(2))
@@ -213,7 +213,7 @@ def test_smoother_works_on_a_gpu(strict: Any) -> None:
         net.num_samples = 4
         for _ in run(net, series()["y"][:4]):
             net.set_lstm_states(net.get_lstm_states())
-        found.append([*net.smoother(), *net.get_lstm_states(2)[1]])
-    for own, expected in zip(*found, strict=True):
+        actual.append([*net.smoother(), *net.get_lstm_states(2)[1]])
+    for own, expected in zip(*actual, strict=True):
         assert isinstance(own, np.ndarray)
         equal(own, expected, 1e-4, 1e-6)

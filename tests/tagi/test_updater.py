@@ -26,8 +26,8 @@ def pairs(noise: float) -> dict[str, Any]:
 def test_update_ignores_unobserved_outputs_like_pytagi() -> None:
     y = Y.copy()
     y[1] = y[2, 3] = y[4, 0] = np.nan
-    there, _ = compare(NET, X, y, ERRORS)
-    assert not there.output_deltas[0].reshape(6, 4)[1].any()
+    reference, _ = compare(NET, X, y, ERRORS)
+    assert not reference.output_deltas[0].reshape(6, 4)[1].any()
 
 
 @pytest.mark.slow
@@ -106,25 +106,25 @@ def test_update_ignores_masked_observations(dtype: str) -> None:
         lambda y, d: updater.update_using_indices(states(), y, 0.1, indices, d),
         lambda y, d: updater.update_heteros(states(2, 8), y, d),
     ):
-        found, expected = nn.BaseDeltaStates(), nn.BaseDeltaStates()
+        actual, expected = nn.BaseDeltaStates(), nn.BaseDeltaStates()
         update(hole, expected)
         nested = [[row] for row in masked], tuple(list(row) for row in masked)
         for y in (masked, list(masked), masked.ravel(), *nested):
-            update(y, found)
-            equal((found.delta_mu, found.delta_var), (expected.delta_mu, expected.delta_var))
+            update(y, actual)
+            equal((actual.delta_mu, actual.delta_var), (expected.delta_mu, expected.delta_var))
 
 
 def test_update_ignores_observations_with_masked_variance() -> None:
     """For example ``0.1 * y`` of a masked ``y``."""
-    updater, found, expected = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
+    updater, actual, expected = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
     y, errors = np.ones((2, 4)), np.ma.array(np.full((2, 4), 0.1), mask=MASK)
     updater.update(states(), np.where(MASK, np.nan, y), 0.1, expected)
     for mu_obs in (y, np.ma.array(y, mask=MASK)):
-        updater.update(states(), mu_obs, errors, found)
-        equal((found.delta_mu, found.delta_var), (expected.delta_mu, expected.delta_var))
+        updater.update(states(), mu_obs, errors, actual)
+        equal((actual.delta_mu, actual.delta_var), (expected.delta_mu, expected.delta_var))
     with pytest.raises(ValueError, match="selected_idx: expected no masked elements, got 1 of 2"):
         updater.update_using_indices(
-            states(), y[:, :1], 0.1, np.ma.array([[1], [2]], mask=[[True], [False]]), found
+            states(), y[:, :1], 0.1, np.ma.array([[1], [2]], mask=[[True], [False]]), actual
         )
 
 
@@ -160,13 +160,13 @@ def test_update_requires_the_batch_first_or_flat_arrays() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
 def test_update_accepts_any_dtype_layout_and_shape(dtype: str) -> None:
     out, y = states(3, 4), (np.arange(12).reshape(3, 4) % 3).astype(dtype)
-    updater, expected, found = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
+    updater, expected, actual = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
     updater.update(out, y.astype(np.float32), np.full((3, 4), 0.1, np.float32), expected)
     for values in (y, np.asfortranarray(y), np.repeat(y, 2, 1)[:, ::2], y.ravel(), y.tolist()):
         for errors in (0.1, [0.1] * 20, np.full(12, 0.1), np.full((1, 1), 0.1)):
-            updater.update(out, values, errors, found)
-            equal(found.delta_mu, expected.delta_mu, rtol=1e-6)
-            equal(found.delta_var, expected.delta_var, rtol=1e-6)
+            updater.update(out, values, errors, actual)
+            equal(actual.delta_mu, expected.delta_mu, rtol=1e-6)
+            equal(actual.delta_var, expected.delta_var, rtol=1e-6)
 
 
 LONGER = r"var_obs: .*, or a longer array of one repeated, unmasked value, got \(10,\)"

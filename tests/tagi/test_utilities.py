@@ -98,10 +98,10 @@ def cifar(folder: Path, count: int = 3) -> tuple[Path, np.ndarray]:
 def test_image_loaders_return_pixels_and_labels(tmp_path: Path) -> None:
     (images, labels, pixels), (file, rows) = mnist(tmp_path), cifar(tmp_path)
     utils, mnist_files = tagi.Utils(), (str(images), labels)
-    for wanted, count in ((0, 3), (2, 2), (9, 3)):
+    for requested, count in ((0, 3), (2, 2), (9, 3)):
         for (x, y), expected, classes in (
-            (utils.load_mnist_images(*mnist_files, wanted), pixels, range(3)),
-            (utils.load_cifar_images(str(file), wanted), rows[:, 1:], rows[:, 0]),
+            (utils.load_mnist_images(*mnist_files, requested), pixels, range(3)),
+            (utils.load_cifar_images(str(file), requested), rows[:, 1:], rows[:, 0]),
         ):
             assert x.dtype == np.float32
             equal(x, expected[:count].ravel() / 255, rtol=1e-6)

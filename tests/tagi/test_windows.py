@@ -35,10 +35,10 @@ def test_patches_kernels_equal_numpy(over: Windows, first: bool) -> None:
     for part in over.parts(5, 2 * over.out_width):
         count = part.columns.stop - part.columns.start
         for kinds, v in ((1, None), (2, None), (3, variance)):
-            own, reference = np.full((2, kinds, 3 * over.kernel**2, count), np.nan, F)
-            module.patches(over, part, mean, v, tuple(own))
+            columns_out, reference = np.full((2, kinds, 3 * over.kernel**2, count), np.nan, F)
+            module.patches(over, part, mean, v, tuple(columns_out))
             in_numpy(module.patches, over, part, mean, v, tuple(reference))
-            equal(own, reference)
+            equal(columns_out, reference)
         columns = rng.standard_normal((3 * over.kernel**2, count)).astype(F)
         expected = back.copy()
         in_numpy(module.add_patches, over, part, columns, expected)
@@ -56,10 +56,10 @@ def test_add_patches_is_the_adjoint_of_patches(over: Windows, columns: int) -> N
     for part in over.parts(5, columns):
         assert part.columns.start == covered
         covered = part.columns.stop
-        found = np.empty((3 * over.kernel**2, covered - part.columns.start), F)
-        module.patches(over, part, x, None, (found,))
-        y = rng.integers(-9, 9, found.shape).astype(F)
-        left += (found * y).sum()
+        columns_out = np.empty((3 * over.kernel**2, covered - part.columns.start), F)
+        module.patches(over, part, x, None, (columns_out,))
+        y = rng.integers(-9, 9, columns_out.shape).astype(F)
+        left += (columns_out * y).sum()
         module.add_patches(over, part, y, back)
     assert covered == 5 * over.out_height * over.out_width
     assert left == (x * back).sum()
@@ -90,11 +90,11 @@ def test_largest_kernel_equals_numpy(over: Windows, first: bool) -> None:
     mean = np.round(images(over, rng, first))
     mean[rng.uniform(size=mean.shape) < 0.3] = np.nan
     variance = np.abs(images(over, rng, not first))
-    own = module.largest(over, mean, variance)
+    results = module.largest(over, mean, variance)
     expected = in_numpy(module.largest, over, mean, variance)
-    equal(own, expected)
+    equal(results, expected)
     assert module.largest(over, mean, None)[1] is None
-    deltas = rng.standard_normal(own[0].shape).astype(F)
-    spread = module.spread_taken(over, deltas, own[2], mean)
-    wanted = in_numpy(module.spread_taken, over, deltas, own[2], mean)
-    equal(spread, wanted, rtol=1e-5, atol=1e-6)
+    deltas = rng.standard_normal(results[0].shape).astype(F)
+    spread = module.spread_taken(over, deltas, results[2], mean)
+    expected_spread = in_numpy(module.spread_taken, over, deltas, results[2], mean)
+    equal(spread, expected_spread, rtol=1e-5, atol=1e-6)
