@@ -37,8 +37,8 @@ from flashlight_py.distributed.internal import (
     SECRET_REMEDY,
     SHARED_FOLDER,
     Secret,
-    interface_asked,
     nccl_library,
+    requested_interface,
 )
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import addresses_of, interfaces, own_addresses, resolved
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         "Built": built(),
         "MPI": mpi(),
         "GPUs": gpus(),
-        "Memory and network": host(interface_asked(options.interface)),
+        "Memory and network": host(requested_interface(options.interface)),
         f"Rendezvous folder {options.folder}": rendezvous_folder(options.folder),
     }
     if options.run:
@@ -235,10 +235,10 @@ def job_secret() -> tuple[str, str, str]:
         secret = Secret.find(one_host=False)
     except RendezvousError as error:
         return FAILED, str(error), ""
-    if not secret.given:
+    if not secret.from_job:
         detail = f"in {secret.source}, for jobs of this user on this host only"
         return OK, detail, f"with several hosts, without flrun or shared FILE_PATH: {SECRET_REMEDY}"
-    if len(secret.given) < _SHORTEST:
+    if len(secret.from_job) < _SHORTEST:
         return WARNING, f"from {secret.source}; it is short enough to be guessed", SECRET_REMEDY
     return OK, f"from {secret.source}; every rank needs the same secret", ""
 

@@ -40,7 +40,7 @@ def play(game: Round) -> Verdict:
         finally:
             job.end()
     verdict.wrong += [
-        f"left {file}" for file in leftovers.orphaned(leftovers.segments() - segments)
+        f"left {file}" for file in leftovers.unmapped_files(leftovers.segments() - segments)
     ]
     return verdict
 

@@ -154,7 +154,7 @@ def play(ranks: Ranks, game: Round) -> Verdict:
         finally:
             _end(started)
         verdict.wrong += [f"left {file}" for file in os.listdir(folder) if "log" not in file]
-    orphans = leftovers.orphaned(leftovers.segments() - segments)
+    orphans = leftovers.unmapped_files(leftovers.segments() - segments)
     verdict.wrong += [f"left {file}" for file in orphans]
     return verdict
 

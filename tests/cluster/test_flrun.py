@@ -151,4 +151,4 @@ def test_trace_diff_compares_flight_records_of_all_hosts(
     compare = cluster[0].run([*LAUNCH[:2], "flashlight_py.trace", "diff", folder])
     assert compare.returncode == 1
     assert "4 of 4 ranks have left a record" in compare.stdout
-    assert "call 2: the ranks called different things" in compare.stdout
+    assert "call 2: the ranks made different calls" in compare.stdout

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.cluster.hosts import Cluster, Host
-from tests.distributed.jobs import all_ended
+from tests.distributed.jobs import finish_all
 
 PROGRAM = """
 import json, os, sys
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
 
 def finished(processes: list[subprocess.Popen[str]]) -> list[Outcome]:
-    return [Outcome(code, text) for code, text, _ in all_ended(processes, 60)]
+    return [Outcome(code, text) for code, text, _ in finish_all(processes, 60)]
 
 
 def start(host: Host, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:

@@ -18,7 +18,7 @@ from tests.distributed.test_interrupted_verbs import (
     Group,
     Verb,
     ones,
-    with_last,
+    pair,
 )
 
 IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this message"
@@ -72,7 +72,7 @@ GIVEN: dict[str, tuple[Verb, Callable[[int], int]]] = {
     "scan": (lambda group: group.scan(ones(), async_op=True), lambda size: size),
     "exscan": (lambda group: group.exscan(ones(), async_op=True), lambda size: size - 1),
     "isend": (
-        with_last(
+        pair(
             lambda group: group.isend(ones(), group.size - 1), lambda group: group.irecv(ones(), 0)
         ),
         lambda size: 1,
@@ -95,7 +95,7 @@ def call_once_more(group: Group, rounds: int, async_op: bool) -> str:
         works[n].wait() if async_op else group.all_reduce(np.ones(3))
     if group.rank == 1:
         return ""
-    advice = r"\(it ended normally.*drop_last=True of DistributedSampler.*fl.join\(\)"
+    advice = r"\(it ended normally.*drop_last=True to DistributedSampler.*fl.join\(\)"
     with pytest.raises(fl.errors.PeerLostError, match=f"lost rank 1 {advice}") as caught:
         works[rounds].wait() if async_op else group.all_reduce(np.ones(3))
     return str(caught.value)

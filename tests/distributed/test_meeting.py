@@ -74,7 +74,7 @@ def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None
     assert "two processes claim rank 1" in ranks.start(1, 2).refusal()
     kind = {"tcp": "address", "file": "path"}[ranks.defaults["store"]]
     for rank, size in ((1, 2), (1, 3), (5, 8)):
-        assert f"a run is under way at this {kind} already" in ranks.start(rank, size).refusal()
+        assert f"another run has started at this {kind}" in ranks.start(rank, size).refusal()
     client.resume()
     assert closed([server, client])
 

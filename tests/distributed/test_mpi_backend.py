@@ -36,7 +36,7 @@ from tests.distributed import conformance
 from tests.distributed.conformance import dtype_of, in_places, on_ranks, ranks_in, two_hosts
 from tests.distributed.harness import run_ranks
 from tests.distributed.programs import every_verb, run_program
-from tests.distributed.test_failures import CALLS, stay_away
+from tests.distributed.test_failures import CALLS, skip_the_call
 from tests.distributed.told import first_error, told_now_or_later
 
 pytest.importorskip("mpi4py")
@@ -172,7 +172,7 @@ def test_on_several_hosts(rank: int, size: int) -> None:
     conformance.everything_at_once(rank, size, 4, 60)
     for name in ("shape", "verb"):
         message = told_now_or_later(lambda name=name: CALLS[name](rank))
-        assert "called different things" in message
+        assert "made different calls" in message
         assert "rank 0 called" in message
         assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group lives on
 
@@ -252,7 +252,7 @@ def _late(steps: Iterator[None]) -> Iterator[None]:
 @pytest.mark.slow
 @on_ranks(("mpi", 3, APART), ("mpi", 3, HOSTS), fresh=True, params={"TIMEOUT": 1})
 def test_a_rank_that_stays_away_is_named_on_several_hosts(rank: int, size: int) -> None:
-    said = stay_away(rank, size, 4.0)
+    said = skip_the_call(rank, size, 4.0)
     assert rank == 1 or "rank 1 did not join within" in said
 
 
@@ -350,7 +350,7 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
     progress.remove(other, healthy=False)
     guard(ValueError, error, None)  # somebody wrapped it, and still calls it
     assert (printed, mpi.aborted) == ([error, error], [1])
-    abort.uninstall()
+    abort.uninstall_hooks()
     assert sys.excepthook is before
 
 

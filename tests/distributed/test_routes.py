@@ -19,7 +19,7 @@ from flashlight_py.distributed.rendezvous import tcp_store, wire
 from flashlight_py.distributed.rendezvous.store import Peer, shared_process_error
 from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
-from tests.distributed.jobs import ended, start
+from tests.distributed.jobs import finish, start
 from tests.distributed.without_ipv6 import SOCKET
 
 # Which addresses are chosen ------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_an_address_that_does_not_answer_delays_nothing() -> None:
         assert time.monotonic() - began < 10
         with wire:
             assert wire.getpeername() == ("127.0.0.1", port)
-        assert attempts.left == 1
+        assert attempts.pending == 1
         early = Attempts([(nowhere, port), ("127.0.0.8", port)])  # who refuses may be there soon
         assert list(early.connected(began + 100)) == []
         assert time.monotonic() - began < 20
@@ -207,7 +207,7 @@ def test_what_is_wrong_with_each_address_is_kept() -> None:
         assert list(attempts.connected(time.monotonic() + 20)) == []
     assert attempts.problems.keys() == {"127.0.0.8", "::1", "no name."}
     assert "refused" in attempts.problems["127.0.0.8"]
-    assert attempts.left == 0
+    assert attempts.pending == 0
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,9 @@ def test_where_rank_0_listens(
     meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(each) for each in tcp_store.listen(host, 0, 5, one_host)]
+        listeners = [
+            stack.enter_context(each) for each in tcp_store.create_listeners(host, 0, 5, one_host)
+        ]
         assert {each.getsockname()[0] for each in listeners} == at
         if at == {"::"}:  # of both versions
             port = listeners[0].getsockname()[1]
@@ -235,8 +237,8 @@ def test_where_rank_0_listens(
 
 def test_a_name_of_another_host_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [("192.0.2.77", 29511)])
-    with pytest.raises(OSError, match="MASTER_ADDR is no address of this host"):
-        tcp_store.listen("a-name", 29511, 5, one_host=False)
+    with pytest.raises(OSError, match="MASTER_ADDR is not an address of this host"):
+        tcp_store.create_listeners("a-name", 29511, 5, one_host=False)
 
 
 def test_names_are_asked_anew_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +279,7 @@ def test_two_ranks_in_one_process_are_refused_on_every_rank(tmp_path: Path) -> N
     started = [start([*command, *ranks]) for ranks in (["0", "2"], ["1"])]
     said: list[str] = []
     for process in started:
-        texts, _, is_joined = ended(process)[1].rpartition(" ")
+        texts, _, is_joined = finish(process)[1].rpartition(" ")
         said += json.loads(texts)
         assert is_joined == "False\n"
     assert len(said) == 3

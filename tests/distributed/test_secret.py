@@ -14,7 +14,7 @@ import pytest
 from flashlight_py.distributed.rendezvous import secret
 from flashlight_py.distributed.rendezvous.secret import Secret, nonce
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, user_of
+from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, socket_user
 from flashlight_py.errors import PeerLostError, RendezvousError
 from tests.distributed.rendezvous_helpers import Ranks, closed
 from tests.distributed.threads import connected, on_threads
@@ -82,11 +82,11 @@ def test_a_folder_or_a_file_that_others_can_read_is_refused(
         Secret.find(True, {})
     file.unlink()
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RendezvousError, match="no file can hold"):
+    with pytest.raises(RendezvousError, match="cannot create a file"):
         Secret.find(True, {})
     folder.rename(tmp_path / "moved")
     folder.symlink_to(tmp_path / "moved")
-    with pytest.raises(RendezvousError, match="a link or the like"):
+    with pytest.raises(RendezvousError, match="or is a link"):
         Secret.find(True, {})
 
 
@@ -101,7 +101,7 @@ def test_a_folder_that_cannot_be_written_to_is_passed_over(
     pid = os.fork()
     if pid == 0:
         os.setuid(user)
-        found = secret.folder({"XDG_RUNTIME_DIR": str(folder)})
+        found = secret.private_folder({"XDG_RUNTIME_DIR": str(folder)})
         os._exit(found != public / f"flashlight-{user}")
     assert os.waitpid(pid, 0)[1] == 0
 
@@ -110,7 +110,7 @@ def test_the_environment_is_first_and_an_empty_secret_is_refused() -> None:
     both = {"FLASHLIGHT_SECRET": "a", "MASTER_SECRET": "b"}
     assert Secret.find(False, both).common == b"a"
     assert Secret.find(False, {"MASTER_SECRET": "b"}).common == b"b"
-    with pytest.raises(RendezvousError, match="MASTER_SECRET is set and empty"):
+    with pytest.raises(RendezvousError, match="MASTER_SECRET must not be empty"):
         Secret.find(False, {"MASTER_SECRET": ""})
 
 
@@ -133,7 +133,7 @@ def knock(port: int, key: bytes, greeting: bytes) -> bytes:
         wire.sendall(HEADER.pack(b"FLrv", _VERSION, HELLO, len(mine)) + mine)
         _, _, kind, length = HEADER.unpack(answers.read(HEADER.size))
         assert kind == CHALLENGE
-        body = Handshake(key, mine, answers.read(length)).of_client(greeting)
+        body = Handshake(key, mine, answers.read(length)).client_proof(greeting)
         wire.sendall(HEADER.pack(b"FLrv", _VERSION, PROOF, len(body)) + body)
         with suppress(ConnectionResetError):
             return answers.read(HEADER.size)
@@ -190,7 +190,7 @@ def test_another_user_of_the_host_is_turned_away_and_the_meeting_goes_on(ranks: 
 def test_who_was_turned_away_is_named_when_a_rank_does_not_come(ranks: Ranks) -> None:
     rank_0 = ranks.start_ready(0, 2, timeout=2.0)
     ranks.start(1, 2, uid=NOBODY).refusal()
-    assert f"processes on {HERE} were turned away, as they know another secret" in rank_0.refusal()
+    assert f"processes on {HERE} were rejected, as they have another secret" in rank_0.refusal()
 
 
 @as_root
@@ -205,10 +205,10 @@ def test_the_kernel_says_whose_a_connection_is() -> None:
     with socket.create_server((HERE, 0)) as server:
         client = socket.create_connection(server.getsockname())
         with server.accept()[0] as end:
-            assert user_of(client.getsockname(), end.getsockname()) == os.geteuid()
+            assert socket_user(client.getsockname(), end.getsockname()) == os.geteuid()
             theirs = client.getsockname()
             client.close()
-            assert user_of(theirs, end.getsockname()) is None, "nobody's, and not root's"
+            assert socket_user(theirs, end.getsockname()) is None, "nobody's, and not root's"
 
 
 NONSENSE = [

@@ -57,9 +57,9 @@ STRANGERS = {
     "half a message": message(HELLO, bytes(4), length=32),
     "oversized": message(HELLO, bytes(100), length=1 << 50),
     "a negative length": message(HELLO, length=(1 << 64) - 1),
-    "no greeting": message(PAYLOAD, b"data"),
+    "expected a greeting": message(PAYLOAD, b"data"),
     "greeting of garbage": message(HELLO, b"\xff{]}"),
-    "greeting of nonsense": message(HELLO, b'{"rank": 9}'),
+    "greeting is invalid": message(HELLO, b'{"rank": 9}'),
     "a proof without a challenge": message(PROOF, bytes(32)),
     "a flood of messages": message(HELLO) * 60_000,
     "unknown kind": message(99),
@@ -149,7 +149,7 @@ def test_a_socket_that_was_handed_over_is_used_and_nothing_else_is(
 
 @pytest.mark.parametrize(
     ("host", "why"),
-    [("192.0.2.1", "is no address of this host"), ("no-such-host.invalid", "cannot resolve")],
+    [("192.0.2.1", "is not an address of this host"), ("no-such-host.invalid", "cannot resolve")],
 )
 def test_rank_0_cannot_listen_at_another_host(port: int, host: str, why: str) -> None:
     with pytest.raises(RendezvousError, match=why):

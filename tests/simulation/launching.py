@@ -101,7 +101,7 @@ class Launch:
         def main() -> int:
             me().world.spend(costs.FIRST)
             if self._meets:
-                initialize.meet(create, Settings(timeout=300.0))
+                initialize.create_world(create, Settings(timeout=300.0))
             self.up[rank] = self.world.clock()
             self.world.park()
             return 0

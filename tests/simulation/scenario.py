@@ -215,7 +215,7 @@ def meet(rank: int, size: int, timeout: float) -> Any:
     """Run the steps of ``distributed_init`` between the choice of a store and the world."""
     me().world.spend(costs.FIRST)
     settings = Settings(timeout=timeout)
-    return initialize.meet(lambda: _Counted("host1", PORT, rank, size, timeout), settings)
+    return initialize.create_world(lambda: _Counted("host1", PORT, rank, size, timeout), settings)
 
 
 def gather(rank: int, size: int, timeout: float, most: int = 200) -> None:
