@@ -96,7 +96,9 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 
 
 @in_both
-def test_new_results_are_of_the_kind(rank: int, size: int, library: str, dtype: str) -> None:
+def test_verbs_return_new_results_of_the_kind_of_the_input(
+    rank: int, size: int, library: str, dtype: str
+) -> None:
     check = Checks(library, dtype)
     make, same = check.make, check.same
     mine, both = make(ROWS[2 * rank : 2 * rank + 2]), make(ROWS)
@@ -132,7 +134,7 @@ def test_new_results_are_of_the_kind(rank: int, size: int, library: str, dtype: 
 
 
 @in_both
-def test_scatter_returns_the_kind(rank: int, size: int, library: str) -> None:
+def test_scatter_returns_the_kind_of_the_input(rank: int, size: int, library: str) -> None:
     check = Checks(library, "float32")
     make, same = check.make, check.same
     whole, mine = make(ROWS), ROWS[2 * rank :][:2]
@@ -151,7 +153,9 @@ def test_scatter_returns_the_kind(rank: int, size: int, library: str) -> None:
 
 
 @in_both
-def test_verbs_in_place_return_the_kind(rank: int, size: int, library: str, dtype: str) -> None:
+def test_in_place_verbs_return_the_kind_of_the_input(
+    rank: int, size: int, library: str, dtype: str
+) -> None:
     check = Checks(library, dtype)
     before = [rank + 1, 2 * rank]
     op, total = ("max", [2, 2]) if dtype == "bool" else ("sum", [3, 2])
@@ -181,7 +185,7 @@ def test_verbs_in_place_return_the_kind(rank: int, size: int, library: str, dtyp
 
 
 @in_both
-def test_messages_return_the_kind(rank: int, size: int, library: str) -> None:
+def test_messages_return_the_kind_of_the_input(rank: int, size: int, library: str) -> None:
     check, other = Checks(library, "float32"), 1 - rank
     sent, zeros = check.make([rank, rank + 1]), [0, 0]
     arriving = [other, other + 1]
@@ -216,7 +220,7 @@ def test_messages_return_the_kind(rank: int, size: int, library: str) -> None:
     check.same(x, [*arriving, 0] if check.library.in_place else [0, 0, 0])
 
 
-def test_a_world_of_one_returns_the_kind_too(library: str) -> None:
+def test_world_of_one_returns_the_kind_of_the_input(library: str) -> None:
     check = Checks(library, "float32")
     x = check.make([[1, 2]])
     for got in (fl.all_gather(x), fl.reduce_scatter(x), fl.all_to_all(x), fl.scatter([x])):
@@ -227,7 +231,7 @@ def test_a_world_of_one_returns_the_kind_too(library: str) -> None:
 # PyTorch --------------------------------------------------------------------------------------
 
 
-def test_a_tensor_shares_the_memory_of_what_has_arrived() -> None:
+def test_tensor_result_shares_memory_with_the_received_data() -> None:
     torch = pytest.importorskip("torch", reason="needs torch")
     x = torch.ones(3)
     got = fl.all_gather(x)
@@ -244,7 +248,7 @@ def jax() -> Any:
     return pytest.importorskip("jax", reason="needs jax")
 
 
-def test_64_bits_stay_64_bits_where_jax_is_set_to_32(jax: Any) -> None:
+def test_results_keep_64_bits_if_jax_is_set_to_32_bits(jax: Any) -> None:
     with (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(True):
         x = jax.numpy.arange(3.0, dtype="float64")
     assert fl.all_reduce(x, scale=3.0).dtype == "float64"
@@ -252,7 +256,7 @@ def test_64_bits_stay_64_bits_where_jax_is_set_to_32(jax: Any) -> None:
     assert fl.all_reduce_location(jax.numpy.ones(2))[1].dtype == "int32"
 
 
-def test_what_of_jax_holds_no_numbers_is_refused(jax: Any) -> None:
+def test_verbs_reject_jax_arrays_without_numbers(jax: Any) -> None:
     deleted = jax.numpy.ones(3)
     deleted.delete()
     for x in (deleted, jax.random.key(0)):
@@ -262,14 +266,14 @@ def test_what_of_jax_holds_no_numbers_is_refused(jax: Any) -> None:
         jax.jit(fl.all_reduce)(jax.numpy.ones(3))
 
 
-def test_a_large_result_is_the_memory_of_the_one_copy(jax: Any) -> None:
+def test_large_jax_result_uses_the_memory_of_its_only_copy(jax: Any) -> None:
     x = jax.numpy.ones(1 << 20)
     address = fl.distributed.calls.kinds.copy_to_fill(np.asarray(x))
     got = jax.device_put(address)
     assert got.unsafe_buffer_pointer() == address.ctypes.data
 
 
-def test_results_of_jax_lie_where_the_array_does(tmp_path: Any) -> None:
+def test_jax_results_are_on_the_device_of_the_input(tmp_path: Any) -> None:
     pytest.importorskip("jax", reason="needs jax")
     program = """
 import jax, flashlight_py as fl
@@ -287,7 +291,7 @@ assert fl.scatter([x[:3]]).devices() <= set(devices)
     subprocess.run([sys.executable, "-W", "error", "-c", program], env=environment, check=True)
 
 
-def test_what_is_told_to_change_things_in_place_refuses_arrays_of_jax(jax: Any) -> None:
+def test_in_place_functions_reject_jax_arrays(jax: Any) -> None:
     x = jax.numpy.ones(3)
     for change in (fl.synchronize, fl.CoalescingReducer(1.0).add, fl.InlineReducer(1.0).add):
         with pytest.raises(ValueError, match=r"read-only.*np\.array"):
@@ -309,7 +313,7 @@ class OnlyCuda:
 
 
 @pytest.mark.parametrize("stream", [None, 1, 2, 0x7F00])
-def test_the_stream_of_the_producer_is_waited_for(
+def test_verbs_wait_for_the_stream_of_the_producer(
     monkeypatch: pytest.MonkeyPatch, stream: int | None
 ) -> None:
     cupy = cupy_stand_in.StandInCupy()

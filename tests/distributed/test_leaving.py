@@ -127,7 +127,9 @@ def wait_behind_others(group: Group, name: str) -> None:
 
 
 @everywhere(fresh=False)
-def test_who_waits_for_a_message_of_one_that_has_closed_the_group(rank: int, size: int) -> None:
+def test_message_waits_raise_peer_lost_error_after_the_peer_closes_the_group(
+    rank: int, size: int
+) -> None:
     """Rank 0 closes a group, in which others have messages for it."""
     for name in MESSAGES:
         group = fl.new_group(range(size))
@@ -149,7 +151,9 @@ FAST = {"send of 4 MB", "recv", "sync_distributed"}  # others repeat what those 
     ],
 )
 @everywhere(fast=2)
-def test_who_waits_for_a_message_of_one_that_shuts_down(rank: int, size: int, name: str) -> None:
+def test_message_waits_raise_peer_lost_error_after_the_peer_shuts_down(
+    rank: int, size: int, name: str
+) -> None:
     """Rank 0 shuts down; others have messages for it, in the world or in another group."""
     group = fl.new_group(range(size))
     if rank:
@@ -159,7 +163,7 @@ def test_who_waits_for_a_message_of_one_that_shuts_down(rank: int, size: int, na
 
 
 @everywhere(fast=4, fresh=False)
-def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
+def test_peer_lost_error_says_how_many_calls_fewer_the_departed_rank_made(
     rank: int, size: int
 ) -> None:
     for rounds, async_op in itertools.product((0, 3), (False, True)):
@@ -174,7 +178,7 @@ def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
 
 @pytest.mark.parametrize("rounds", [0, 3])
 @everywhere(fast=4)
-def test_other_ranks_read_that_a_rank_shut_down_and_how_many_calls_fewer_it_made(
+def test_errors_say_that_a_rank_shut_down_after_fewer_calls(
     rank: int, size: int, rounds: int
 ) -> None:
     for _ in range(rounds):
@@ -199,7 +203,9 @@ QUICK = {"recv of any rank", "isend"}
     ],
 )
 @everywhere()
-def test_who_waits_when_all_others_shut_down(rank: int, size: int, wait: Any, name: str) -> None:
+def test_message_waits_end_after_all_other_ranks_shut_down(
+    rank: int, size: int, wait: Any, name: str
+) -> None:
     group = fl.new_group(range(size))
     if rank == size - 1:
         wait(group, name)
@@ -208,7 +214,7 @@ def test_who_waits_when_all_others_shut_down(rank: int, size: int, wait: Any, na
 
 
 @everywhere()
-def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(rank: int, size: int) -> None:
+def test_receive_from_any_rank_waits_for_the_remaining_ranks(rank: int, size: int) -> None:
     """Those that have sent shut down; the next one sends later than a wait in vain would last."""
     if rank == 0:
         fl.irecv(ones(), None, tag=1)  # nobody waits for it
@@ -227,7 +233,7 @@ def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(rank: int, 
 
 @pytest.mark.parametrize("name", GIVEN)
 @on_ranks(("gloo", 3), ("shm", 4), slow=[("hierarchical", 4)], params={"TIMEOUT": LIMIT})
-def test_what_was_given_arrives_if_its_giver_closes_the_group_after_a_wait(
+def test_data_arrives_if_the_sender_closes_the_group_after_its_wait(
     rank: int, size: int, name: str
 ) -> None:
     """Each rank closes the group as soon as the wait for its own part has returned."""
@@ -240,7 +246,7 @@ def test_what_was_given_arrives_if_its_giver_closes_the_group_after_a_wait(
 
 
 @everywhere()
-def test_what_was_sent_before_a_shutdown_arrives(rank: int, size: int) -> None:
+def test_messages_sent_before_a_shutdown_arrive(rank: int, size: int) -> None:
     """Rank 0 shuts down with messages on their way; what nobody waits for disturbs nobody."""
     last, got = size - 1, np.zeros(1 << 19)
     if rank == 0:

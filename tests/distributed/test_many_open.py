@@ -136,7 +136,7 @@ def assert_lost(errors: list[DistributedError], rank: int) -> None:
 
 @pytest.mark.parametrize("batch", [False, True], ids=["each", "one batch"])
 @on_ranks()
-def test_all_end_when_the_group_is_closed(rank: int, size: int, batch: bool) -> None:
+def test_open_messages_end_after_the_group_is_closed(rank: int, size: int, batch: bool) -> None:
     """Rank 0 closes the group; the others hear of it, and close it too."""
     counts = []
     for count in (2 * size, OPEN[size]):  # the first round begins threads of the world
@@ -160,7 +160,7 @@ def test_all_end_when_the_group_is_closed(rank: int, size: int, batch: bool) -> 
 
 
 @on_ranks(*WORLDS, lost=1)
-def test_all_end_when_a_peer_is_killed(rank: int, size: int) -> None:
+def test_open_messages_end_after_a_peer_is_killed(rank: int, size: int) -> None:
     group = fl.distributed.start.world.current_world().group
     works = begin(group, 1, OPEN[size], batch=False)
     fl.barrier()
@@ -173,7 +173,7 @@ def test_all_end_when_a_peer_is_killed(rank: int, size: int) -> None:
 
 
 @on_ranks(*WORLDS, fresh=True)  # a fork leaves open what ranks of other tests share
-def test_all_have_ended_in_a_forked_child_and_go_on_in_its_parent(rank: int, size: int) -> None:
+def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -> None:
     peer, count = rank ^ 1, OPEN[size]
     mine, theirs = (np.full((count, 2), value, np.int32) for value in (rank, -1))
     numbers, half = range(count), count // 2

@@ -23,12 +23,12 @@ def _no_file_is_left(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_rank_gets_all_payloads(ranks: Ranks, size: int) -> None:
+def test_exchange_returns_all_payloads_on_every_rank(ranks: Ranks, size: int) -> None:
     ranks.run(size, lengths=[3, 0, 1_000_000, 1])
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_a_late_rank_is_waited_for(ranks: Ranks, late: int) -> None:
+def test_exchange_waits_for_a_late_rank(ranks: Ranks, late: int) -> None:
     started = ranks.start_all(3, {late: {"hold": "started"}})
     for rank in started:
         rank.await_event("started" if rank is started[late] else "constructed")
@@ -38,13 +38,13 @@ def test_a_late_rank_is_waited_for(ranks: Ranks, late: int) -> None:
 
 @pytest.mark.slow
 @WITHOUT_TREE
-def test_missing_ranks_are_named_on_every_rank(ranks: Ranks) -> None:
+def test_exchange_error_names_missing_ranks_on_every_rank(ranks: Ranks) -> None:
     for rank in ranks.start_together((0, 1, 4), 5, timeout=2.0):
         assert "ranks 2, 3 of 5 have not arrived within 2 s" in rank.refusal()
 
 
 @WITHOUT_TREE
-def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, port: int) -> None:
+def test_exchange_error_names_rank_0_if_it_is_missing(ranks: Ranks, port: int) -> None:
     text = ranks.start(1, 2, timeout=0.5).refusal()
     assert "rank 0 of 2 has not arrived within 0.5 s" in text
     assert f"127.0.0.1:{port}" in text or ranks.defaults["store"] == "file"
@@ -53,7 +53,7 @@ def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, port: int) -> N
 @pytest.mark.slow
 @WITHOUT_TREE
 @pytest.mark.parametrize("twice", [1, 2])
-def test_two_processes_with_one_rank_are_both_named(ranks: Ranks, twice: int) -> None:
+def test_exchange_error_names_both_processes_that_claim_a_rank(ranks: Ranks, twice: int) -> None:
     pair = [ranks.start_ready(twice, 3) for _ in range(2)]
     rest = [ranks.start(rank, 3, hold="started") for rank in {0, 1, 2} - {twice}]
     # The two are in a directory's listing before a third rank completes the run.
@@ -66,7 +66,7 @@ def test_two_processes_with_one_rank_are_both_named(ranks: Ranks, twice: int) ->
 
 
 @WITHOUT_TREE
-def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
+def test_late_process_is_rejected_and_the_run_continues(ranks: Ranks) -> None:
     """Whatever rank and size it has."""
     client = ranks.start(1, 2, hold="exchanged 0")
     server = ranks.start(0, 2)
@@ -80,7 +80,7 @@ def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None
 
 
 @WITHOUT_TREE
-def test_a_wrong_world_size_is_named_on_every_rank(ranks: Ranks) -> None:
+def test_exchange_error_names_a_wrong_world_size_on_every_rank(ranks: Ranks) -> None:
     for rank in [ranks.start(0, 3), ranks.start(1, 3), ranks.start(2, 4)]:
         text = rank.refusal()
         assert "rank 2" in text
@@ -88,7 +88,7 @@ def test_a_wrong_world_size_is_named_on_every_rank(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_the_reason_of_an_abort_reaches_everybody(ranks: Ranks, who: int) -> None:
+def test_abort_sends_its_reason_to_every_rank(ranks: Ranks, who: int) -> None:
     started = ranks.start_all(3, {who: {"abort": "no network", "lengths": [3]}})
     assert started.pop(who).outcome() == "closed"
     assert all(f"rank {who} aborted: no network" in rank.refusal() for rank in started)
@@ -96,7 +96,7 @@ def test_the_reason_of_an_abort_reaches_everybody(ranks: Ranks, who: int) -> Non
 
 @pytest.mark.parametrize("moment", ["exchanged 0", "exchanged 2"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_long_before_the_timeout(
+def test_exchange_error_names_a_killed_rank_before_the_timeout(
     ranks: Ranks, victim: int, moment: str
 ) -> None:
     """60 s of timeout exceed the deadline of the test: only noticing the death can pass."""
@@ -114,7 +114,7 @@ def test_a_killed_rank_is_named_long_before_the_timeout(
 
 
 @AT_A_PORT
-def test_a_rank_may_die_and_start_again_while_others_are_awaited(ranks: Ranks) -> None:
+def test_rank_may_die_and_restart_during_the_rendezvous(ranks: Ranks) -> None:
     server, first = ranks.start_ready(0, 3), ranks.start(1, 3)
     first.kill()
     assert closed([server, ranks.start(1, 3), ranks.start(2, 3)])

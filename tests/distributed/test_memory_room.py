@@ -46,7 +46,7 @@ def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("more", [60, 120, 180], ids="{} MiB".format)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_groups_beyond_the_memory_are_an_exception(backend: str, more: int) -> None:
+def test_new_group_raises_if_memory_for_addresses_runs_out(backend: str, more: int) -> None:
     params = {"BACKEND": backend, "TIMEOUT": "5"}
     results = run_ranks(make_groups, 2, more << 20, deadline=30.0, params=params)
     first = min(results)
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_file_is_for_this_user_alone_and_goes(folder: Path, named: bool) -> None:
+def test_memory_file_is_private_and_temporary(folder: Path, named: bool) -> None:
     file = MemoryFile(named)
     os.pwrite(file.fd, b"secret", 0)
     status = os.fstat(file.fd)
@@ -75,14 +75,14 @@ def test_a_file_is_for_this_user_alone_and_goes(folder: Path, named: bool) -> No
         pass
 
 
-def test_names_are_needed_where_processes_do_not_see_each_other() -> None:
+def test_memory_file_needs_a_name_if_processes_do_not_see_each_other() -> None:
     assert not needs_names(["a pid:[1]", "a pid:[1]", "b pid:[1]"])
     assert needs_names(["a pid:[1]", "a pid:[2]"])
     assert needs_names(["a pid:[1]", ""])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_what_belongs_to_somebody_else_is_refused(folder: Path) -> None:
+def test_open_memory_rejects_files_of_other_users(folder: Path) -> None:
     path = folder / "flashlight-other"
     path.write_bytes(b"")
     os.chown(path, 12345, 12345)
@@ -90,7 +90,7 @@ def test_what_belongs_to_somebody_else_is_refused(folder: Path) -> None:
         pass
 
 
-def test_links_are_not_followed(folder: Path) -> None:
+def test_open_memory_does_not_follow_links(folder: Path) -> None:
     (folder / "target").write_bytes(b"")
     link = folder / "flashlight-link"
     link.symlink_to(folder / "target")
@@ -103,7 +103,7 @@ def age(path: Path) -> None:
     os.utime(path, (0, 0))
 
 
-def test_what_an_owner_that_died_has_left_is_removed(folder: Path) -> None:
+def test_memory_file_removes_files_of_dead_owners(folder: Path) -> None:
     living = MemoryFile(named=True)
     age(Path(living.path))
     program = (
@@ -182,7 +182,7 @@ OLD = {"proc/self/cgroup": "5:cpu,memory:/docker/0a\n1:name=systemd:/docker/0a\n
         ({**OLD, **old_group(V1, 9223372036854771712, 9)}, 0, 64 * MB, "MemAvailable"),
     ],
 )
-def test_the_least_of_all_limits_counts(
+def test_available_memory_is_the_smallest_of_all_limits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     files: dict[str, object],
@@ -216,7 +216,7 @@ LIMITED = {**JOB, **group(f"{V2}/slurm", 16 * MB, 4 * MB)}
         ({**LIMITED, f"{V2}/slurm/memory.stat": "inactive_file many\n"}, True),
     ],
 )
-def test_what_cannot_be_read_does_not_limit(
+def test_available_memory_ignores_unreadable_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, object], is_known: bool
 ) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
@@ -225,7 +225,7 @@ def test_what_cannot_be_read_does_not_limit(
     assert (found, expected[1] in words) == (expected[0], True), words
 
 
-def test_little_is_given_without_a_question_and_limits_are_looked_for_once(
+def test_require_memory_skips_small_requests_and_caches_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups without a limit, or with more than the machine has, are not read again."""
@@ -252,7 +252,7 @@ def test_little_is_given_without_a_question_and_limits_are_looked_for_once(
         memory_room.require_memory(1025 * MB, "an array")  # for so much they are looked for anew
 
 
-def test_a_file_stays_as_it_was_where_others_take_the_memory_meanwhile(
+def test_reserve_restores_the_file_if_memory_runs_out_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
@@ -269,7 +269,7 @@ def test_a_file_stays_as_it_was_where_others_take_the_memory_meanwhile(
     assert (status.st_size, status.st_blocks * 512) == (3 * MB, 3 * MB)
 
 
-def test_a_file_system_that_is_too_small_is_named_before_it_is_full(
+def test_reserve_raises_before_a_small_file_system_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
@@ -316,7 +316,7 @@ TAKES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", TAKES)
 @on_ranks(("shm", 2), ("hierarchical", 4))
-def test_every_rank_raises_where_a_host_lacks_memory(
+def test_out_of_memory_error_is_raised_on_every_rank(
     rank: int, size: int, name: str, tmp_path: Path
 ) -> None:
     """That of all ranks, or the second of two."""
@@ -340,7 +340,7 @@ def test_every_rank_raises_where_a_host_lacks_memory(
 
 
 @on_ranks(("single", 1), ("shm", 2))
-def test_a_rank_that_knows_nothing_of_its_memory_takes_it(
+def test_require_memory_allows_all_requests_if_limits_are_unknown(
     rank: int, size: int, tmp_path: Path
 ) -> None:
     """Of rank 0's memory; what is little takes no longer for that there is a question for much."""
@@ -363,7 +363,7 @@ def test_a_rank_that_knows_nothing_of_its_memory_takes_it(
 
 
 @on_ranks(("single", 1), ("shm", 2))
-def test_what_no_machine_has_is_refused_before_anything_is_taken(rank: int, size: int) -> None:
+def test_impossible_sizes_are_rejected_before_an_allocation(rank: int, size: int) -> None:
     takes: list[Callable[[], object]] = [
         lambda: fl.shared_empty(10**15, np.float64),
         lambda: fl.host_array(zeros, shape=10**15, dtype=np.float64),
@@ -380,7 +380,9 @@ def zeros(out: Any) -> None:
 
 
 @on_ranks(("gloo", 2))
-def test_over_gloo_the_others_raise_as_well(rank: int, size: int, tmp_path: Path) -> None:
+def test_out_of_memory_error_is_raised_on_every_rank_over_gloo(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     lacking = little_memory(tmp_path) if rank == 1 else contextlib.nullcontext()
     why = rf"rank {rank} of 2: {LACK}\. rank 1: an array of float32 \(17, 1048576\): 71,303,168 "
     with lacking, pytest.raises(fl.errors.OutOfMemoryError, match=why):
@@ -389,7 +391,9 @@ def test_over_gloo_the_others_raise_as_well(rank: int, size: int, tmp_path: Path
 
 
 @on_ranks(("shm", 2))
-def test_what_was_mapped_and_not_written_counts(rank: int, size: int, tmp_path: Path) -> None:
+def test_available_memory_excludes_mapped_pages_without_data(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     """Room for parameters and gradients is not room for the state of Adam as well."""
     sharded = model(2500)
     with little_memory(tmp_path / str(rank)):
@@ -399,7 +403,9 @@ def test_what_was_mapped_and_not_written_counts(rank: int, size: int, tmp_path: 
             fl.optim.AdamOptimizer(sharded.params(), 1e-3)
 
 
-def test_workers_of_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_workers_raise_out_of_memory_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flashlight_py.parallel.workers import WorkerMemory
 
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))

@@ -132,7 +132,7 @@ def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: b
 
 
 @pytest.mark.parametrize("backend", WORLDS)
-def test_programs_that_differ_raise_everywhere_and_change_nothing(pool: Any, backend: str) -> None:
+def test_different_programs_raise_mismatch_error_on_every_rank(pool: Any, backend: str) -> None:
     size, (name, *sync) = WORLDS[backend], backend.split(", ")
     world = pool(size, **world_of(name, *[SYNC] * len(sync)))
     last = Call("all_reduce", dtype="float32", shape=(18,))
@@ -150,7 +150,7 @@ def test_programs_that_differ_raise_everywhere_and_change_nothing(pool: Any, bac
 
 @pytest.mark.parametrize("count", [10, 100_000])
 @on_ranks(("gloo", 2), ("shm", 2), ("mpi", 2))
-def test_what_runs_beside_a_mismatch_goes_on(rank: int, size: int, count: int) -> None:
+def test_operations_in_parallel_with_a_mismatch_continue(rank: int, size: int, count: int) -> None:
     """A mismatch of a message or of a collective leaves what runs beside it alone."""
     peer = 1 - rank
     got = np.zeros(count)
@@ -187,7 +187,9 @@ def ended(started: Any) -> None:
 
 @pytest.mark.parametrize("starts", [False, True])
 @on_ranks(("gloo", 2), ("shm", 3), ("mpi", 2), ("hierarchical", 3))
-def test_each_side_reports_where_the_others_have_called(rank: int, size: int, starts: bool) -> None:
+def test_mismatch_error_names_the_call_sites_of_all_ranks(
+    rank: int, size: int, starts: bool
+) -> None:
     lines = [f"distributed/test_mismatches.py:{line_of(fn)}" for fn in (one, two)]
     with pytest.raises(fl.errors.MismatchError) as first:
         (two if rank else one)(starts)
@@ -229,7 +231,9 @@ ONE, OBJECTS = np.ones(1, int), ["a", "b", "c"]
 
 @pytest.mark.parametrize("odd", range(3))
 @on_ranks(("gloo", 3), ("shm", 3), ("mpi", 3), ("hierarchical", 3))
-def test_a_verb_made_of_others_is_distinguished_from_them(rank: int, size: int, odd: int) -> None:
+def test_mismatch_error_distinguishes_a_composed_verb_from_its_steps(
+    rank: int, size: int, odd: int
+) -> None:
     """One rank calls what the others' verb begins with inside."""
     for name, pair in COMPOSED.items():
         message = told_now_or_later(pair[rank == odd])
@@ -248,7 +252,7 @@ def differ_in_group(rank: int, size: int) -> str:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
-def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
+def test_calls_of_different_groups_raise_mismatch_error(backend: str) -> None:
     texts = run_ranks(differ_in_group, 2, params={"BACKEND": backend, "TIMEOUT": 1})
     # The second receives the failure of the first.
     reported = [text for text in texts if "the ranks called verbs of different groups" in text]
@@ -260,7 +264,7 @@ def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
 
 
 @on_ranks(("gloo", 4), slow=[("shm", 4)], fresh=True, params={"TIMEOUT": 1})
-def test_verbs_of_different_groups_name_every_rank_that_is_missing(rank: int, size: int) -> None:
+def test_calls_of_different_groups_name_every_missing_rank(rank: int, size: int) -> None:
     everybody = fl.new_group(range(size), timeout=30)  # so that rank 0 is the first to give up
     with pytest.raises(fl.errors.DistributedError) as caught:
         (everybody if rank else fl).all_reduce(np.zeros(3))  # type: ignore[attr-defined]
@@ -276,7 +280,7 @@ MANY = [(1,) * 8 + (2, 3), (1,) * 8 + (3, 2), (1,) * 7 + (2, 1, 3)]
 
 
 @on_ranks(*(("gloo", 2), ("shm", 3), ("hierarchical", 3), ("mpi", 2)), ("shm", 3, SYNC))
-def test_shapes_that_differ_beyond_the_eighth_dimension_are_distinguished(
+def test_shapes_that_differ_beyond_eight_dimensions_raise_mismatch_error(
     rank: int, size: int
 ) -> None:
     for shape in MANY[1:]:
@@ -304,7 +308,9 @@ def only_first_checks(rank: int) -> dict[str, str]:
 
 
 @on_ranks(("shm", 2), fresh=True, env=only_first_checks, init=None)
-def test_ranks_must_agree_on_whether_to_compare_calls(rank: int, size: int, tmp_path: Path) -> None:
+def test_distributed_init_raises_if_flashlight_checks_differs(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     why = "FLASHLIGHT_CHECKS is 0 on rank 1 only"
     params = {"FILE_PATH": str(tmp_path / "meet")}
     with pytest.raises(fl.errors.BackendUnavailableError, match=why):
@@ -318,7 +324,7 @@ def differ_unchecked(rank: int, size: int) -> str:
     return type(caught.value).__name__
 
 
-def test_without_checks_hosts_that_differ_break_the_group() -> None:
+def test_unchecked_mismatch_between_hosts_ends_the_group() -> None:
     names = run_ranks(differ_unchecked, 3, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
     assert set(names) <= {"MismatchError", "PeerLostError", "GroupClosedError"}
     assert "MismatchError" in names
@@ -347,7 +353,7 @@ CALLS = {
 
 
 @on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 3), slow=[("mpi", 3)])
-def test_errors_count_as_records_do(rank: int, size: int) -> None:
+def test_errors_and_flight_records_count_calls_alike(rank: int, size: int) -> None:
     world = fl.new_group(range(size))  # with a count of its own
     for group in (world, world.new_group([1, 0])):
         if not group.is_member:

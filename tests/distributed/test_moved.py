@@ -18,7 +18,7 @@ ranks = ranks_in(("single", 1), ("shm", 3), ("gloo", 3), slow=[("hierarchical", 
 
 @pytest.mark.parametrize("name", ["f4", "M8[s]"])
 @on_ranks()
-def test_rows_without_bytes_are_counted(rank: int, size: int, name: str) -> None:
+def test_gathers_count_rows_without_bytes(rank: int, size: int, name: str) -> None:
     many = [1, 4, 0, 2][:size]
     total = sum(many)
     dtype = np.dtype(name)  # dates are those that native code leaves to Python
@@ -61,7 +61,7 @@ def test_rows_without_bytes_are_counted(rank: int, size: int, name: str) -> None
 
 
 @on_ranks()
-def test_an_out_without_rows_is_too_short(rank: int, size: int) -> None:
+def test_gathers_reject_an_out_without_rows(rank: int, size: int) -> None:
     """Arrays that have bytes, in any layout, and an out that has none: nobody reads its address."""
     near = np.array([0, 64, 0, 0], np.int64)
     for x in (np.zeros((2, 2), np.int64), np.zeros((2, 2), "M8[s]")):
@@ -82,7 +82,7 @@ def _count_rows(verb: Any, x: Any, out: Any, how: bool, wrong: bool) -> None:
 
 
 @on_ranks()
-def test_what_wait_has_raised_is_not_raised_again(rank: int, size: int) -> None:
+def test_sync_distributed_does_not_repeat_an_error_of_wait(rank: int, size: int) -> None:
     for out in (np.zeros((size + 1, 4))[:, ::2], np.zeros((size + 1, 2))):
         for x in (np.zeros((1, 4))[:, ::2], np.zeros((1, 2))):
             with pytest.raises(ValueError, match=f"expected out with {size} rows"):
@@ -98,7 +98,7 @@ def block(source: int, target: int) -> np.ndarray:
 
 
 @on_ranks()
-def test_blocks_of_any_shapes_go_to_all(rank: int, size: int) -> None:
+def test_collectives_accept_blocks_of_any_layout(rank: int, size: int) -> None:
     sent = [block(rank, target) for target in range(size)]
     for how in (False, True):
         for outs in (None, [np.zeros_like(block(source, rank)) for source in range(size)]):
@@ -146,20 +146,20 @@ MOVED = [
 LAYOUTS = [("contiguous", "sum"), ("reversed", "max"), ("fortran", "max")]  # with max into out
 
 
-def test_what_is_moved_may_be_of_any_dtype(ranks: Any) -> None:
+def test_movement_verbs_accept_any_dtype(ranks: Any) -> None:
     for dtype in map(dtype_of, MOVED):
         calls = every_verb(ranks.size, dtype, [2], MOVING, [3], LAYOUTS)
         ranks.run(run_program, calls)
 
 
-def test_what_is_moved_may_be_of_any_size(ranks: Any) -> None:
+def test_movement_verbs_accept_any_size(ranks: Any) -> None:
     """Without rows; more than travels with a call."""
     for dtype in (RECORD, np.dtype("M8[s]")):
         ranks.run(run_program, every_verb(ranks.size, dtype, [2], MOVING, [0, 3000], LAYOUTS))
 
 
 @on_ranks()
-def test_what_is_received_in_part_of_any_rank_may_be_of_any_dtype(rank: int, size: int) -> None:
+def test_partial_receive_from_any_rank_accepts_any_dtype(rank: int, size: int) -> None:
     for dtype in map(dtype_of, MOVED):
         x = values(1, (3, 2), dtype)
         if rank == 0 < size - 1:
@@ -170,7 +170,7 @@ def test_what_is_received_in_part_of_any_rank_may_be_of_any_dtype(rank: int, siz
 
 
 @on_ranks()
-def test_out_may_have_either_byte_order(rank: int, size: int) -> None:
+def test_movement_verbs_accept_an_out_of_either_byte_order(rank: int, size: int) -> None:
     x = np.arange(2 * size, dtype=">f4").reshape(size, 2)
     for order, rows in itertools.product("<>", (None, [1] * size)):
         out, several = np.zeros((1, 2), f"{order}f4"), np.zeros((size, 2), f"{order}f4")
@@ -184,7 +184,7 @@ def test_out_may_have_either_byte_order(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_what_a_dtype_carries_stays_where_it_is(rank: int, size: int) -> None:
+def test_movement_verbs_keep_dtype_metadata(rank: int, size: int) -> None:
     dtype = np.dtype("i4", metadata={"of": lambda: 1})
     x = np.arange(size, dtype=np.int32).astype(dtype)
     assert fl.scatter(x if rank == 0 else None, 0, rows=[1] * size).tolist() == [rank]
@@ -217,7 +217,7 @@ CALLS: list[Any] = [
 
 
 @on_ranks()
-def test_other_dtypes_are_a_mismatch_that_names_them(rank: int, size: int) -> None:
+def test_different_dtypes_raise_mismatch_error_with_their_names(rank: int, size: int) -> None:
     if size == 1:
         return
     for one, other, *names in PAIRS:
@@ -239,7 +239,7 @@ def test_other_dtypes_are_a_mismatch_that_names_them(rank: int, size: int) -> No
 
 
 @on_ranks()
-def test_dtypes_that_numpy_takes_for_equal_are(rank: int, size: int) -> None:
+def test_dtypes_that_numpy_considers_equal_match(rank: int, size: int) -> None:
     for one, other in (("M8[s]", "M8[1000ms]"), ("m8[3ms]", "m8[3000us]")):
         assert np.dtype(other) == np.dtype(one)
         for kind in (lambda name: name, lambda name: [("a", "i4"), ("b", name, (2,))]):
@@ -253,7 +253,7 @@ EXTREMES = {"min": np.minimum, "max": np.maximum}
 
 
 @on_ranks()
-def test_dates_in_lists_and_alone(rank: int, size: int) -> None:
+def test_verbs_accept_dates_in_lists_and_scalars(rank: int, size: int) -> None:
     everyone = [values(r, (40, 2), "M8[ns]") for r in range(size)]
     for (op, ufunc), many in itertools.product(EXTREMES.items(), (False, True)):
         xs = [everyone[rank].copy(), everyone[rank][:1].copy()]

@@ -63,7 +63,7 @@ def backend() -> MpiBackend:
 @pytest.mark.parametrize("limit", [50, 10_000])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "longdouble"])
 @on_ranks()
-def test_arrays_that_are_too_large_for_one_call_go_in_pieces(
+def test_arrays_above_the_limit_of_a_call_are_sent_in_chunks(
     rank: int, size: int, dtype: str, limit: int
 ) -> None:
     """With a limit of 50 or 10,000 bytes in place of 2 GB."""
@@ -74,13 +74,13 @@ def test_arrays_that_are_too_large_for_one_call_go_in_pieces(
 
 
 @on_ranks()
-def test_everything_at_once_in_any_order_of_waiting(rank: int, size: int) -> None:
+def test_concurrent_operations_may_be_waited_for_in_any_order(rank: int, size: int) -> None:
     conformance.everything_at_once(rank, size, seed=1, steps=150)
 
 
 @pytest.mark.slow
 @on_ranks(("mpi", 2))
-def test_an_operation_goes_on_while_its_rank_does_something_else(rank: int, size: int) -> None:
+def test_operation_progresses_while_its_rank_does_not_wait(rank: int, size: int) -> None:
     """Rank 0 starts and then does something else; nobody has to wait until it waits."""
     x = np.ones(100_000)
     started = time.monotonic()
@@ -94,7 +94,7 @@ def test_an_operation_goes_on_while_its_rank_does_something_else(rank: int, size
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "longdouble"])
 @on_ranks()
-def test_extremes_of_nan_and_signed_zeros_are_the_same_everywhere(
+def test_min_and_max_of_nan_and_signed_zeros_are_equal_on_all_ranks(
     rank: int, size: int, name: str
 ) -> None:
     """NaN and zeros of both signs, whose order differs between ranks."""
@@ -107,7 +107,7 @@ def test_extremes_of_nan_and_signed_zeros_are_the_same_everywhere(
 
 
 @on_ranks(("mpi", 2))
-def test_a_group_that_all_have_left_is_freed(rank: int, size: int) -> None:
+def test_group_is_freed_after_all_ranks_have_left(rank: int, size: int) -> None:
     """Groups whose ranks have all left are freed when the next one is made."""
     before = len(backend().progress._closed)
     for _ in range(20):
@@ -121,7 +121,7 @@ def test_a_group_that_all_have_left_is_freed(rank: int, size: int) -> None:
 
 
 @on_ranks(("mpi", 2), fresh=True)
-def test_the_world_can_be_made_again(rank: int, size: int) -> None:
+def test_world_can_be_created_again(rank: int, size: int) -> None:
     params = {"BACKEND": "mpi", "TIMEOUT": TIMEOUT}
     for _ in range(10):
         fl.distributed_shutdown()
@@ -134,14 +134,14 @@ def test_the_world_can_be_made_again(rank: int, size: int) -> None:
 
 
 @on_ranks(("mpi", 2))
-def test_it_says_which_library_it_is(rank: int, size: int) -> None:
+def test_describe_names_the_mpi_library(rank: int, size: int) -> None:
     text = fl.distributed.describe()
     assert fl.distributed_backend().name == "MPI"
     assert all(words in text for words in ("NumPy arrays: MPI (", "mpi4py 4", "BACKEND is mpi"))
 
 
 @on_ranks(("mpi", 2), fresh=True, env=UNCHECKED)
-def test_without_checks_the_verbs_work(rank: int, size: int) -> None:
+def test_verbs_work_without_checks(rank: int, size: int) -> None:
     x = np.full(1000, rank + 1.0)
     fl.all_reduce(x)
     assert np.all(x == sum(range(size + 1)))
@@ -151,7 +151,7 @@ def test_without_checks_the_verbs_work(rank: int, size: int) -> None:
 
 
 @on_ranks(("mpi", 2), fresh=True, env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
-def test_where_one_thread_may_call_mpi_operations_advance_in_waits(rank: int, size: int) -> None:
+def test_operations_advance_in_waits_if_mpi_is_single_threaded(rank: int, size: int) -> None:
     conformance.many_in_flight(rank, size)
     conformance.ring_of_messages(rank, size, 50_000)
     work = fl.all_reduce(np.ones(3), async_op=True)
@@ -165,7 +165,7 @@ def test_where_one_thread_may_call_mpi_operations_advance_in_waits(rank: int, si
 
 
 @on_ranks(("mpi", 3, HOSTS), slow=[("mpi", 3, APART)])
-def test_on_several_hosts(rank: int, size: int) -> None:
+def test_mpi_backend_works_on_several_hosts(rank: int, size: int) -> None:
     is_apart = os.environ["FLASHLIGHT_MEMORY_DOMAIN"] in "abc"
     path = "Gloo" if is_apart else "shared memory inside hosts, Gloo between"
     assert f"calls are compared over {path}" in fl.distributed.describe()
@@ -210,7 +210,7 @@ def _raise() -> None:
     ],
 )
 @on_one_host_and_several()
-def test_who_ends_in_the_middle_is_named_at_once(
+def test_rank_that_ends_during_a_call_is_named_at_once(
     rank: int, size: int, how: str, own: type[BaseException], why: str
 ) -> None:
     began = time.monotonic()
@@ -224,14 +224,14 @@ def test_who_ends_in_the_middle_is_named_at_once(
 
 @pytest.mark.slow
 @on_one_host_and_several(params={"TIMEOUT": 1})
-def test_what_does_not_get_on_ends_after_the_timeout(rank: int, size: int) -> None:
+def test_stuck_operation_ends_after_the_timeout(rank: int, size: int) -> None:
     with pytest.raises(DistributedError, match="did not finish within 1 seconds"):
         stop_in_the_middle(rank, "is stuck")
 
 
 @pytest.mark.slow
 @on_one_host_and_several()
-def test_a_rank_that_has_done_its_part_may_leave(rank: int, size: int) -> None:
+def test_rank_may_leave_after_it_has_sent_its_data(rank: int, size: int) -> None:
     """Rank 0 has sent what it had to, and leaves, while another rank has yet to take its part."""
     x = np.full(10, float(rank + 1))
     if rank:
@@ -251,14 +251,14 @@ def _late(steps: Iterator[None]) -> Iterator[None]:
 
 @pytest.mark.slow
 @on_ranks(("mpi", 3, APART), ("mpi", 3, HOSTS), fresh=True, params={"TIMEOUT": 1})
-def test_a_rank_that_stays_away_is_named_on_several_hosts(rank: int, size: int) -> None:
+def test_absent_rank_is_named_on_several_hosts(rank: int, size: int) -> None:
     said = skip_the_call(rank, size, 4.0)
     assert rank == 1 or "rank 1 did not join within" in said
 
 
 @pytest.mark.slow
 @on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 2}, env=UNCHECKED)
-def test_without_comparing_a_rank_that_has_left_takes_no_part(rank: int, size: int) -> None:
+def test_unchecked_call_raises_after_a_rank_has_left(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     if rank == size - 1:
         group.close()
@@ -270,7 +270,7 @@ def test_without_comparing_a_rank_that_has_left_takes_no_part(rank: int, size: i
 
 @pytest.mark.slow
 @on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 1}, env=UNCHECKED)
-def test_without_comparing_a_wait_ends_all_the_same(rank: int, size: int) -> None:
+def test_unchecked_wait_ends_after_the_timeout(rank: int, size: int) -> None:
     if rank == 1:
         time.sleep(2.0)
     with pytest.raises(CollectiveTimeoutError, match="a rank did not join"):
@@ -287,12 +287,12 @@ def test_without_comparing_a_wait_ends_all_the_same(rank: int, size: int) -> Non
         (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
     ],
 )
-def test_cards_that_do_not_fit_are_rejected(other: joining.MpiCard, told: str) -> None:
+def test_check_cards_raises_if_cards_disagree(other: joining.MpiCard, told: str) -> None:
     with pytest.raises(UnavailableEverywhereError, match=told):
         joining._check_cards([joining.MpiCard(0, 2), other])
 
 
-def test_awareness_is_a_flag() -> None:
+def test_mpi_cuda_aware_must_be_a_flag() -> None:
     assert Settings.from_params({"MPI_CUDA_AWARE": "1"}).mpi_cuda_aware
     assert not Settings.from_params({"MPI_CUDA_AWARE": False}).mpi_cuda_aware
     with pytest.raises(ValueError, match="MPI_CUDA_AWARE"):
@@ -306,7 +306,7 @@ def meet_as_strangers(rank: int, size: int, path: str) -> str:
     return first_error(lambda: fl.distributed_init(*place, params))
 
 
-def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any) -> None:
+def test_separate_mpi_jobs_are_rejected_on_every_rank(tmp_path: Any) -> None:
     path = str(tmp_path / "meet")
     for message in run_ranks(meet_as_strangers, 2, path, init=None):
         assert "expected 2 ranks of one MPI job" in message
@@ -331,7 +331,7 @@ class FakeMpi:
         self.aborted.append(code)
 
 
-def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
+def test_exception_hook_prints_first_and_is_removed_with_the_last_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     printed: list[BaseException] = []
@@ -377,7 +377,7 @@ raise ValueError("no such file")
 """
 
 
-def test_the_job_is_ended_when_what_was_printed_has_been_read() -> None:
+def test_job_is_aborted_after_its_output_has_been_read() -> None:
     reading, writing = os.pipe()
     command = [sys.executable, "-c", ABORTING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing) as process:
@@ -392,7 +392,7 @@ def test_the_job_is_ended_when_what_was_printed_has_been_read() -> None:
     os.close(reading)
 
 
-def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_installs_no_hook_in_interactive_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before, progress, group = sys.excepthook, Progress(FakeMpi(), threaded=False), SimpleNamespace()
     progress.add(group)
@@ -400,7 +400,7 @@ def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     progress.remove(group, healthy=False)
 
 
-def test_the_arrays_of_an_operation_that_broke_are_kept() -> None:
+def test_arrays_of_a_failed_operation_are_kept() -> None:
     """Requests of mpi4py do not keep them all, and MPI goes on to write."""
     mpi = SimpleNamespace(Request=SimpleNamespace(Testall=lambda requests: False))
     array = np.ones(3)

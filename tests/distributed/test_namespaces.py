@@ -37,7 +37,7 @@ ENV = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29717"}
     [([*LAUNCH, "-n", "2"], {}), (MPIRUN, {}), ([sys.executable], ENV)],
     ids=["file", "MPI", "port"],
 )
-def test_a_host_without_a_loopback_is_refused(
+def test_distributed_init_raises_without_a_loopback(
     tmp_path: Path, start: Sequence[str], env: dict[str, str]
 ) -> None:
     if subprocess.run([*NO_NETWORK, "true"], capture_output=True, check=False).returncode:
@@ -157,7 +157,7 @@ def end_of(tmp_path: Path, program: str, *words: str, launcher: Sequence[object]
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_patched_ranks_are_refused_and_one_process_works(
+def test_distributed_init_rejects_patched_ranks_but_not_one_process(
     tmp_path: Path, library: str, when: str
 ) -> None:
     assert end_of(tmp_path, PROGRAM, library, when).stdout == "1\n"
@@ -167,9 +167,7 @@ def test_patched_ranks_are_refused_and_one_process_works(
 
 
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_ranks_end_without_an_error_if_patched_after_the_start(
-    tmp_path: Path, library: str
-) -> None:
+def test_ranks_patched_after_the_start_end_without_an_error(tmp_path: Path, library: str) -> None:
     several = end_of(tmp_path, PROGRAM, library, "started", launcher=[*LAUNCH, "-n", 2])
     assert sorted((several.stdout + several.stderr).splitlines()) == ["[0] 2", "[1] 2"]
 
@@ -204,7 +202,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("place", ["main", "greenlet"])
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_a_patched_process_starts_processes_that_are_not(
+def test_patched_process_starts_unpatched_processes(
     tmp_path: Path, library: str, place: str
 ) -> None:
     ended = end_of(tmp_path, SPAWN, library, place)

@@ -52,7 +52,7 @@ def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
 
 
 @in_both
-def test_what_is_not_plain_is_left_to_python(rank: int, size: int) -> None:
+def test_native_entry_leaves_unsupported_arrays_to_python(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     x, ints = np.zeros(4), np.zeros(4, int)
@@ -94,7 +94,7 @@ def test_what_is_not_plain_is_left_to_python(rank: int, size: int) -> None:
 
 
 @in_both
-def test_both_describe_arrays_alike(rank: int, size: int) -> None:
+def test_native_and_python_signatures_are_equal(rank: int, size: int) -> None:
     """Native code describes a plain array, Python one of the other byte order, in the same way."""
     for shape in [(), (0,), (3, 0, 2), (2, 3, 4), (1,) * 7 + (2, 3, 4), (2,) * 12]:
         x = np.full(shape, rank, np.dtype("f8" if rank else ">f8"))
@@ -108,7 +108,7 @@ def record_of(group: ProcessGroup) -> Record:
 
 @pytest.mark.parametrize("count", [1, 100_000])
 @in_both
-def test_an_end_is_recorded_where_nobody_waits(rank: int, size: int, count: int) -> None:
+def test_end_of_an_operation_is_recorded_without_a_wait(rank: int, size: int, count: int) -> None:
     """What nobody waits for ends all the same, and its end is recorded."""
     settle()
     group = current_world().group
@@ -123,7 +123,7 @@ def test_an_end_is_recorded_where_nobody_waits(rank: int, size: int, count: int)
 
 
 @on_ranks(("shm", 2))
-def test_rows_of_an_all_to_all_are_compared_and_checked(rank: int, size: int) -> None:
+def test_all_to_all_rows_are_compared_and_checked(rank: int, size: int) -> None:
     """Lists of rows are read natively, arrays by Python: both are the same call."""
     settle()
     group = current_world().group
@@ -142,7 +142,7 @@ def test_rows_of_an_all_to_all_are_compared_and_checked(rank: int, size: int) ->
 
 
 @in_both
-def test_several_messages_are_native(rank: int, size: int) -> None:
+def test_batch_of_messages_is_started_natively(rank: int, size: int) -> None:
     """A batch is begun natively where all of it is plain, and recorded message by message."""
     settle()
     group, peer = current_world().group, 1 - rank
@@ -176,7 +176,7 @@ def test_several_messages_are_native(rank: int, size: int) -> None:
 
 
 @in_both
-def test_a_rank_without_rows_receives_those_of_others(rank: int, size: int) -> None:
+def test_all_to_all_returns_rows_to_a_rank_without_rows(rank: int, size: int) -> None:
     """One that has nothing to give, and is given something."""
     settle()
     for width in (3, 5000):
@@ -192,7 +192,7 @@ class Alarm(Exception):
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_an_interrupted_batch_raises_what_the_handler_has_raised(rank: int, size: int) -> None:
+def test_interrupted_batch_raises_the_exception_of_the_handler(rank: int, size: int) -> None:
     """A handler raises at any moment while messages are started; all of them end later."""
 
     def handler(number: int, frame: Any) -> None:
@@ -260,7 +260,7 @@ def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("count", [3, 30_000])
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks(("shm", 2), ("gloo", 2), slow=[("shm", 3), ("gloo", 3)])
-def test_every_verb_does_what_it_does_with_arrays(
+def test_calls_by_address_return_the_same_as_calls_with_arrays(
     rank: int, size: int, async_op: bool, count: int
 ) -> None:
     """What arrays, and memory by its address, become is what public verbs return, bit for bit."""
@@ -295,7 +295,7 @@ def test_every_verb_does_what_it_does_with_arrays(
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_a_row_is_gathered_from_its_place_in_the_result(
+def test_all_gather_accepts_an_input_inside_the_result(
     rank: int, size: int, async_op: bool
 ) -> None:
     """A rank's row may lie in the place that it has in the result, as FSDP of torch has it."""
@@ -322,7 +322,7 @@ def test_a_row_is_gathered_from_its_place_in_the_result(
 
 
 @in_both
-def test_memory_without_elements_has_no_address(rank: int, size: int) -> None:
+def test_calls_by_address_accept_memory_without_elements(rank: int, size: int) -> None:
     """Scalars, and memory of no elements, whose address is 0."""
     settle()
     group = current_world().group
@@ -346,7 +346,7 @@ def test_memory_without_elements_has_no_address(rank: int, size: int) -> None:
 
 
 @in_both
-def test_what_is_malformed_is_left_to_python(rank: int, size: int) -> None:
+def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     x = np.zeros(4 * size)
@@ -423,7 +423,9 @@ def test_what_is_malformed_is_left_to_python(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_a_mismatch_is_raised_on_every_rank(rank: int, size: int, async_op: bool) -> None:
+def test_mismatch_of_calls_by_address_raises_on_every_rank(
+    rank: int, size: int, async_op: bool
+) -> None:
     """Ranks that call different things all raise, and the group goes on."""
     settle()
     group = current_world().group
@@ -458,7 +460,7 @@ def test_a_mismatch_is_raised_on_every_rank(rank: int, size: int, async_op: bool
 
 
 @on_ranks(("shm", 2), ("shm", 3))
-def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
+def test_all_to_all_of_rows_checks_the_length_of_out(rank: int, size: int) -> None:
     """An all_to_all of rows, and what happens where ``out`` has another number of them."""
     settle()
     group = current_world().group
@@ -494,7 +496,9 @@ def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
+def test_gathers_of_unequal_parts_check_the_length_of_out(
+    rank: int, size: int, async_op: bool
+) -> None:
     """Gathers of unequal parts fill an ``out`` of the right length, and refuse another."""
     settle()
     group = current_world().group
@@ -526,7 +530,7 @@ def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
 
 
 @in_all
-def test_messages(rank: int, size: int) -> None:
+def test_messages_by_address_receive_the_sent_values(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -566,7 +570,9 @@ def test_messages(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("count", [3, 300_000])
 @in_both
-def test_the_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count: int) -> None:
+def test_owner_of_memory_lives_until_a_dropped_operation_ends(
+    rank: int, size: int, count: int
+) -> None:
     """The owner lives until the operation has ended, though nobody has the Work any more."""
     settle()
     group = current_world().group
@@ -597,7 +603,7 @@ def test_the_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, co
             fl.send(np.zeros(1), 0, tag=9)
 
 
-def test_one_rank_takes_addresses() -> None:
+def test_world_of_one_accepts_addresses() -> None:
     x = by_address(np.ones(3, np.float32))
     given = ALL_REDUCE.code, x, None, "sum", 1.0, 0, 0, False
     fl.barrier()  # the first call takes no fast path

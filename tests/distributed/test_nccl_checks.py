@@ -54,7 +54,7 @@ CALLS: dict[str, Any] = {
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_mismatch_aborts_and_raises_on_every_rank(rank: int, size: int) -> None:
+def test_mismatch_aborts_nccl_and_raises_on_every_rank(rank: int, size: int) -> None:
     for name, call in CALLS.items():
         group = fl.new_group(range(size))
         cp = gpus(group)
@@ -73,7 +73,7 @@ def test_a_mismatch_aborts_and_raises_on_every_rank(rank: int, size: int) -> Non
 
 
 @on_ranks(("hierarchical", 3), fresh=True)
-def test_a_mismatch_between_hosts_reaches_every_rank(rank: int, size: int) -> None:
+def test_mismatch_between_hosts_raises_on_every_rank(rank: int, size: int) -> None:
     world = current_world().group
     cp = gpus(world)
     with pytest.raises(fl.errors.MismatchError) as caught:
@@ -84,7 +84,7 @@ def test_a_mismatch_between_hosts_reaches_every_rank(rank: int, size: int) -> No
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_barrier_beside_a_reduction_is_reported_once(rank: int, size: int) -> None:
+def test_barrier_during_a_reduction_is_reported_once(rank: int, size: int) -> None:
     """What has been reported once is not raised again by the shutdown."""
     world = current_world().group
     cp = gpus(world)
@@ -98,7 +98,7 @@ def test_a_barrier_beside_a_reduction_is_reported_once(rank: int, size: int) -> 
 
 @pytest.mark.parametrize("has_called", [False, True])
 @on_ranks(("shm", 2), ("gloo", 2), lost=1)
-def test_a_rank_that_dies_is_lost_within_two_seconds(
+def test_dead_rank_raises_peer_lost_error_within_two_seconds(
     rank: int, size: int, has_called: bool
 ) -> None:
     """Rank 1 is killed before or after its call, which nothing on the CPU waits for any more."""
@@ -120,7 +120,7 @@ def test_a_rank_that_dies_is_lost_within_two_seconds(
 
 
 @on_ranks(("shm", 2), ("gloo", 2), ("hierarchical", 3), fresh=True)
-def test_an_exception_of_another_rank_ends_what_is_on_its_way(rank: int, size: int) -> None:
+def test_exception_of_another_rank_ends_pending_collectives(rank: int, size: int) -> None:
     """The last rank raises when all have called, and goes on: its process does not end."""
     world = current_world().group
     cp = gpus(world)
@@ -141,7 +141,7 @@ def test_an_exception_of_another_rank_ends_what_is_on_its_way(rank: int, size: i
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_call_with_an_array_of_the_other_kind_is_a_mismatch(rank: int, size: int) -> None:
+def test_numpy_and_cupy_arrays_in_one_call_raise_mismatch_error(rank: int, size: int) -> None:
     """One calls with a NumPy array, the other with a CuPy array: what then, and after that."""
     world = current_world().group
     cp, told = gpus(world), []
@@ -164,7 +164,7 @@ def test_a_call_with_an_array_of_the_other_kind_is_a_mismatch(rank: int, size: i
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
 @on_ranks(("shm", 2), fresh=True)
-def test_a_rank_that_does_not_call_is_named_after_the_timeout(
+def test_timeout_error_names_the_rank_that_does_not_call(
     rank: int, size: int, elsewhere: bool
 ) -> None:
     """Rank 1 calls nothing, or a verb of another group, until rank 0 has given up."""
@@ -195,7 +195,7 @@ def test_a_rank_that_does_not_call_is_named_after_the_timeout(
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_failure_of_nccl_on_one_rank_is_reported_to_the_others(rank: int, size: int) -> None:
+def test_nccl_failure_on_one_rank_is_reported_to_the_other_ranks(rank: int, size: int) -> None:
     """NCCL fails on rank 0 alone, when all have called: it asks who is there."""
     world = current_world().group
     cp = gpus(world)
@@ -215,7 +215,7 @@ def test_a_failure_of_nccl_on_one_rank_is_reported_to_the_others(rank: int, size
 
 
 @on_ranks(("shm", 2), ("gloo", 2), fresh=True)
-def test_a_rank_that_leaves_when_it_has_done_its_part_is_not_lost(rank: int, size: int) -> None:
+def test_rank_that_leaves_after_its_calls_is_not_lost(rank: int, size: int) -> None:
     """A rank that has done its part, and leaves, is not lost: what is on its way ends well."""
     group = fl.new_group(range(size))
     cp = gpus(group)
@@ -235,7 +235,7 @@ def test_a_rank_that_leaves_when_it_has_done_its_part_is_not_lost(rank: int, siz
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_refusal_is_told_to_all_ranks(rank: int, size: int) -> None:
+def test_rejected_arguments_raise_on_every_rank(rank: int, size: int) -> None:
     """One rank refuses its arguments: the others hear of it where they would wait."""
     group, told = fl.new_group(range(size)), []
     cp = gpus(group)

@@ -39,7 +39,7 @@ ranks = ranks_in(("shm", 2, GPU), slow=[("shm", 3, GPU)])
 
 
 @on_ranks()
-def test_an_array_is_let_go_when_the_device_is_done(rank: int, size: int) -> None:
+def test_array_is_released_after_the_collective_has_ended(rank: int, size: int) -> None:
     x = verbs.on_gpu(np.ones(3))
     held = weakref.ref(x)
     fl.all_reduce(x)
@@ -49,7 +49,7 @@ def test_an_array_is_let_go_when_the_device_is_done(rank: int, size: int) -> Non
 
 
 @on_ranks()
-def test_a_closed_group_keeps_nothing_on_the_gpu(rank: int, size: int) -> None:
+def test_closed_group_releases_its_gpu_memory(rank: int, size: int) -> None:
     """The array and the GPUs' backend are gone, uncollected, though the flight record stays."""
     x = verbs.on_gpu(np.ones(3))
     group = fl.new_group(range(size))
@@ -65,7 +65,7 @@ def test_a_closed_group_keeps_nothing_on_the_gpu(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_an_out_of_another_length_is_an_error_on_its_rank(rank: int, size: int) -> None:
+def test_wrong_length_of_out_raises_on_its_rank_only(rank: int, size: int) -> None:
     """The others have begun by then: they have their result, and the group goes on."""
     x = verbs.on_gpu(np.full((1, 2), rank))
     for verb, how in ((fl.all_gather, {}), (fl.all_to_all, {"rows": [1] + [0] * (size - 1)})):
@@ -83,7 +83,7 @@ def test_an_out_of_another_length_is_an_error_on_its_rank(rank: int, size: int) 
 
 
 @on_ranks()
-def test_joining_takes_as_long_as_in_the_group_around(rank: int, size: int) -> None:
+def test_connecting_gpus_uses_the_timeout_of_the_parent_group(rank: int, size: int) -> None:
     """Join GPUs in a group whose timeout is shorter than one rank takes to come."""
     verbs.cupy()
     with fl.new_group(range(size), timeout=0.3) as group:
@@ -99,7 +99,7 @@ def rank_1_blocks(rank: int) -> dict[str, str]:
 
 
 @on_ranks(("shm", 2), env=rank_1_blocks)
-def test_waiting_without_end_is_refused_on_every_rank(rank: int, size: int) -> None:
+def test_nccl_comm_blocking_is_rejected_on_every_rank(rank: int, size: int) -> None:
     verbs.cupy()
     why = "rank 1: NCCL_COMM_BLOCKING must be unset, got 1: NCCL would ignore timeouts"
     with pytest.raises(fl.errors.BackendUnavailableError, match=why):

@@ -53,7 +53,7 @@ def fresh() -> Iterator[None]:
     library.load_nccl.cache_clear()
 
 
-def test_it_tells_its_version_and_where_it_was_found(nccl: NcclLibrary) -> None:
+def test_load_nccl_returns_version_and_path(nccl: NcclLibrary) -> None:
     assert nccl.version >= library.MINIMUM
     assert re.fullmatch(r"2\.\d+\.\d+", library.version_text(nccl.version))
     assert Path(nccl.path).name.startswith("libnccl.so")
@@ -65,7 +65,7 @@ def test_unique_ids_are_128_bytes_and_differ(nccl: NcclLibrary) -> None:
     assert first != second
 
 
-def test_a_refusal_carries_both_of_nccls_texts(nccl: NcclLibrary) -> None:
+def test_failure_contains_both_error_texts_of_nccl(nccl: NcclLibrary) -> None:
     null = ffi.NULL
     status = nccl.lib.ncclAllReduce(null, null, 1, 7, 0, null, null)
     assert status == nccl.lib.ncclInvalidArgument
@@ -74,7 +74,7 @@ def test_a_refusal_carries_both_of_nccls_texts(nccl: NcclLibrary) -> None:
     assert "comm argument is NULL" in told  # ncclGetLastError
 
 
-def test_every_declared_function_is_there(nccl: NcclLibrary) -> None:
+def test_library_has_every_declared_function(nccl: NcclLibrary) -> None:
     declared = re.findall(r"\b(nccl\w+)\(", cdef())
     assert len(declared) >= 20
     for name in declared:
@@ -85,7 +85,7 @@ def cdef() -> str:
     return (Path(__file__).parents[2] / "csrc" / "nccl" / "nccl.cdef.h").read_text()
 
 
-def test_declarations_are_those_of_nccl_h(nccl: NcclLibrary) -> None:
+def test_declarations_match_nccl_h(nccl: NcclLibrary) -> None:
     """Enumerators have the header's values, functions the header's parameter types."""
     header = Path(nccl.path).parents[1] / "include" / "nccl.h"
     if not header.exists():
@@ -115,13 +115,13 @@ def parameters(source: str, function: str) -> list[str]:
 
 
 @needs_none
-def test_without_a_gpu_a_communicator_is_refused_with_cuda_s_words(nccl: NcclLibrary) -> None:
+def test_communicator_without_a_gpu_raises_with_the_text_of_cuda(nccl: NcclLibrary) -> None:
     """Also shows that a struct of 128 bytes passes by value, and that the config is taken."""
     with pytest.raises(DistributedError, match=r"\[init\] rank 0 of 2: NCCL 2.*[Cc]uda failure"):
         Communicator(nccl, nccl.unique_id(), 0, 2, 5.0)
 
 
-def test_the_variable_comes_first_and_stands_alone(
+def test_library_candidates_uses_only_the_variable_if_it_is_set(
     monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> None:
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libnccl.so.2")
@@ -131,7 +131,7 @@ def test_the_variable_comes_first_and_stands_alone(
     assert "pip install 'flashlight-py[cuda12]'" in str(told.value)
 
 
-def test_the_order_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_candidates_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(library.VARIABLE, raising=False)
     monkeypatch.setattr(library, "_path_in_wheel", lambda name: f"/{name}/libnccl.so.2")
     monkeypatch.setattr(library, "_path_in_process", lambda: "/loaded/libnccl.so.2")
@@ -143,7 +143,7 @@ def test_the_order_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_one_that_somebody_has_opened_is_seen(nccl: NcclLibrary) -> None:
+def test_library_candidates_include_a_library_loaded_by_other_code(nccl: NcclLibrary) -> None:
     found = library._path_in_process()
     assert found is not None
     assert Path(found).samefile(nccl.path)
@@ -159,14 +159,14 @@ def stand_in(version: int) -> Any:
     return SimpleNamespace(ncclSuccess=0, ncclGetVersion=tell)
 
 
-def test_too_old_says_which_version_is_needed_and_why() -> None:
+def test_open_first_names_the_required_version_if_nccl_is_too_old() -> None:
     places = iter([("the system", "libnccl.so.2")])
     with pytest.raises(BackendUnavailableError) as told:
         library.open_first(ffi, places, lambda path: stand_in(21003))
     assert "is NCCL 2.10.3, too old: 2.14 is needed for ncclCommInitRankConfig" in str(told.value)
 
 
-def test_a_place_that_has_none_is_passed_by_and_named() -> None:
+def test_open_first_names_sources_without_a_library() -> None:
     def open_path(path: str) -> Any:
         if path == "/missing":
             raise OSError("no such file")
@@ -179,11 +179,11 @@ def test_a_place_that_has_none_is_passed_by_and_named() -> None:
 
 
 @pytest.mark.parametrize(("code", "text"), [(2708, "2.7.8"), (21403, "2.14.3"), (22707, "2.27.7")])
-def test_versions_in_words(code: int, text: str) -> None:
+def test_version_text_formats_both_codings(code: int, text: str) -> None:
     assert library.version_text(code) == text
 
 
-def test_forms_of_dtypes_are_the_library_s_codes() -> None:
+def test_form_of_returns_the_codes_of_the_library() -> None:
     codes = {name.removeprefix("nccl").lower(): code for code, name in enum("ncclDataType_t")}
     for name, code in codes.items():
         form = form_of(dtype_of(name), ReduceOp.SUM)
@@ -205,7 +205,9 @@ def enum(name: str) -> list[tuple[int, str]]:
         ("longdouble", ReduceOp.SUM, "got float"),
     ],
 )
-def test_what_nccl_cannot_reduce_is_a_type_error(dtype: str, op: ReduceOp, told: str) -> None:
+def test_form_of_raises_type_error_for_unsupported_reductions(
+    dtype: str, op: ReduceOp, told: str
+) -> None:
     with pytest.raises(TypeError, match=told):
         form_of(np.dtype(dtype), op)
 
@@ -230,7 +232,7 @@ def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("init", ["file", "mpi", None])
-def test_the_real_id_crosses_the_rendezvous(init: str | None, backend: str) -> None:
+def test_exchange_cards_returns_the_unique_id_of_rank_0(init: str | None, backend: str) -> None:
     port = 0 if init else free_port()
     results = run_ranks(real_unique_id, 3, port, init=init, params={"BACKEND": backend})
     made = results[0][0]
@@ -249,7 +251,7 @@ def test_the_real_id_crosses_the_rendezvous(init: str | None, backend: str) -> N
     ],
 )
 @on_ranks(("shm", 2))
-def test_what_cannot_work_is_told_on_every_rank(
+def test_exchange_cards_raises_on_every_rank_if_cards_disagree(
     rank: int, size: int, cards: Any, told: str
 ) -> None:
     with pytest.raises(UnavailableEverywhereError, match=told) if told else nullcontext():
@@ -258,9 +260,7 @@ def test_what_cannot_work_is_told_on_every_rank(
 
 @needs_none
 @on_ranks(("shm", 2), fresh=True)
-def test_without_a_gpu_the_reason_and_the_remedy_are_told_on_every_rank(
-    rank: int, size: int
-) -> None:
+def test_error_without_a_gpu_has_reason_and_remedy_on_every_rank(rank: int, size: int) -> None:
     why = r"CuPy arrays cannot be sent between these ranks\. rank 0: .*(pip install|nvidia-smi)"
     with pytest.raises(BackendUnavailableError, match=f"(?s){why}"):
         current_world().group.join_gpus()
@@ -268,7 +268,7 @@ def test_without_a_gpu_the_reason_and_the_remedy_are_told_on_every_rank(
 
 @needs_none
 @on_ranks(("shm", 2), fresh=True, init=None)
-def test_backend_nccl_needs_gpus_and_flashlight_s_key_alone_none(
+def test_backend_nccl_needs_gpus_but_max_device_per_node_does_not(
     rank: int, size: int, tmp_path: Path
 ) -> None:
     """Scripts give MAX_DEVICE_PER_NODE wherever they run; NumPy arrays need no GPU."""
@@ -289,16 +289,18 @@ def test_backend_nccl_needs_gpus_and_flashlight_s_key_alone_none(
         (DeviceRule(rank=6, local_rank=1, max_per_node=4), 4, 2),
     ],
 )
-def test_the_device_follows_from_the_place(rule: DeviceRule, count: int, index: int) -> None:
+def test_device_rule_selects_the_device_by_rank(rule: DeviceRule, count: int, index: int) -> None:
     assert rule.index(count) == index
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_device_rule_raises_if_the_device_does_not_exist() -> None:
     with pytest.raises(BackendUnavailableError, match=r"must be below 2.*got 3"):
         DeviceRule(rank=3, max_per_node=4).index(2)
 
 
-def test_several_ranks_on_one_gpu_when_nccl_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_identity_allows_several_ranks_per_gpu_if_nccl_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from tests.cupy_stand_in import StandInCupy
 
     cupy = StandInCupy(2)

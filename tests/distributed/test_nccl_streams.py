@@ -75,7 +75,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_is_called_or_launched_before_what_was_called_has_begun(
+def test_next_call_waits_until_the_previous_call_has_started(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cupy, nccl = StandInCupy(1), Strict()
@@ -142,7 +142,7 @@ const char *ncclGetLastError(void *comm) { return ""; }
 """
 
 
-def test_arguments_of_a_communicator_arrive_as_c_declares_them(tmp_path: Path) -> None:
+def test_launcher_passes_arguments_as_declared_in_c(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so"
@@ -187,7 +187,7 @@ class Noting:
 
 
 @pytest.mark.parametrize("is_group", [False, True])
-def test_each_function_is_launched_between_the_events_that_order_two_streams(
+def test_launcher_calls_nccl_between_the_events_of_two_streams(
     is_group: bool,
 ) -> None:
     """The communication stream waits for the caller's, 0x66, and then that for it."""
@@ -220,7 +220,7 @@ class Landed(Event):
         pass
 
 
-def test_flights_land_once_if_several_threads_ask_at_the_same_time() -> None:
+def test_flights_are_removed_once_if_several_threads_check() -> None:
     """The watchdog forgets ended flights, and so does each thread that adds a flight or asks."""
     flights, ended = Flights(Landed() for _ in range(4)), threading.Event()
 
@@ -250,7 +250,7 @@ def test_flights_land_once_if_several_threads_ask_at_the_same_time() -> None:
     assert len(flights._events) == 3
 
 
-def test_the_time_of_a_collective_begins_when_the_one_before_it_has_ended() -> None:
+def test_time_limit_starts_after_the_previous_collective_has_ended() -> None:
     """Many may be queued on the device, each of which takes less than the time limit."""
     flights = Flights(Event() for _ in range(2))
     for _ in range(2):

@@ -41,7 +41,7 @@ class Unpicklable:
 
 
 @on_ranks()
-def test_an_object_that_cannot_be_pickled_raises_on_every_rank(rank: int, size: int) -> None:
+def test_object_that_cannot_be_pickled_raises_on_every_rank(rank: int, size: int) -> None:
     last = size - 1
     mine = Unpicklable() if rank == last else rank
     calls = [
@@ -58,7 +58,7 @@ def test_an_object_that_cannot_be_pickled_raises_on_every_rank(rank: int, size: 
 
 
 @on_ranks()
-def test_wrong_roots_are_refused(rank: int, size: int) -> None:
+def test_object_verbs_reject_wrong_roots(rank: int, size: int) -> None:
     for call in (fl.broadcast_object, fl.gather_object, fl.scatter_object):
         with pytest.raises(ValueError, match=f"0 to {size - 1}, got {size}"):
             call(0, size)
@@ -68,7 +68,7 @@ def test_wrong_roots_are_refused(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_verbs_of_objects_raise_mismatch_error_if_the_roots_differ(rank: int, size: int) -> None:
+def test_object_verbs_raise_mismatch_error_if_roots_differ(rank: int, size: int) -> None:
     """Each pair of roots: both have an object to give, none of them, and only one."""
     for one, other in ((0, 1), (1, 0), (2, 1)) if size > 1 else ():
         root, long = one if rank == 0 else other, [f"{r}" * 2000 for r in range(size)]
@@ -84,14 +84,14 @@ def test_verbs_of_objects_raise_mismatch_error_if_the_roots_differ(rank: int, si
             assert verb(obj, other) == wanted
 
 
-def test_a_root_must_have_one_object_for_each_rank() -> None:
+def test_scatter_object_needs_one_object_per_rank() -> None:
     for objs, got in ((None, "None"), ([1, 2], "2")):
         with pytest.raises(ValueError, match=f"1 objects, one for each rank, .* got {got}"):
             fl.scatter_object(objs)
 
 
 @on_ranks()
-def test_large_arrays_inside_objects(rank: int, size: int) -> None:
+def test_object_verbs_send_large_arrays_inside_objects(rank: int, size: int) -> None:
     """Large buffers arrive as they were, and can be written to where the sender's can."""
     x = np.arange(3000.0).reshape(60, 50) + rank
     fixed = x.copy()
@@ -115,7 +115,7 @@ def test_large_arrays_inside_objects(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_objects_of_all_lengths(rank: int, size: int) -> None:
+def test_object_verbs_send_objects_of_all_lengths(rank: int, size: int) -> None:
     """Around every length from which objects travel in another way."""
     for length in (0, 900, 1100, 16_000, 17_000, 70_000, 300_000):
         for root in range(size):
@@ -130,7 +130,7 @@ def test_objects_of_all_lengths(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 3), ("gloo", 3))
-def test_objects_on_the_fast_path(rank: int, size: int) -> None:
+def test_object_verbs_use_the_fast_path(rank: int, size: int) -> None:
     """One native call does each verb, and is what the record shows."""
     group = current_world().group
     known = [None, NotImplemented, ..., [], (1, 2)]  # also what the fast path itself may return
@@ -162,13 +162,13 @@ class Interrupted:
 
 
 @on_ranks(("shm", 2), ("gloo", 2), fresh=True)
-def test_an_interrupt_while_pickling_ends_the_group(rank: int, size: int) -> None:
+def test_interrupt_during_pickling_ends_the_group(rank: int, size: int) -> None:
     with pytest.raises(KeyboardInterrupt if rank else fl.errors.PeerLostError):
         fl.all_gather_object(Interrupted() if rank else 0)
 
 
 @on_ranks(("shm", 3), ("gloo", 3))
-def test_ranks_with_and_without_the_fast_path(rank: int, size: int) -> None:
+def test_object_verbs_work_if_only_some_ranks_use_the_fast_path(rank: int, size: int) -> None:
     """A rank whose calls are noted by Python takes part in the same collectives."""
     group, large = current_world().group, np.arange(50_000.0)
     for off in range(size):
@@ -192,7 +192,7 @@ class Refusing:
 
 
 @on_ranks()
-def test_objects_are_messages(rank: int, size: int) -> None:
+def test_send_object_and_recv_object_keep_their_order(rank: int, size: int) -> None:
     given: list[Any] = [{"rank": 0}, np.arange(100), list(range(5000)), "é"]
     if size == 1:
         with pytest.raises(ValueError, match="must be another rank"):

@@ -21,7 +21,9 @@ from tests.distributed.conformance import WORLDS, on_ranks, ranks_in
 
 @pytest.mark.parametrize("width", [1, 30_000])
 @on_ranks()
-def test_messages_of_any_rank_and_of_any_length(rank: int, size: int, width: int) -> None:
+def test_open_receive_accepts_messages_of_any_rank_and_length(
+    rank: int, size: int, width: int
+) -> None:
     """Everybody sends five messages to everybody, who takes them as they come, and some of one."""
     others = [peer for peer in range(size) if peer != rank]
     sends = [
@@ -57,7 +59,7 @@ def test_messages_of_any_rank_and_of_any_length(rank: int, size: int, width: int
 
 
 @on_ranks()
-def test_what_does_not_fit_is_refused_on_both_ends(rank: int, size: int) -> None:
+def test_open_receive_rejects_a_message_that_is_too_long_on_both_ends(rank: int, size: int) -> None:
     """Too many rows, another width, too few for a receive that wants all: on both ends."""
     if rank > 1:
         return
@@ -89,7 +91,7 @@ SIZES = (0, 1, 30, 1000, 100_000)  # on both sides of every threshold, in every 
 
 @pytest.mark.parametrize("sources", [("named",), ("any",), ("any", "named")])
 @on_ranks()
-def test_messages_of_a_rank_are_not_overtaken(
+def test_open_receive_keeps_the_order_of_a_sender(
     rank: int, size: int, sources: tuple[str, ...]
 ) -> None:
     """Messages of one rank and tag fill the receives in the order of both.
@@ -130,7 +132,7 @@ SEVERAL = [(name, size) for name, size in WORLDS if size > 1]
 ranks = ranks_in(*SEVERAL)
 
 
-def test_a_world_of_one_receives_in_part_from_itself() -> None:
+def test_world_of_one_receives_partially_from_itself() -> None:
     room = np.zeros((4, 2))
     work = fl.irecv(room, 0, partial=True)
     fl.isend(np.ones((3, 2)), 0).wait()
@@ -144,7 +146,7 @@ def test_a_world_of_one_receives_in_part_from_itself() -> None:
         fl.irecv(np.zeros(()), 0, partial=True)
 
 
-def test_a_record_of_a_receive_from_any_says_so() -> None:
+def test_flight_record_shows_a_receive_from_any_rank() -> None:
     call = {"verb": "recv", "dtype": "float64", "shape": [3], "peer": -1, "tag": 7}
     assert call_text(call) == "recv(float64 (3,), peer=any, tag=7)"
 
@@ -155,7 +157,7 @@ def test_a_record_of_a_receive_from_any_says_so() -> None:
     fresh=True,
     params={"TIMEOUT": 1},
 )
-def test_nobody_sends_in_time(rank: int, size: int) -> None:
+def test_open_receive_times_out_and_names_other_tags(rank: int, size: int) -> None:
     """It ends by the timeout, and says whom it waited for and what is sent instead."""
     fl.barrier()  # all begin to count now, whoever has started late
     if rank == 0:
@@ -168,7 +170,7 @@ def test_nobody_sends_in_time(rank: int, size: int) -> None:
 
 
 @on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 4), lost=1)
-def test_a_rank_that_is_gone_ends_a_receive_from_any(rank: int, size: int) -> None:
+def test_open_receive_raises_if_a_rank_is_lost(rank: int, size: int) -> None:
     """It may have been the one."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -179,7 +181,9 @@ def test_a_rank_that_is_gone_ends_a_receive_from_any(rank: int, size: int) -> No
 
 
 @on_ranks()
-def test_a_wait_that_ends_early_names_this_rank_and_can_be_repeated(rank: int, size: int) -> None:
+def test_open_receive_wait_timeout_names_this_rank_and_can_be_repeated(
+    rank: int, size: int
+) -> None:
     """Of a receive from any rank, and of a batch, whose arrays for nobody keep their places."""
     after, before = (rank + 1) % size, (rank - 1) % size
     rooms = [np.zeros((5, 2)) for _ in range(4)]

@@ -29,11 +29,11 @@ ranks = ranks_in(*WORLDS, slow=SLOW)
 
 @repeatable
 @given(data=st.data())
-def test_programs_of_every_verb_return_what_numpy_returns(ranks: Any, data: st.DataObject) -> None:
+def test_random_programs_return_the_same_as_numpy(ranks: Any, data: st.DataObject) -> None:
     ranks.run(run_program, data.draw(programs(ranks.size)))
 
 
-def test_each_verb_in_every_size(ranks: Any) -> None:
+def test_each_verb_works_in_every_size(ranks: Any) -> None:
     """Rows of every width, whatever the random programs have left out."""
     ranks.run(run_program, every_verb(ranks.size, "float32", (1, 1000, 100_000)), deadline=100.0)
     ranks.run(run_program, every_verb(ranks.size, "int8", (1, 1000, 100_000)), deadline=100.0)
@@ -49,7 +49,7 @@ def test_each_verb_in_every_size(ranks: Any) -> None:
         pytest.param("hierarchical", 4, marks=pytest.mark.slow),
     ],
 )
-def test_programs_return_what_mpi_returns(
+def test_random_programs_return_the_same_as_mpi(
     pool: Any, backend: str, size: int, data: st.DataObject
 ) -> None:
     ranks = pool(size, **world_of(backend, {"init": "mpi"}))

@@ -26,7 +26,7 @@ def logged(*filters: fl.RankFilter) -> list[str]:
 
 
 @on_ranks(("shm", 2))
-def test_ranks_that_log(rank: int, size: int) -> None:
+def test_rank_filter_passes_records_of_the_selected_ranks(rank: int, size: int) -> None:
     mine, is_first = [f"{rank}/{rank}/2 info", f"{rank}/{rank}/2 error"], rank == 0
     assert fl.is_main_process() == is_first
     assert logged(fl.RankFilter()) == mine
@@ -43,13 +43,13 @@ def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("second_host")
-def test_the_local_rank_is_the_one_on_the_host() -> None:
+def test_rank_filter_uses_the_local_rank_of_the_host() -> None:
     assert logged(fl.RankFilter(local_rank=0)) == []
     assert logged(fl.RankFilter(local_rank=1)) == ["0/1/1 info", "0/1/1 error"]
     assert logged(fl.RankFilter(rank=0)) == ["0/1/1 info", "0/1/1 error"]
 
 
-def test_before_init_a_process_is_the_main_one() -> None:
+def test_rank_filter_treats_a_process_as_rank_0_before_init() -> None:
     assert fl.is_main_process()
     assert logged(fl.RankFilter(rank=0)) == ["0/0/1 info", "0/0/1 error"]
 
@@ -63,6 +63,8 @@ def test_before_init_a_process_is_the_main_one() -> None:
         ({"pass_level": "ERROR"}, TypeError, "pass_level"),
     ],
 )
-def test_arguments(arguments: dict[str, Any], kind: type[Exception], name: str) -> None:
+def test_rank_filter_rejects_invalid_arguments(
+    arguments: dict[str, Any], kind: type[Exception], name: str
+) -> None:
     with pytest.raises(kind, match=f"RankFilter: {name} must be"):
         fl.RankFilter(**arguments)

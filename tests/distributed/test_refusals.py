@@ -299,7 +299,7 @@ def test_cases_cover_every_public_collective_function() -> None:
 
 
 @on_ranks()
-def test_a_refused_collective_raises_on_every_rank(rank: int, size: int) -> None:
+def test_rejected_collective_raises_on_every_rank(rank: int, size: int) -> None:
     calls = world().journal.count
     before = calls[0]
     for name, call in CASES.items():
@@ -329,7 +329,7 @@ def check(
 
 
 @on_ranks()
-def test_the_others_have_its_reason(rank: int, size: int) -> None:
+def test_other_ranks_raise_the_reason_of_a_rejection(rank: int, size: int) -> None:
     if rank == ODD:
         with pytest.raises(ValueError, match="first dimension must be a multiple") as caught:
             fl.reduce_scatter(ones(7))
@@ -345,7 +345,7 @@ def test_the_others_have_its_reason(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_ranks_that_refuse_alike_raise_their_own_and_go_on(rank: int, size: int) -> None:
+def test_ranks_that_all_reject_raise_their_own_errors_and_continue(rank: int, size: int) -> None:
     right, left = (rank + 1) % size, (rank - 1) % size
     for name, call in [*CASES.items()] * 3:
         if name != "scatter: parts that differ":  # the root alone has parts
@@ -393,7 +393,7 @@ def messages(peer: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]
 
 @pytest.mark.parametrize("peer", [0, 2])
 @on_ranks()
-def test_a_refused_message_raises_at_both_ends(rank: int, size: int, peer: int) -> None:
+def test_rejected_message_raises_at_both_ends(rank: int, size: int, peer: int) -> None:
     for name, (wrong, right) in messages(peer).items():
         if rank == ODD:
             with pytest.raises((TypeError, ValueError)):
@@ -409,7 +409,7 @@ def test_a_refused_message_raises_at_both_ends(rank: int, size: int, peer: int) 
 
 
 @on_ranks()
-def test_a_group_goes_on_as_well(rank: int, size: int) -> None:
+def test_group_remains_usable_after_a_rejection(rank: int, size: int) -> None:
     """A group of its own: ranks are named as the world knows them."""
     with fl.new_group([2, 1]) as group:
         if not group.is_member:
@@ -421,7 +421,9 @@ def test_a_group_goes_on_as_well(rank: int, size: int) -> None:
 
 
 @on_ranks(("hierarchical", SIZE), fresh=True, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
-def test_without_checks_between_hosts_the_group_ends_with_the_reason(rank: int, size: int) -> None:
+def test_unchecked_rejection_between_hosts_ends_the_group_with_the_reason(
+    rank: int, size: int
+) -> None:
     with pytest.raises(TypeError if rank == ODD else fl.errors.DistributedError) as caught:
         fl.all_reduce(None if rank == ODD else np.ones(3))
     why = "rank 1 called all_reduce, and rejected its arguments (TypeError"
@@ -429,7 +431,7 @@ def test_without_checks_between_hosts_the_group_ends_with_the_reason(rank: int, 
 
 
 @on_ranks()
-def test_a_group_that_has_ended_waits_for_nobody(rank: int, size: int) -> None:
+def test_closed_group_raises_at_once_on_invalid_arguments(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     group.backend().close()  # as what breaks it does
     with pytest.raises((TypeError, fl.errors.GroupClosedError)):
@@ -442,7 +444,7 @@ def test_a_group_that_has_ended_waits_for_nobody(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_what_ends_a_program_is_no_refusal_and_ends_the_group(rank: int, size: int) -> None:
+def test_system_exit_and_interrupts_end_the_group(rank: int, size: int) -> None:
     class Stop(BaseException):
         pass
 
@@ -463,7 +465,7 @@ def test_what_ends_a_program_is_no_refusal_and_ends_the_group(rank: int, size: i
 
 
 @on_ranks()
-def test_a_generator_of_messages_is_as_good_as_a_list(rank: int, size: int) -> None:
+def test_batch_isend_irecv_accepts_a_generator(rank: int, size: int) -> None:
     if rank < 2:
         got = np.zeros(3)
         ops = (fl.P2POp(kind, x, 1 - rank) for kind, x in (("send", np.ones(3)), ("recv", got)))
@@ -472,7 +474,7 @@ def test_a_generator_of_messages_is_as_good_as_a_list(rank: int, size: int) -> N
 
 
 @on_ranks()
-def test_a_refused_message_beside_nobody_raises_where_it_is_awaited(rank: int, size: int) -> None:
+def test_rejected_batch_raises_at_both_ends(rank: int, size: int) -> None:
     if rank == ODD:
         ops = [fl.P2POp("send", None, 0, tag=4), fl.P2POp("recv", ones(), None, tag=9)]
         with pytest.raises(TypeError):
@@ -486,7 +488,7 @@ def test_a_refused_message_beside_nobody_raises_where_it_is_awaited(rank: int, s
 
 
 @on_ranks()
-def test_a_call_without_an_argument_says_which(rank: int, size: int) -> None:
+def test_missing_argument_is_named_in_the_error(rank: int, size: int) -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'dst'") as caught:
         world().send(ones())  # type: ignore[call-arg]
     assert caught.value.__context__ is None

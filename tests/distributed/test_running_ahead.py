@@ -63,7 +63,7 @@ VERBS: dict[str, Any] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 @in_both(3)
-def test_who_needs_nobody_does_not_wait(rank: int, size: int, verb: str) -> None:
+def test_call_that_needs_no_other_rank_does_not_wait(rank: int, size: int, verb: str) -> None:
     """Call before those who can call only after a message of this rank."""
     call, is_free = VERBS[verb]
     token = np.zeros(1)
@@ -83,9 +83,7 @@ def test_who_needs_nobody_does_not_wait(rank: int, size: int, verb: str) -> None
 
 @pytest.mark.parametrize("differ", [False, True])
 @on_ranks(("shm", 3), fresh=True)
-def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back(
-    rank: int, size: int, differ: bool
-) -> None:
+def test_look_back_compares_calls_made_ahead(rank: int, size: int, differ: bool) -> None:
     """Make many calls that are compared ahead, the last of another op on rank 1 if they differ."""
     cpu, x, error = members_of(None).backend(), np.ones(3), ""
     assert isinstance(cpu, ComparesAhead)
@@ -104,7 +102,7 @@ def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back(
 
 
 @on_ranks(("shm", 2), lost=1)
-def test_a_look_back_in_a_group_that_has_ended_raises(rank: int, size: int) -> None:
+def test_look_back_raises_after_the_group_has_ended(rank: int, size: int) -> None:
     """Look back at a call that rank 1 does not make, in a group that has ended meanwhile."""
     cpu = members_of(None).backend()
     assert isinstance(cpu, ComparesAhead)
@@ -118,7 +116,7 @@ def test_a_look_back_in_a_group_that_has_ended_raises(rank: int, size: int) -> N
 
 
 @in_both(3)
-def test_many_calls_ahead_bring_what_was_given(rank: int, size: int) -> None:
+def test_many_calls_ahead_deliver_their_data(rank: int, size: int) -> None:
     """More calls than a rank may be ahead, of all sizes; each brings what was given to it."""
     for n in range(300):
         x = np.full(1 + 37 * n % 700, n + 1000.0 * (rank == n % size))
@@ -130,7 +128,7 @@ def test_many_calls_ahead_bring_what_was_given(rank: int, size: int) -> None:
 
 
 @in_both(3)
-def test_who_gives_much_does_not_wait_for_who_has_run_ahead(rank: int, size: int) -> None:
+def test_large_send_does_not_wait_for_a_rank_that_ran_ahead(rank: int, size: int) -> None:
     """One gives more than goes with a call; one gives nothing, and waits until the root has all."""
     token = np.zeros(1)
     began = time.monotonic()
@@ -145,7 +143,7 @@ def test_who_gives_much_does_not_wait_for_who_has_run_ahead(rank: int, size: int
 
 
 @in_both(3)
-def test_the_next_call_names_the_earlier_one_and_its_lines(rank: int, size: int) -> None:
+def test_next_call_names_the_earlier_mismatch_and_its_call_sites(rank: int, size: int) -> None:
     x = np.full(3 if rank == 0 else 4, rank + 1.0)
     line = sys._getframe().f_lineno + 1
     now = told(lambda: fl.broadcast(x))
@@ -161,7 +159,7 @@ def test_the_next_call_names_the_earlier_one_and_its_lines(rank: int, size: int)
 
 
 @on_ranks(("shm", 2), ("gloo", 2), fresh=True)
-def test_a_shutdown_raises_what_nobody_was_told(rank: int, size: int) -> None:
+def test_shutdown_raises_an_unreported_mismatch(rank: int, size: int) -> None:
     now = told(lambda: fl.broadcast(np.zeros(3 + rank)))
     later = told(fl.distributed_shutdown)
     assert later
@@ -169,7 +167,7 @@ def test_a_shutdown_raises_what_nobody_was_told(rank: int, size: int) -> None:
 
 
 @in_both(3)
-def test_what_was_given_arrives_when_its_giver_has_left(rank: int, size: int) -> None:
+def test_data_arrives_after_its_sender_has_left(rank: int, size: int) -> None:
     """Give, and be gone before the others take it."""
     group = fl.new_group(range(size))
     token = np.zeros(1)
@@ -192,7 +190,9 @@ def test_what_was_given_arrives_when_its_giver_has_left(rank: int, size: int) ->
 
 @pytest.mark.parametrize("verb", ["broadcast", "scatter"])
 @in_both(3)
-def test_all_ranks_go_on_after_refusals_of_a_root(rank: int, size: int, verb: str) -> None:
+def test_all_ranks_continue_after_a_root_rejects_its_arguments(
+    rank: int, size: int, verb: str
+) -> None:
     """Refuse calls on the root, which every rank catches, and go on."""
     call = {"broadcast": fl.broadcast, "scatter": lambda x: fl.scatter(x if rank == 0 else None)}
     for times in (1, 2, 3, 20):
@@ -207,7 +207,7 @@ def test_all_ranks_go_on_after_refusals_of_a_root(rank: int, size: int, verb: st
 
 @pytest.mark.parametrize("verb", VERBS)
 @in_both(3)
-def test_a_call_that_raises_for_an_earlier_one_gives_nothing(
+def test_call_that_raises_an_earlier_mismatch_sends_no_data(
     rank: int, size: int, verb: str
 ) -> None:
     """Differ in a call from which the root returns, and see which later calls raise."""
@@ -235,7 +235,7 @@ def tell(sender: int, receiver: int, rank: int) -> None:
 
 
 @in_both(3)
-def test_ranks_that_need_a_withdrawn_call_raise_the_earlier_mismatch_once(
+def test_withdrawn_call_raises_the_earlier_mismatch_once_on_other_ranks(
     rank: int, size: int
 ) -> None:
     """Rank 0 raises a mismatch that rank 1, which waits for its call, has not been told either."""
@@ -295,7 +295,7 @@ def test_each_of_two_earlier_mismatches_is_raised(rank: int, size: int) -> None:
 
 
 @in_both(3)
-def test_a_gather_goes_on_after_an_earlier_mismatch(rank: int, size: int) -> None:
+def test_gather_works_after_an_earlier_mismatch(rank: int, size: int) -> None:
     """Rank 1 is many calls ahead of a gather in which rank 2 raises the earlier mismatch."""
     one, root = np.zeros(1), 2
     if rank == 1:
@@ -322,7 +322,7 @@ def test_a_gather_goes_on_after_an_earlier_mismatch(rank: int, size: int) -> Non
 
 
 @in_both(2)
-def test_all_ranks_find_the_same_earlier_mismatches(rank: int, size: int) -> None:
+def test_all_ranks_raise_the_same_earlier_mismatches(rank: int, size: int) -> None:
     """The root waits for all in a scatter of 5 KB, and raises; another does not know its size."""
     told(lambda: fl.broadcast(np.zeros(3 + rank), 1))
     raised = told(lambda: fl.scatter(np.ones((size, 300)) if rank == 1 else None, 1))
@@ -335,7 +335,7 @@ def sync_on_rank_1(rank: int) -> dict[str, str]:
 
 
 @in_both(3, env=sync_on_rank_1)
-def test_one_rank_may_compare_each_call_at_once(rank: int, size: int) -> None:
+def test_flashlight_checks_sync_may_be_set_on_one_rank(rank: int, size: int) -> None:
     raised = told(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
     assert raised == (rank > 0)
     assert told(lambda: fl.all_reduce(np.full(40_000, 1.0))) != ""
@@ -378,7 +378,9 @@ def stand_in() -> Iterator[None]:
 @pytest.mark.parametrize("blocking", [True, False])
 @on_ranks()
 @stand_in()
-def test_nothing_moves_and_shapes_are_known(rank: int, size: int, blocking: bool) -> None:
+def test_compared_calls_move_no_data_and_return_shapes(
+    rank: int, size: int, blocking: bool
+) -> None:
     x = of_gpu(2 * size, 3)
     rows = [1] * (size - 1) + [size + 1]
     for call in (
@@ -412,7 +414,7 @@ def test_nothing_moves_and_shapes_are_known(rank: int, size: int, blocking: bool
 
 
 @on_ranks()
-def test_both_ends_of_a_message_know_its_number(rank: int, size: int) -> None:
+def test_compared_message_has_the_same_number_on_both_ends(rank: int, size: int) -> None:
     """Twenty messages from rank 0 to the last, which are received in several ways."""
     backend, x, numbers = current_world().group.backend(), np.zeros((3, 2)), []
     for i in range(20):
@@ -431,7 +433,7 @@ def test_both_ends_of_a_message_know_its_number(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_a_lost_rank_is_known_without_a_call(rank: int, size: int) -> None:
+def test_lost_returns_a_dead_rank_without_a_call(rank: int, size: int) -> None:
     """Rank 1 leaves two groups: one in order, one as its program raises."""
     groups = [fl.new_group(range(size)) for _ in range(2)]
     left, broken = [group.backend() for group in groups]
@@ -458,7 +460,7 @@ def test_a_lost_rank_is_known_without_a_call(rank: int, size: int) -> None:
 
 @on_ranks()
 @stand_in()
-def test_every_rank_raises_what_was_called(rank: int, size: int) -> None:
+def test_compared_mismatch_raises_the_calls_on_every_rank(rank: int, size: int) -> None:
     x = of_gpu(4, 3)
     for theirs, words in (
         (Call(ALL_REDUCE, of_gpu(4, 2)), "all_reduce(cupy float32 (4, 2)"),

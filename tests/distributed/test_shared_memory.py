@@ -55,13 +55,13 @@ def shared_equals_ordinary(rank: int, size: int, name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-def test_an_array_in_shared_memory_has_the_same_bits(pool: Any, size: int) -> None:
+def test_verbs_on_shared_arrays_return_the_same_bits(pool: Any, size: int) -> None:
     names, counts = ("float32", "float16", "int8", "complex128"), (0, 1, 5000, 100_001, 700_000)
     pool(size, params=SHM).run_each(shared_equals_ordinary, itertools.product(names, counts))
 
 
 @on_ranks(("shm", 2), ("shm", 3))
-def test_views_and_arrays_in_different_places(rank: int, size: int) -> None:
+def test_verbs_accept_views_of_shared_arrays(rank: int, size: int) -> None:
     whole = fl.distributed.shared_empty((2, 100_000), np.float64)
     whole[...] = rank
     assert fl.all_reduce(whole[1]).base is not None  # a view, in place
@@ -76,7 +76,7 @@ def test_views_and_arrays_in_different_places(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_shared_array_outlives_the_group(rank: int, size: int) -> None:
+def test_shared_array_outlives_the_group(rank: int, size: int) -> None:
     x = fl.distributed.shared_empty(1000)
     x[...] = 1.0
     fl.all_reduce(x)
@@ -86,7 +86,7 @@ def test_a_shared_array_outlives_the_group(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_shared_arrays_that_are_dropped_are_unmapped(rank: int, size: int) -> None:
+def test_dropped_shared_arrays_are_unmapped(rank: int, size: int) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("flashlight-")
 
@@ -103,7 +103,7 @@ def test_shared_arrays_that_are_dropped_are_unmapped(rank: int, size: int) -> No
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_shared_empty_checks_what_it_is_given(rank: int, size: int) -> None:
+def test_shared_empty_rejects_invalid_arguments(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="negative"):
         fl.distributed.shared_empty((2, -1))
     with pytest.raises(TypeError, match="object"):
@@ -112,7 +112,7 @@ def test_shared_empty_checks_what_it_is_given(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 3), fresh=True)
-def test_no_file_has_a_name_once_all_have_mapped_it(rank: int, size: int) -> None:
+def test_shared_memory_file_has_no_name_after_the_mapping(rank: int, size: int) -> None:
     x = fl.distributed.shared_empty(100_000)
     fl.all_reduce(x)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
@@ -132,7 +132,9 @@ APART = {"env": hosts_by_letter("ab")}
     indirect=["ranks"],
 )
 @on_ranks()
-def test_describe_says_which_way_and_why(rank: int, size: int, said: str, name: str) -> None:
+def test_describe_names_the_backend_and_the_reason(
+    rank: int, size: int, said: str, name: str
+) -> None:
     text = fl.distributed.describe()
     assert f"rank {rank} of {size}" in text
     assert said in text
@@ -143,7 +145,7 @@ def test_describe_says_which_way_and_why(rank: int, size: int, said: str, name: 
     ("hidden", "way"), [([0, 1, 2], "Gloo over TCP (no two ranks"), ([1], "2 hosts with 2, 1 rank")]
 )
 @on_ranks(("shm", 3), fresh=True, init=None)
-def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
+def test_missing_shared_memory_on_a_host_warns_once(
     rank: int, size: int, tmp_path: Path, hidden: list[int], way: str
 ) -> None:
     """Some ranks join without the extension."""
@@ -176,13 +178,15 @@ def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
 
 
 @on_ranks(("shm", 2), fresh=True, env=hosts_by_letter("ab"), init=None)
-def test_shm_that_cannot_be_is_refused_on_every_rank(rank: int, size: int, tmp_path: Path) -> None:
+def test_backend_shm_raises_on_every_rank_if_memory_is_not_shared(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     params = {"FILE_PATH": str(tmp_path / "meet"), "BACKEND": "shm"}
     with pytest.raises(fl.errors.BackendUnavailableError, match="all ranks must share memory"):
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
 
 
-def test_parts_cover_an_array() -> None:
+def test_cut_evenly_covers_the_array() -> None:
     for count in (0, 1, 7, 1000):
         for leaders in (1, 2, 3, 8):
             parts = cut_evenly(range(count), leaders)
@@ -225,7 +229,7 @@ CONTAINER = "unshare --pid --fork --mount-proc"
         ("64m", CONTAINER, "shared memory", None),
     ],
 )
-def test_a_small_dev_shm_matters_to_containers_alone_and_is_gone_around(
+def test_small_dev_shm_matters_in_containers_only(
     tmp_path: Path, size: str, each: str, way: str, warning: str | None
 ) -> None:
     """In a mount namespace of its own, with a /dev/shm as small as a container's may be."""
@@ -259,7 +263,7 @@ wait
 """
 
 
-def test_a_process_of_another_container_that_ends_is_noticed(tmp_path: Path) -> None:
+def test_end_of_a_process_in_another_container_is_detected(tmp_path: Path) -> None:
     done = in_namespaces(DIE_IN_A_CONTAINER, tmp_path, each=CONTAINER)
     assert "shared memory" in done.stdout, done
     assert "lost rank 1 (its process has ended)" in done.stdout
@@ -319,7 +323,7 @@ def keep_secret(array: Any, layout: str) -> Any:
 
 @pytest.mark.skipif(not can_keep_secrets(), reason="needs memfd_secret (Linux 5.14, x86 or ARM)")
 @on_ranks(("shm", 2), ("shm", 3))
-def test_secret_memory_is_moved_by_every_verb(rank: int, size: int) -> None:
+def test_verbs_accept_secret_memory(rank: int, size: int) -> None:
     """Call each verb in a new group, as one that has failed to read once does not try again."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 or size == 3:
@@ -347,7 +351,7 @@ def give_up_reading_by_right() -> None:
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="needs prctl and capset")
 @on_ranks(("shm", 2), fresh=True)
-def test_a_process_that_becomes_undumpable_is_not_lost(rank: int, size: int) -> None:
+def test_undumpable_process_is_not_lost(rank: int, size: int) -> None:
     give_up_reading_by_right()
     fl.barrier()
     for turn in range(5 * TURNS):
@@ -440,7 +444,7 @@ def used_as_data(size: int) -> int:
     return sum(len(each.array) for each in y)
 
 
-def test_one_rank_of_each_host_loads_and_all_map_the_same_memory(ranks: Any) -> None:
+def test_host_array_loads_once_per_host_and_shares_memory(ranks: Any) -> None:
     found = ranks.run(check)
     hosts = [[0, 1], [2, 3]] if ranks.size == 4 else [list(range(ranks.size))]
     loaded = [rank for rank, (has_loaded, _) in enumerate(found) if has_loaded]
@@ -451,7 +455,7 @@ def test_one_rank_of_each_host_loads_and_all_map_the_same_memory(ranks: Any) -> 
         assert len({inode for ((_, inode),) in places}) == 1
 
 
-def test_one_process_needs_no_init() -> None:
+def test_host_array_works_without_init() -> None:
     has_loaded, _ = check(0, 1)
     assert has_loaded
     with pytest.raises(TypeError, match="load must be a function"):
@@ -462,12 +466,12 @@ def test_one_process_needs_no_init() -> None:
         fl.host_array(lambda x: None, shape=(2, -1))
 
 
-def test_a_cupy_array_is_refused(strict: Any) -> None:
+def test_host_array_rejects_cupy_arrays(strict: Any) -> None:
     with pytest.raises(TypeError, match=r"array\.get\(\)"):
         fl.host_array(lambda: strict.zeros(3))
 
 
-def test_a_file_is_copied_without_being_kept(tmp_path: Path) -> None:
+def test_host_array_copies_a_memory_mapped_file(tmp_path: Path) -> None:
     rows = np.arange(5 * MB, dtype=np.int32).reshape(-1, 512)
     rows.tofile(tmp_path / "rows")
     file = np.memmap(tmp_path / "rows", np.int32, "r", shape=rows.shape)
@@ -486,7 +490,7 @@ def resident(parts: list[str], what: str = "Rss") -> int:
     return sum(int(re.search(rf"\n{what}: +(\d+) kB", part)[1]) * 1024 for part in parts)  # type: ignore[index]
 
 
-def test_memory_is_freed_with_the_last_view() -> None:
+def test_host_array_memory_is_freed_with_the_last_view() -> None:
     gc.collect()  # what earlier tests left would be freed at any moment
     before = len(mappings_of("flashlight-"))
     view = fl.host_array(lambda: np.ones((3, 4)))[1]
@@ -498,13 +502,13 @@ def test_memory_is_freed_with_the_last_view() -> None:
 
 @pytest.mark.slow
 @on_ranks(("shm", 2), lost=0)
-def test_the_loading_rank_is_killed(rank: int, size: int) -> None:
+def test_host_array_raises_if_the_loading_rank_is_killed(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
         fl.host_array(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_name_in_dev_shm_is_gone_when_all_have_mapped_it(rank: int, size: int) -> None:
+def test_host_array_removes_its_name_in_dev_shm(rank: int, size: int) -> None:
     """Memory is shared by a name, as containers of a pod do."""
     topology.process_space = lambda: ""  # type: ignore[assignment]
     x = fl.host_array(lambda: np.full(1000, 3.0))
@@ -527,6 +531,6 @@ def outlives_the_group(rank: int, size: int, megabytes: int) -> float:
 
 
 @pytest.mark.slow
-def test_eight_ranks_hold_one_copy() -> None:
+def test_eight_ranks_share_one_copy_of_a_host_array() -> None:
     shares = run_ranks(outlives_the_group, 8, 64, **BACKENDS["shm"][1])
     assert sum(shares) < 64 * 1.05 + 8  # beside it, the group's own segment

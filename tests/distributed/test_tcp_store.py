@@ -18,19 +18,19 @@ from tests.distributed.rendezvous_helpers import Ranks, closed, ranks_at
 ranks = ranks_at("tcp")
 
 
-def test_the_port_is_free_again_at_once(ranks: Ranks) -> None:
+def test_tcp_store_port_is_free_at_once_after_the_run(ranks: Ranks) -> None:
     for _ in range(3):
         ranks.run(2)
 
 
-def test_whose_time_is_up_first_reports_who_is_missing(ranks: Ranks) -> None:
+def test_rank_with_the_shortest_timeout_reports_missing_ranks(ranks: Ranks) -> None:
     server = ranks.start(0, 3, timeout=20.0)
     client = ranks.start(1, 3, timeout=0.5)
     for rank in (server, client):
         assert "rank 2 of 3 has not arrived" in rank.refusal()
 
 
-def test_a_second_rank_0_finds_the_port_in_use(ranks: Ranks) -> None:
+def test_second_rank_0_raises_that_the_port_is_in_use(ranks: Ranks) -> None:
     server = ranks.start_ready(0, 2)
     assert "port is in use" in ranks.start(0, 2).refusal()
     assert closed([server, ranks.start(1, 2)])
@@ -74,7 +74,7 @@ ANSWERED = {
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kind: str) -> None:
+def test_unknown_client_gets_no_answer_and_does_no_harm(ranks: Ranks, port: int, kind: str) -> None:
     server = ranks.start_ready(0, 2)
     with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
         with suppress(ConnectionError):  # it was dropped in the middle
@@ -88,7 +88,7 @@ def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kin
         assert answer == b""
 
 
-def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> None:
+def test_invalid_data_does_not_end_or_delay_the_rendezvous(ranks: Ranks, port: int) -> None:
     """All of it at the same time, its parts one after the other, until strangers are dropped."""
     ranks.start_ready(0, 3)
     noise = [*([sent] for sent in STRANGERS.values()), *ANSWERED.values()]
@@ -103,7 +103,7 @@ def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> Non
         assert closed(ranks.all)
 
 
-def test_a_flood_of_silent_strangers_does_not_keep_a_rank_out(ranks: Ranks, port: int) -> None:
+def test_many_silent_clients_do_not_block_a_rank(ranks: Ranks, port: int) -> None:
     server = ranks.start_ready(0, 2)
     with ExitStack() as stack:
         for _ in range(200):
@@ -111,7 +111,7 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_rank_out(ranks: Ranks, port
         assert closed([server, ranks.start(1, 2)])
 
 
-def test_another_program_at_the_port_is_recognised(ranks: Ranks, port: int) -> None:
+def test_another_program_at_the_port_is_detected(ranks: Ranks, port: int) -> None:
     with socket.create_server(("127.0.0.1", port)) as server:
         client = ranks.start(1, 2, timeout=5.0)
         server.settimeout(10.0)
@@ -121,12 +121,12 @@ def test_another_program_at_the_port_is_recognised(ranks: Ranks, port: int) -> N
             assert "another program listens there" in client.refusal()
 
 
-def test_only_the_master_address_is_bound(port: int) -> None:
+def test_tcp_store_binds_only_the_master_address(port: int) -> None:
     with closing(TcpStore("127.0.0.1", port, 0, 2, 1.0)), socket.socket() as other:
         other.bind(("127.0.0.2", port))
 
 
-def test_a_socket_that_was_handed_over_is_used_and_nothing_else_is(
+def test_tcp_store_uses_an_inherited_listener_only(
     port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A process that inherited the variable alone has something else under the number."""
@@ -151,12 +151,12 @@ def test_a_socket_that_was_handed_over_is_used_and_nothing_else_is(
     ("host", "why"),
     [("192.0.2.1", "is not an address of this host"), ("no-such-host.invalid", "cannot resolve")],
 )
-def test_rank_0_cannot_listen_at_another_host(port: int, host: str, why: str) -> None:
+def test_tcp_store_raises_if_rank_0_has_another_host(port: int, host: str, why: str) -> None:
     with pytest.raises(RendezvousError, match=why):
         TcpStore(host, port, 0, 2, 1.0)
 
 
 @pytest.mark.parametrize(("port_", "rank"), [(0, 0), (65536, 0), (1234, 2)])
-def test_senseless_arguments_are_refused(port_: int, rank: int) -> None:
+def test_tcp_store_rejects_invalid_arguments(port_: int, rank: int) -> None:
     with pytest.raises(ValueError, match="got"):
         TcpStore("127.0.0.1", port_, rank, 2, 1.0)

@@ -46,7 +46,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_two_threads_reduce_with_a_late_peer(rank: int, size: int) -> None:
+def test_two_threads_can_reduce_with_a_late_peer(rank: int, size: int) -> None:
     arrays = [np.full(8, rank + 1.0), np.full(8, rank + 1.0)]
     fl.barrier()
     if rank > 0:
@@ -58,7 +58,7 @@ def test_two_threads_reduce_with_a_late_peer(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_all_reduce_multiple_goes_on_if_another_thread_begins_calls(rank: int, size: int) -> None:
+def test_all_reduce_multiple_works_while_another_thread_calls(rank: int, size: int) -> None:
     """Native code leaves the rest of a list to Python when the thread's calls are before it."""
     lists = [[np.ones(3) for _ in range(20)] for _ in range(100)]
     begin = [lambda: fl.all_reduce(np.ones(3), async_op=True)] * 300
@@ -72,7 +72,7 @@ def test_all_reduce_multiple_goes_on_if_another_thread_begins_calls(rank: int, s
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_a_barrier_and_a_reduction_of_two_threads_keep_their_order(rank: int, size: int) -> None:
+def test_barrier_and_reduction_of_two_threads_keep_their_order(rank: int, size: int) -> None:
     """Rank 0 has both on their way, in this order, before the others begin the first."""
     x = np.full(8, rank + 1.0)
     if rank == 0:
@@ -93,7 +93,7 @@ def test_a_barrier_and_a_reduction_of_two_threads_keep_their_order(rank: int, si
 
 
 @on_ranks(("shm", 2), ("gloo", 2), ("hierarchical", 3))
-def test_another_thread_closes_the_group(rank: int, size: int) -> None:
+def test_verbs_raise_if_another_thread_closes_the_group(rank: int, size: int) -> None:
     """Rank 0 closes a group in which threads wait: for a collective, its turn, and a message."""
     group = fl.new_group(range(size))
     if rank == 0:
@@ -131,7 +131,9 @@ def save_and_leave(folder: str) -> None:
 
 
 @on_ranks(("shm", 2), ("hierarchical", 3), slow=[("gloo", 2)], fresh=True)
-def test_a_handler_between_verbs_saves_and_leaves(rank: int, size: int, tmp_path: Path) -> None:
+def test_signal_handler_between_verbs_can_save_and_leave(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     with handling(lambda: save_and_leave(str(tmp_path))):
         fl.all_reduce(np.ones(3))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -196,7 +198,7 @@ def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
 
 
 @everywhere
-def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
+def test_signal_handler_inside_a_verb_raises_without_harm(
     rank: int, size: int, tmp_path: Path
 ) -> None:
     # On several hosts an exchange waits for messages that were started, where a verb may begin.
@@ -205,7 +207,7 @@ def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
 
 
 @on_ranks()
-def test_signals_at_any_moment_change_nothing(rank: int, size: int) -> None:
+def test_signals_at_any_time_do_not_change_results(rank: int, size: int) -> None:
     """Verbs give what they should wherever a handler tries another."""
     group = fl.distributed.start.world.current_world().group
     refused = 0
@@ -240,7 +242,7 @@ def test_signals_at_any_moment_change_nothing(rank: int, size: int) -> None:
 
 
 @everywhere
-def test_a_handler_inside_a_wait_calls_what_is_next(rank: int, size: int) -> None:
+def test_signal_handler_inside_a_wait_can_make_the_next_call(rank: int, size: int) -> None:
     """What a wait has interrupted runs by itself: a verb of the handler comes after it."""
     pid = fl.broadcast_object(os.getpid())
     x = np.full(300_000, rank + 1.0)
@@ -269,7 +271,7 @@ def test_a_handler_inside_a_wait_calls_what_is_next(rank: int, size: int) -> Non
     indirect=["ranks"],
 )
 @on_ranks(fresh=True)
-def test_a_handler_inside_a_verb_leaves(
+def test_signal_handler_inside_a_verb_can_leave(
     rank: int, size: int, verb: str, handler: str, tmp_path: Path
 ) -> None:
     """Saving is refused, which ends the verb; leaving ends it too. The others notice at once."""

@@ -47,20 +47,20 @@ class Fails(Work):
         return True
 
 
-def test_all_are_waited_for_when_one_fails() -> None:
+def test_all_of_waits_for_all_works_if_one_fails() -> None:
     last = Fails(MismatchError("the second"))
     with pytest.raises(MismatchError, match="the first"):
         AllOf([Done(1), Fails(MismatchError("the first")), last]).wait()
     assert last.waited
 
 
-def test_what_closed_the_group_is_raised_and_not_what_followed() -> None:
+def test_all_of_raises_the_error_that_closed_the_group() -> None:
     works = [Fails(GroupClosedError("closed")), Fails(CollectiveTimeoutError("late"))]
     with pytest.raises(CollectiveTimeoutError, match="late"):
         AllOf(works).wait()
 
 
-def test_a_closed_group_is_reported_where_nothing_else_failed() -> None:
+def test_all_of_raises_group_closed_error_without_other_failures() -> None:
     with pytest.raises(GroupClosedError):
         AllOf([Done(1), Fails(GroupClosedError("closed"))]).wait()
 
@@ -93,7 +93,7 @@ def waits_of_two_threads(slow: Slow, release: Callable[[Then], None]) -> list[An
         return [future.exception(20) or future.result() for future in (first, second)]
 
 
-def test_a_second_thread_waits_for_what_the_first_one_makes() -> None:
+def test_then_makes_its_result_once_for_two_threads() -> None:
     slow = Slow()
 
     def release(work: Then) -> None:
@@ -105,7 +105,7 @@ def test_a_second_thread_waits_for_what_the_first_one_makes() -> None:
     assert slow.calls == 1
 
 
-def test_a_result_that_cannot_be_made_fails_every_wait() -> None:
+def test_then_raises_the_same_error_in_every_wait() -> None:
     failure = ValueError("no room")
     slow = Slow(failure)
     assert waits_of_two_threads(slow, lambda work: None) == [failure] * 2
@@ -126,7 +126,7 @@ def interrupting() -> Any:
     signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_result_whose_making_a_signal_handler_ended_is_never_given_half_made(
+def test_then_never_returns_an_incomplete_result_after_a_signal(
     interrupting: Callable[[], None],
 ) -> None:
     work = Then(Done(), lambda _: interrupting())
@@ -151,7 +151,7 @@ class Interrupted(Work):
         return not self._interrupt
 
 
-def test_a_wait_that_a_signal_handler_ended_can_be_taken_up_again(
+def test_wait_can_be_repeated_after_a_signal_handler_raised(
     interrupting: Callable[[], None],
 ) -> None:
     work = Then(Interrupted(interrupting), lambda value: f"made of {value}")
@@ -161,7 +161,7 @@ def test_a_wait_that_a_signal_handler_ended_can_be_taken_up_again(
     assert work.wait() == "made of it"
 
 
-def test_a_handler_that_waits_for_what_it_has_interrupted_gets_an_error() -> None:
+def test_wait_in_a_handler_raises_for_the_interrupted_work() -> None:
     said: list[str] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -197,7 +197,7 @@ class EndsAtLimit(Work):
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_hierarchical_group_ends_by_the_operation_alone(goes_on: bool) -> None:
+def test_hierarchical_group_ends_only_if_the_operation_has_failed(goes_on: bool) -> None:
     ended: list[DistributedError] = []
     work = EndsAtLimit(
         wait_timeout_error("late", 0.0) if goes_on else CollectiveTimeoutError("late")
@@ -208,7 +208,7 @@ def test_hierarchical_group_ends_by_the_operation_alone(goes_on: bool) -> None:
     assert len(ended) == (not goes_on)
 
 
-def test_record_is_no_failure() -> None:
+def test_wait_timeout_is_not_recorded_as_a_failure() -> None:
     journal = Journal("test", [0], "nothing")
     call = Call(BARRIER, blocking=False)
     work = journal.run([call], "barrier", EndsAtLimit)
@@ -221,7 +221,7 @@ def test_record_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_comparison_of_mpi_is_the_cause_by_itself_alone(goes_on: bool) -> None:
+def test_comparison_is_the_cause_only_if_it_has_failed(goes_on: bool) -> None:
     operation = Operation(SimpleNamespace(rank_text="a rank"), "send", 1.0)  # type: ignore[arg-type]
     late = wait_timeout_error("late", 0.0) if goes_on else CollectiveTimeoutError("late")
     operation.comparison = EndsAtLimit(late)
@@ -239,7 +239,7 @@ ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3))
 
 
 @on_ranks()
-def test_each_of_two_threads_gets_the_whole_result(rank: int, size: int) -> None:
+def test_all_of_returns_the_complete_result_to_two_threads(rank: int, size: int) -> None:
     total = size * (size + 1) / 2
     with ThreadPoolExecutor(2) as threads:
         for _ in range(ROUNDS):
