@@ -1,4 +1,4 @@
-"""Only who knows a job's secret takes part in it: at a port, on Gloo's connections, in files."""
+"""Only processes that know a job's secret can join: at a port, over Gloo, and by files."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become an
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder for temporary files that every user can write to, as /tmp."""
+    """A folder for temporary files that every user can write to, like /tmp."""
     with tempfile.TemporaryDirectory(prefix="secret-") as name:
         Path(name).chmod(0o1777)
         yield Path(name)
@@ -37,7 +37,7 @@ def public() -> Iterator[Path]:
 
 @pytest.fixture
 def ranks(port: int, public: Path) -> Iterator[Ranks]:
-    """Ranks that meet at ``port``; their users' secrets are in ``public``."""
+    """Ranks that meet at ``port``. The secrets of their users are in ``public``."""
     env = {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}
     with closing(Ranks(store="tcp", host=HERE, port=port, env=env)) as started:
         yield started
@@ -127,7 +127,7 @@ def test_secret_of_the_user_is_shared_on_one_host_only() -> None:
 
 
 def knock(port: int, key: bytes, greeting: bytes) -> bytes:
-    """Ask to be let in as who knows ``key``; return the beginning of the answer, b"": dropped."""
+    """Connect as a client with ``key``; return the beginning of the answer, b"" if dropped."""
     with socket.create_connection((HERE, port), 10.0) as wire, wire.makefile("rb") as answers:
         mine = nonce()
         wire.sendall(HEADER.pack(b"FLrv", _VERSION, HELLO, len(mine)) + mine)
@@ -141,7 +141,7 @@ def knock(port: int, key: bytes, greeting: bytes) -> bytes:
 
 
 def test_ranks_with_the_same_secret_connect_without_sending_it(ranks: Ranks, port: int) -> None:
-    """All that goes between them is recorded."""
+    """All bytes between the ranks are recorded."""
     env = {"MASTER_SECRET": "a word that only they know"}
     rank_0 = ranks.start_ready(0, 2, env=env)
     recorded = bytearray()
@@ -214,7 +214,7 @@ NONSENSE = [
 
 
 def test_invalid_greeting_with_a_valid_proof_is_dropped(ranks: Ranks, port: int) -> None:
-    """As without a secret everybody's proof is right, between hosts."""
+    """Between hosts without a secret, every process has a valid proof."""
     env = {"MASTER_SECRET": "s"}
     rank_0 = ranks.start_ready(0, 2, env=env)
     for greeting in NONSENSE:
@@ -240,7 +240,7 @@ def test_world_over_several_hosts_without_a_secret_warns_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Here all addresses count as another host's."""
+    """Here all addresses count as those of another host."""
     monkeypatch.setattr(secret, "is_own", lambda *_: False)
     if given:
         monkeypatch.setenv("MASTER_SECRET", given)

@@ -1,4 +1,4 @@
-"""Ranks meet at a port: strangers, killed ranks, and a port that is taken."""
+"""Rendezvous at a port: unknown clients, killed ranks, and an occupied port."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HELLO, PAYLOAD, PROOF = 1, 3, 9
 def message(
     kind: int, body: bytes = b"", length: int | None = None, version: int = _VERSION
 ) -> bytes:
-    """Return a message as ranks send it, perhaps with another length in its header."""
+    """Return a message of the protocol, optionally with a wrong length in its header."""
     size = len(body) if length is None else length
     return struct.pack("!4sHHQ", b"FLrv", version, kind, size) + body
 
@@ -65,7 +65,7 @@ STRANGERS = {
     "unknown kind": message(99),
     "another version": message(HELLO, bytes(32), version=7),
 }
-# These begin with a nonce, which is answered by another one.
+# They begin with a nonce, which the server answers with a nonce.
 ANSWERED = {
     "two greetings": [message(HELLO, bytes(32)) * 2],
     "nesting as a greeting": [message(HELLO, bytes(32)), message(PROOF, b"[" * 4000)],
@@ -77,7 +77,7 @@ ANSWERED = {
 def test_unknown_client_gets_no_answer_and_does_no_harm(ranks: Ranks, port: int, kind: str) -> None:
     server = ranks.start_ready(0, 2)
     with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
-        with suppress(ConnectionError):  # it was dropped in the middle
+        with suppress(ConnectionError):  # dropped before the end
             stranger.sendall(STRANGERS[kind])
         assert closed([server, ranks.start(1, 2)])
         stranger.settimeout(5.0)
@@ -89,7 +89,7 @@ def test_unknown_client_gets_no_answer_and_does_no_harm(ranks: Ranks, port: int,
 
 
 def test_invalid_data_does_not_end_or_delay_the_rendezvous(ranks: Ranks, port: int) -> None:
-    """All of it at the same time, its parts one after the other, until strangers are dropped."""
+    """All data is sent at the same time, in parts, until the clients are dropped."""
     ranks.start_ready(0, 3)
     noise = [*([sent] for sent in STRANGERS.values()), *ANSWERED.values()]
     with ExitStack() as stack:
@@ -97,7 +97,7 @@ def test_invalid_data_does_not_end_or_delay_the_rendezvous(ranks: Ranks, port: i
         strangers = [stack.enter_context(connect(("127.0.0.1", port), 10.0)) for _ in noise]
         for turn in range(2):
             for parts, stranger in zip(noise, strangers, strict=True):
-                with suppress(OSError):  # it was dropped
+                with suppress(OSError):  # dropped
                     stranger.sendall(b"".join(parts[turn : turn + 1]))
             ranks.start_ready(1 + turn, 3)
         assert closed(ranks.all)
@@ -129,7 +129,7 @@ def test_tcp_store_binds_only_the_master_address(port: int) -> None:
 def test_tcp_store_uses_an_inherited_listener_only(
     port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A process that inherited the variable alone has something else under the number."""
+    """A process that inherited only the variable has another file under that number."""
     with (
         socket.create_server(("127.0.0.1", port)) as handed,
         socket.create_server(("127.0.0.1", 0)) as other,

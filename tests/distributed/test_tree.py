@@ -1,4 +1,4 @@
-"""Ranks meet in a tree: places, deaths of those in between, late and doubled ranks, hosts."""
+"""Rendezvous in a tree: positions, deaths of parents, late and duplicate ranks, several hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashlight_py.distributed.rendezvous.wire import Connection, Kind
 from tests.distributed.rendezvous_helpers import Rank, Ranks, closed, ranks_at
 
 SIZE = 8
-# In order of arrival, two below each.
+# In order of arrival, with two children for each rank.
 ABOVE = {1: 0, 2: 0, 3: 1, 4: 1, 5: 2, 6: 2, 7: 3}
 
 
@@ -28,7 +28,7 @@ ranks = ranks_at("tree")
 
 
 def in_order(ranks: Ranks, count: int = SIZE, plans: Any = None, **plan: Any) -> list[Rank]:
-    """Start ranks below each other as ``ABOVE`` says."""
+    """Start ranks below each other as in ``ABOVE``."""
     started = []
     for rank in range(count):
         more = (plans or {}).get(rank, {})
@@ -38,7 +38,7 @@ def in_order(ranks: Ranks, count: int = SIZE, plans: Any = None, **plan: Any) ->
 
 
 def reasons(started: list[Rank]) -> set[str]:
-    """Why ranks failed, without who says it."""
+    """Return the reasons of the errors, without the rank."""
     return {re.sub("rank [0-9] of [0-9]: ", "", rank.refusal(), count=1) for rank in started}
 
 
@@ -48,7 +48,7 @@ def test_positions_are_assigned_in_order_of_arrival(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("victim", [1, 5])
 def test_rank_that_loses_its_parent_gets_another_position(ranks: Ranks, victim: int) -> None:
-    """What was given through it before is given again."""
+    """Payloads that were sent through the parent are sent again."""
     count = 6
     started = in_order(ranks, count)
     started[victim].kill()
@@ -88,7 +88,7 @@ def test_ranks_below_a_late_rank_are_not_named(ranks: Ranks) -> None:
 
 
 def test_stopped_parent_is_named_but_its_children_are_not(ranks: Ranks) -> None:
-    """What has come to a rank that is stopped goes no further."""
+    """The stopped rank does not pass received payloads on."""
     started = in_order(ranks, 6, timeout=3.0)
     os.kill(started[1].pid, signal.SIGSTOP)
     started += [ranks.start(rank, SIZE, fan=2, timeout=3.0) for rank in (6, 7)]
@@ -96,7 +96,7 @@ def test_stopped_parent_is_named_but_its_children_are_not(ranks: Ranks) -> None:
 
 
 def test_rank_that_reads_no_roster_delays_no_other_rank(ranks: Ranks) -> None:
-    """There is no room for it in the kernel: it was sent to one after the other."""
+    """The kernel has no buffer for the roster, which is sent to one rank after another."""
     plan = {"lengths": [3, 600_000, 5], "timeout": 3.0}
     started = [ranks.start(rank, 4, local_rank=rank, **plan) for rank in (0, 2, 3)]
     ranks.start(1, 4, local_rank=1, stop=1, **plan)
@@ -159,14 +159,14 @@ def test_ranks_wait_for_the_speaker_of_their_host(ranks: Ranks) -> None:
 
 
 def test_rank_becomes_a_speaker_if_its_host_has_none(ranks: Ranks) -> None:
-    """And who is missing is named alone."""
+    """Only the missing rank is named."""
     local = {0: None, 5: 1, 6: 2, 7: 3}
     started = [ranks.start(rank, SIZE, local_rank=local[rank], timeout=2.0) for rank in local]
     (reason,) = reasons(started)
     assert "ranks 1, 2, 3, 4 of 8 have not arrived within 2 s" in reason
 
 
-# What all get -------------------------------------------------------------------------------------
+# Rosters and errors -------------------------------------------------------------------------------
 
 
 def test_roster_is_a_sequence_that_caches_derived_values() -> None:
@@ -206,7 +206,7 @@ def test_name_ranks_shortens_long_lists() -> None:
 
 
 def test_error_about_many_ranks_says_how_many_are_omitted() -> None:
-    """Of a rack that is lost, or of all others: also more than there is room for words."""
+    """A lost rack or all other ranks: more processes than an error can name."""
     size, native = 100_000, _native.load("shm")
 
     def missing(_: Any, room: Any, capacity: int) -> int:

@@ -1,4 +1,4 @@
-"""Rank 0 says who is missing while a start lasts."""
+"""Rank 0 logs missing ranks during the start."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ from tests.distributed.threads import connected, on_threads
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Say it after 0.3 s, and every 0.2 s from then on."""
+    """Log after 0.3 s, and then every 0.2 s."""
     monkeypatch.setattr(store, "FIRST_SECONDS", 0.3)
     monkeypatch.setattr(store, "NEXT_SECONDS", 0.2)
 
