@@ -38,7 +38,7 @@ _BACKLOG = 1024  # connections that the kernel queues until rank 0 accepts them
 
 
 class Agent:
-    """Runs the ranks of one host, one attempt after the other, and reports events to ``report``.
+    """The ranks of one host in successive attempts. Events are passed to ``report``.
 
     A public method handles the message of that name. ``stdin`` is the input of rank 0, if any.
     """

@@ -35,7 +35,7 @@ _FINISHING_SECONDS = 10.0  # for agents to end all processes, in addition to the
 
 
 class Job:
-    """Runs the program of ``options`` as ranks on ``hosts``.
+    """A job that runs the program of ``options`` as ranks on ``hosts``.
 
     The ranks rendezvous at paths that begin with ``file``. If it is empty, they connect to a port
     that the agent of the first host opens, with a secret per attempt. ``stdin`` is sent to rank 0.

@@ -22,7 +22,7 @@ LOST_SECONDS = 6.0  # of silence until a host is declared lost
 
 
 class Poll:
-    """Calls back when a descriptor is readable or writable. Times are ``time.monotonic`` times."""
+    """Callbacks for readable and writable descriptors. Times are ``time.monotonic`` times."""
 
     def __init__(self) -> None:
         self._selector = system.Selector()
@@ -173,7 +173,7 @@ def keep_exit_codes() -> Iterator[None]:
 
 
 class Pulse:
-    """Sends a heartbeat over a connection, and detects silence of the other end.
+    """A heartbeat over a connection, and a detector of silence of the other end.
 
     A cut cable does not end a connection, and a machine that hangs may still acknowledge data. So
     each end calls ``beat`` every ``BEAT_SECONDS`` from a signal handler, even while the process

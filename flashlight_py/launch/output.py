@@ -28,7 +28,7 @@ class Source(NamedTuple):
 
 
 class RankOutput:
-    """Receives chunks of output of ``size`` ranks, and writes complete lines.
+    """A writer of complete lines from chunks of output of ``size`` ranks.
 
     Each line is prefixed with ``[rank]`` and written to its descriptor, or to an object like
     ``sys.stdout``. With ``folder``, output is appended to its ``rank-R.out`` and ``rank-R.err``.

@@ -18,7 +18,7 @@ STAYING_SECONDS = 10.0  # from the last end of a rank until the running ranks ar
 
 
 class Supervisor:
-    """Supervises ``ranks``. If one fails, all receive SIGTERM, and SIGKILL ``grace`` seconds later.
+    """State of one attempt. If a rank fails, all receive SIGTERM, and SIGKILL ``grace`` s later.
 
     ``send`` sends a signal to every rank and its children. ``failures`` has the failures from
     before the end began, ``undecided`` the ranks that have neither failed nor returned.

@@ -223,7 +223,7 @@ class DeltaUnit(Unit):
 # sent at the end of the last bucket: the bound of a step is that of all samples, even with unequal
 # shares, and a separate message would cost a small network a round trip.
 class DeltaSync(GradientPass[DeltaUnit]):
-    """Adds the sums of a network's backward passes over the ranks, bucket by bucket.
+    """Sum of a network's backward passes over the ranks, bucket by bucket.
 
     It sets ``learnt`` of the network to the number of samples of the last pass on all ranks, or,
     with averaging, to their mean per rank.

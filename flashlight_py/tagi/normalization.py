@@ -86,7 +86,7 @@ class Normalization(BaseLayer):
 
 
 class BatchNorm2d(Normalization):
-    """Normalises each channel of images, or each feature of flat samples, over the batch.
+    """Normalisation of each channel of images, or feature of flat samples, over the batch.
 
     Statistics of the n units of a channel (batch, height and width) or feature (batch), with means
     m and variances v: mean = sum(m) / n, variance = (sum((m - mean)^2) + sum(v)) / (n - 1); for one
@@ -194,7 +194,7 @@ def _mean_and_variance(sums: Array) -> tuple[Array, Array]:
 
 
 class LayerNorm(Normalization):
-    """Normalises each sample over all its units, in training and evaluation.
+    """Normalisation of each sample over all its units, in training and evaluation.
 
     With means m and variances v of the n units of a sample: mean = sum(m) / n, variance = (sum((m -
     mean)^2) + sum(v)) / (n - 1); for one unit, v. Weights start with mean 1, biases with 0.

@@ -234,7 +234,7 @@ class Utils:
         """Return windows of a time series, and the values that follow each window.
 
         Args:
-            data: Shape ``[steps, num_features]`` or flat; masked values become NaN.
+            data: Array of shape ``[steps, num_features]`` or flat; masked values become NaN.
             output_col: Indices of the features to predict, from 0.
             input_seq_len, output_seq_len: Steps of a window, and steps that follow it.
             num_features: Features of a step.
@@ -321,7 +321,7 @@ class Normalizer:
 
     @staticmethod
     def unstandardize(norm_data: Array, mu: Array, std: Array) -> Array:
-        """Return ``norm_data * std + mu``, the data before standardisation, of broadcast shape."""
+        """Return ``norm_data * std + mu``: the original data in the broadcast shape."""
         return norm_data * (std + SMALL) + mu
 
     @staticmethod

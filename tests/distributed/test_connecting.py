@@ -66,9 +66,9 @@ class Raw:
         self.addresses[rank][peer] = address[:2] + port.to_bytes(2, "big") + address[4:]
 
     def connect(self, rank: int, lazily: bool = False) -> None:
-        given = self.addresses[rank]
-        addresses, key = map(self.ffi.from_buffer, (b"".join(given), bytes(32)))
-        op = self.lib.fl_connect(self.groups[rank], addresses, len(given[0]), key, lazily, 20)
+        address = self.addresses[rank]
+        addresses, key = map(self.ffi.from_buffer, (b"".join(address), bytes(32)))
+        op = self.lib.fl_connect(self.groups[rank], addresses, len(address[0]), key, lazily, 20)
         assert self.end(op) == self.lib.FL_OK
 
     def all_reduce(self, rank: int, x: Any, blocking: bool = True) -> Any:
@@ -157,10 +157,10 @@ class Cut:
 
     def _serve(self) -> None:
         with suppress(OSError):
-            here = self._server.accept()[0]
-            there = socket.create_connection((HERE, self._to))
-            threading.Thread(target=self._pump, args=(here, there, False), daemon=True).start()
-            self._pump(there, here, True)
+            client = self._server.accept()[0]
+            upstream = socket.create_connection((HERE, self._to))
+            threading.Thread(target=self._pump, args=(client, upstream, False), daemon=True).start()
+            self._pump(upstream, client, True)
 
     def _pump(self, source: socket.socket, sink: socket.socket, is_cut: bool) -> None:
         with suppress(OSError), source, sink:

@@ -141,13 +141,13 @@ def test_errors_name_the_cause_once_and_later_errors_repeat_it(rank: int, size: 
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.4 * (size - 1 - rank))
-    said = []
+    messages = []
     for _ in range(2):
         with pytest.raises(fl.errors.DistributedError) as caught:
             fl.all_reduce(np.zeros(10))
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
     time.sleep(0.4 * rank)
-    first, second = said
+    first, second = messages
     assert "lost rank 1 (" in first
     assert "cannot be used any more because of rank 1: " in second
     assert first.count(" says") + first.count("gave up") <= 1, first

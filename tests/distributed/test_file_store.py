@@ -293,9 +293,9 @@ def test_file_store_ignores_a_stale_port_that_another_run_uses(
 ) -> None:
     """The other run uses another path and another secret, and is not disturbed."""
     other = ranks.start_ready(0, 2, path=tmp_path / "another")
-    while not (found := list(tmp_path.glob("another.run-*"))):
+    while not (records := list(tmp_path.glob("another.run-*"))):
         time.sleep(0.001)
-    record = json.loads(found[0].read_text())
+    record = json.loads(records[0].read_text())
     put(tmp_path, STALE["run"], json.dumps({**record, **NOBODY, "secret": "00" * 32}).encode())
     ranks.run(3)
     assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["another"]

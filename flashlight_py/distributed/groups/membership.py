@@ -142,12 +142,12 @@ class Membership:
         if not self.is_member:
             return ValueError(
                 f"expected a call on a member of the group of world ranks {list(self.ranks)}, got "
-                "one on another process. Check group.is_member first."
+                "a call on another process. Check group.is_member first."
             )
         rank = f"rank {self.rank} of {self.size}"
         if self._forked:
             return GroupClosedError(
-                f"{rank}: expected a call in the process of this rank, got one in a forked child. "
+                f"{rank}: expected a call in the process of this rank, got a forked child. "
                 "Call distributed_init in the child to create a world for the child."
             )
         return GroupClosedError(f"{rank}: this group is closed. Use another group.")
