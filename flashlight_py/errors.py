@@ -1,8 +1,8 @@
-"""Every exception that flashlight_py raises on purpose.
+"""All exception classes of flashlight_py.
 
-Wrong arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that
-passed them, and ``MismatchError`` with its reason on the other ranks. Failures between processes
-raise an exception of this module. Its class names the kind of failure; its message states the
+Invalid arguments raise ``ValueError`` or ``TypeError`` on the rank that passed them, before any
+array is sent. The other ranks raise ``MismatchError`` with the reason. Failures between processes
+raise an exception of this module. The class names the kind of failure. The message states the
 operation, rank and number of ranks, the expected and the received value, and the remedy.
 """
 
@@ -28,31 +28,35 @@ __all__ = [
 
 
 class DistributedError(RuntimeError):
-    """The base of all errors of the distributed module."""
+    """Base class of the errors of the distributed module."""
 
-    goes_on = False  # the operation does: only the limit of a wait for it has passed
-    has_begun = True  # False: no rank was notified of the call, which does not count
+    goes_on = False  # True: a wait timed out, and the operation continues
+    has_begun = True  # False: no other rank was notified, and the call does not count
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython prints, without IPython's own frame, which is the first."""
+        """Return the lines for IPython to print, without IPython's own first frame."""
         return folded(self, 1).splitlines()
 
 
 class NotInitializedError(DistributedError):
-    """Something needs ``distributed_init`` first."""
+    """An operation that needs ``distributed_init`` was called before it."""
 
 
 class RendezvousError(DistributedError):
-    """The processes could not find each other, or do not agree on who they are."""
+    """The processes did not connect, or they disagree on ranks or on the number of ranks."""
 
 
 class MismatchError(DistributedError):
-    """The ranks called different things: operation, order, dtype, shape, root, reduce op or group.
+    """The calls of the ranks differ in operation, order, dtype, shape, root, reduce op or group.
 
-    Every rank raises it, and the message names the call and the line of each rank. If one rank
-    refused its arguments, that rank raises its own error and the other ranks raise this one. If
-    ``group_lives``, the group can be used again: not after a mismatch of groups, or through NCCL.
-    ``calls`` describes the known calls of the ranks in words.
+    Every rank raises this error, and the message names the call and the line of each rank. If one
+    rank passes invalid arguments, that rank raises its own error and the other ranks raise this
+    one.
+
+    Attributes:
+        group_lives: Whether the group remains usable. False after a mismatch of groups or through
+            NCCL.
+        calls: Descriptions of the known calls of the ranks.
     """
 
     def __init__(self, *args: object, group_lives: bool = True, calls: Sequence[str] = ()) -> None:
@@ -61,50 +65,54 @@ class MismatchError(DistributedError):
 
 
 class PeerLostError(DistributedError):
-    """Another rank died, exited, raised or closed its connection.
+    """Another rank died, exited, raised an exception or closed its connection.
 
-    Names the rank and its process; has the traceback of one that raised. The group cannot be used
-    again.
+    The message names the rank and its process. If the rank raised, the message has its traceback.
+    The group cannot be used again.
     """
 
-    for_others = ""  # what they are told in its place: this rank was late, and they gave it up
+    for_others = ""  # text for the other ranks if they lost this rank, which was late
 
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):
-    """Another rank did not join an operation in time; says what it joined last, and when.
+    """Another rank did not join an operation before the timeout.
 
-    The group cannot be used again, unless the operation ``goes_on``.
+    The message names the rank's last operation and its time. The group cannot be used again, unless
+    ``goes_on`` is True.
     """
 
 
 class BackendUnavailableError(DistributedError):
-    """A backend was asked for that this machine or installation lacks; says the remedy."""
+    """This machine or installation lacks the requested backend. The message has the remedy."""
 
 
 class UnavailableEverywhereError(BackendUnavailableError):
-    """The same, found out together: every rank raises it, so nobody needs to be notified."""
+    """All ranks raise this error together, so that no rank needs to notify the others."""
 
 
 class OutOfMemoryError(UnavailableEverywhereError, MemoryError):
-    """There is not enough memory for what ranks make together; says for what, and what limits it.
+    """The hosts have too little memory for an object that the ranks create together.
 
-    Raised on every rank. No rank has made anything, and the group goes on.
+    The message names the object and the limit. Every rank raises this error, no rank has created
+    the object, and the group remains usable.
     """
 
-    lack = ""  # what this rank lacks, for those who tell others
+    lack = ""  # missing memory on this rank, to report to other ranks
 
 
 class GroupClosedError(DistributedError):
-    """The group was shut down, or broke in an earlier operation (which the message repeats)."""
+    """The group was shut down, or failed earlier. The message repeats the earlier error."""
 
 
 class RankFailedError(DistributedError):
-    """A process that was started as a rank raised, exited or was killed before it had returned.
+    """A process that was started as a rank raised, exited or was killed before it returned.
 
-    Or a function raised there that one rank calls for all, as ``fl.host_array`` does.
+    Also raised if a function fails that one rank calls for all ranks, as in ``fl.host_array``.
 
-    ``rank`` is its number. ``exit_code`` is the code it exited with, or minus the signal that
-    killed it; None where it raised.
+    Attributes:
+        rank: The failed rank.
+        exit_code: Exit code of the process, minus the signal number if a signal killed it, or None
+            if the process raised an exception.
     """
 
     def __init__(self, message: str, rank: int = -1, exit_code: int | None = None) -> None:
@@ -114,15 +122,15 @@ class RankFailedError(DistributedError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none of those that are there can be used.
+    """A checkpoint cannot be written, or no existing checkpoint can be used.
 
-    Raised on every rank that saves or loads together.
+    Every rank that takes part in the save or load raises this error.
     """
 
 
 class TornStateError(DistributedError):
-    """A rank ended while it changed parameters that ranks have in common: some are half a step on.
+    """A rank ended while it updated shared parameters, and only some parameters have new values.
 
-    Raised by whatever would use them: the module's next call, ``state_dict``, a step. Loading a
-    checkpoint makes them whole again.
+    The next use raises this error: a call of the module, ``state_dict`` or an optimizer step. Load
+    a checkpoint to restore the parameters.
     """

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from flashlight_py.cores import check_folder
-from flashlight_py.tracebacks import words_of
+from flashlight_py.tracebacks import message_of
 
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing's name for the script that a child imports
 
@@ -50,8 +50,8 @@ def dumps(
         # pickle runs code of the objects, which may raise all
         if importlib.util.find_spec("cloudpickle") is None:
             raise TypeError(
-                f"{what}cannot be pickled: {words_of(error)}; define functions and classes at the "
-                "top level of a module or script, or pip install 'flashlight-py[notebook]' "
+                f"{what}cannot be pickled: {message_of(error)}; define functions and classes at "
+                "the top level of a module or script, or pip install 'flashlight-py[notebook]' "
                 "(cloudpickle)"
             ) from error
     import cloudpickle
@@ -59,7 +59,7 @@ def dumps(
     try:
         return _pickled(cloudpickle.Pickler, value, stand_in)
     except Exception as error:
-        why = words_of(error)
+        why = message_of(error)
         raise TypeError(f"{what}cannot be pickled, not by cloudpickle either: {why}") from error
 
 

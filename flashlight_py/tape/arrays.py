@@ -20,14 +20,14 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from flashlight_py.autograd import Variable
-from flashlight_py.structure import here
+from flashlight_py.structure import thread_state
 
 Array = np.ndarray[Any, Any]
 
 
 def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
     """Return what NumPy's ``function`` returns, and note it."""
-    recording = here.recorder
+    recording = thread_state.recorder
     if recording is None:
         return function(*plain(args), **plain(options))
     return recording.compute(function, args, options)
@@ -67,8 +67,8 @@ def plain(value: Any) -> Any:
 
 def read(how: str, value: Any = None) -> Any:
     """Return ``value``, which the recording cannot go on with."""
-    if here.recorder is not None:
-        here.recorder.leave_reading(how)
+    if thread_state.recorder is not None:
+        thread_state.recorder.leave_reading(how)
     return value
 
 
@@ -81,7 +81,7 @@ class Recorded(NDArrayOperatorsMixin):
     def __init__(self, array: Array, noted: Any = None) -> None:
         _set_plain(self, array)
         keep(self, noted)
-        if (recorder := here.recorder) is not None:
+        if (recorder := thread_state.recorder) is not None:
             recorder.stand_ins.append(weakref.ref(self))
 
     __class__ = property(lambda _: np.ndarray)
@@ -118,8 +118,8 @@ class Recorded(NDArrayOperatorsMixin):
         return Recorded(value) if isinstance(value, np.ndarray) and name != "base" else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if here.recorder is not None:
-            here.recorder.leave(f"{name} of an array is set")
+        if thread_state.recorder is not None:
+            thread_state.recorder.leave(f"{name} of an array is set")
         setattr(self.plain, name, plain(value))
 
     def __getitem__(self, where: Any) -> Any:
@@ -153,7 +153,7 @@ class Recorded(NDArrayOperatorsMixin):
         return compute(np.positive, self**other, out=self)
 
     def item(self, *where: Any) -> Any:
-        if where or self.plain.size != 1 or here.recorder is None:
+        if where or self.plain.size != 1 or thread_state.recorder is None:
             return read("item()", self.plain.item(*where))
         return Number(compute(np.copy, self).plain)
 
@@ -167,8 +167,8 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __bool__(self) -> bool:
         found = bool(self.plain)
-        if here.recorder is not None:
-            here.recorder.truth(self, found)
+        if thread_state.recorder is not None:
+            thread_state.recorder.truth(self, found)
         return found
 
 
@@ -213,7 +213,7 @@ class Number:
 
     def __init__(self, array: Array) -> None:
         self.array, self.value = array, array.item()
-        here.recorder.stand_ins.append(weakref.ref(self))
+        thread_state.recorder.stand_ins.append(weakref.ref(self))
 
     plain = property(lambda self: read("item()", self.value))
 

@@ -31,7 +31,7 @@ from flashlight_py.errors import DistributedError, GroupClosedError
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.random import generator
-from flashlight_py.structure import count, here
+from flashlight_py.structure import count, thread_state
 from flashlight_py.tape.arrays import leaves, mapped
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
@@ -442,7 +442,7 @@ def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
     import cupy
 
     def allocate(size: int) -> Any:
-        if here.recorder is recorder:
+        if thread_state.recorder is recorder:
             raise CannotCapture(
                 f"an array of the CPU is copied to the GPU at {line_of_user()}; copy it before"
             )

@@ -123,8 +123,8 @@ def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
     """Return notes with conditions before whatever changes something, and whether there are any.
 
     So a step is left, because of a label that is no class, before anything has changed. A check
-    by ``structure.require`` of values that depend on a change, such as drawn indices, stays in its
-    place and raises its error there.
+    by ``structure.require_all`` of values that depend on a change, such as drawn indices, stays in
+    its place and raises its error there.
 
     Raises:
         CannotCapture: another condition depends on a change.

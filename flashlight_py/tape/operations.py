@@ -20,7 +20,7 @@ from flashlight_py.distributed.internal import (
     world_fast,
 )
 from flashlight_py.optim.optimizer import RuleOptimizer
-from flashlight_py.structure import here, require
+from flashlight_py.structure import require_all, thread_state
 from flashlight_py.tape.arrays import KINDS, Array, Number, mapped, plain
 from flashlight_py.tape.recording import Recording, arrays_in
 
@@ -58,7 +58,7 @@ class StepRecording(Recording):
         return result
 
     def check(self, function: Any, args: tuple[Any, ...], _: Any) -> None:
-        """Do ``structure.require``, and note it."""
+        """Do ``structure.require_all``, and note it."""
         met, given = args[0].all(), plain(args)
         if type(met) in KINDS:
             found = bool(met.plain)
@@ -83,7 +83,7 @@ class StepRecording(Recording):
 
     # Of some functions: what does them and notes them, instead of as_one().
     _ones: ClassVar[dict[Any, Callable[..., Any]]] = {
-        require.__wrapped__: check,  # type: ignore[attr-defined]
+        require_all.__wrapped__: check,  # type: ignore[attr-defined]
         RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
     }
 
@@ -161,14 +161,14 @@ class Later(Work):
         recording.begun.append(self)
 
     def is_completed(self) -> bool:
-        if here.recorder is self._recording:
+        if thread_state.recorder is self._recording:
             self._recording.leave("it is asked whether an operation has ended,")
         return self._work.is_completed()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait, and let every replay wait here; return what it returns."""
         recording, begun = self._recording, self._begun
-        if here.recorder is not recording:  # it was kept
+        if thread_state.recorder is not recording:  # it was kept
             return self._work.wait(timeout)
         result = recording.without(lambda: self._work.wait(timeout))
         self.is_pending = False

@@ -27,7 +27,7 @@ import numpy as np
 from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed.internal import leave_to_python
-from flashlight_py.structure import here
+from flashlight_py.structure import thread_state
 from flashlight_py.tape.arrays import (
     KINDS,
     Array,
@@ -54,7 +54,7 @@ class Note:
 
     ``made``: new arrays that it returned; ``changed``: arrays that it wrote to. An ``effect`` does
     more than that, and is never left out. ``required``: a truth value; if it is
-    false, the step runs eagerly. ``function`` is then ``numpy.all`` or ``structure.require``.
+    false, the step runs eagerly. ``function`` is then ``numpy.all`` or ``structure.require_all``.
     ``operands``: of all its arrays, the written ones first; see ``operands.Memory``.
     """
 
@@ -111,10 +111,10 @@ class Watcher:
 
     def _listen(self) -> None:
         note_gradients(self.variables, True)
-        here.recorder = self
+        thread_state.recorder = self
 
     def _ignore(self) -> None:
-        here.recorder = None
+        thread_state.recorder = None
         note_gradients(self.variables, False)
 
 
@@ -358,7 +358,7 @@ class Draws:
         if name == "generator":  # of a copy that is being made
             raise AttributeError(name)
         recording = self.recording
-        if name == "bit_generator" and recording is not None and here.recorder is recording:
+        if name == "bit_generator" and recording is not None and thread_state.recorder is recording:
             recording.leave("the state of the random generator is read, as by recompute(),")
         found = getattr(self.generator, name)
         return functools.partial(self._draw, name) if callable(found) else found
@@ -366,7 +366,7 @@ class Draws:
     def _draw(self, name: str, *args: Any, **options: Any) -> Any:
         recording = self.recording
         result = getattr(self.generator, name)(*plain(args), **plain(options))
-        if recording is None or here.recorder is not recording:  # it is another thread
+        if recording is None or thread_state.recorder is not recording:  # it is another thread
             return result
         if any(type(each) in KINDS for each in (*args, *options.values())):
             recording.leave("random numbers are drawn with an array of the step")
@@ -435,13 +435,13 @@ def note_gradients(variables: Iterable[Variable], on: bool) -> None:
 @functools.cache
 def _noted_kind(kind: Any) -> Any:
     def read(variable: Variable) -> Any:
-        if here.recorder is not None and variable not in here.recorder.grads_set:
-            here.recorder.grads_read.add(variable)
+        if thread_state.recorder is not None and variable not in thread_state.recorder.grads_set:
+            thread_state.recorder.grads_read.add(variable)
         return own.__get__(variable)  # no super(): on another thread the class may change meanwhile
 
     def write(variable: Variable, grad: Any) -> None:
-        if here.recorder is not None:
-            here.recorder.grads_set.add(variable)
+        if thread_state.recorder is not None:
+            thread_state.recorder.grads_set.add(variable)
         own.__set__(variable, grad)
 
     own, make = kind.grad, lambda _, *args, **options: kind(*args, **options)

@@ -20,7 +20,7 @@ from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.device import is_cupy
-from flashlight_py.structure import changed, count, here
+from flashlight_py.structure import changed, count, thread_state
 from flashlight_py.tape.arrays import Array, Recorded, mapped
 from flashlight_py.tape.operands import CannotCapture, Memory
 from flashlight_py.tape.operations import StepRecording
@@ -81,7 +81,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
         stamp = int(count[0])  # before the lock: who has it changes the number first
-        if self.reason or here.recorder is not None:
+        if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
         call = _Call(self.__wrapped__, self._state, args, options or {}, self._homes)
         # On GPUs ranks vote before each call.
@@ -127,7 +127,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self, graphs: Any, args: tuple[Any, ...], options: dict[str, Any] | None
     ) -> Any:
         options = options or {}
-        if self.reason or here.recorder is not None:
+        if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
         before = graphs.replays
         if self.check and before < _CHECKED:

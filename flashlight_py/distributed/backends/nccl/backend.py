@@ -35,7 +35,7 @@ from flashlight_py.distributed.calls.combining import MEANINGS, cut
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.verbs import REDUCE, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
-from flashlight_py.structure import here
+from flashlight_py.structure import thread_state
 
 _ALONE = contextlib.nullcontext()
 
@@ -111,7 +111,7 @@ class NcclBackend(Backend):
     @property
     def _comparing(self) -> Any:
         """The comparisons of calls; during a capture by CUDA, the recorder that notes the calls."""
-        return here.recorder or self._comparisons
+        return thread_state.recorder or self._comparisons
 
     def _require(self, call: Call) -> None:
         """Raise where ``call`` cannot be begun, before anything is sent."""
@@ -314,7 +314,7 @@ class NcclBackend(Backend):
             communicator.require(verb)
             if not kept:
                 return Done(result)
-            caller, recorder = int(self.current_stream().ptr), here.recorder
+            caller, recorder = int(self.current_stream().ptr), thread_state.recorder
             # An event that a graph has noted never ends for the host.
             event = self._free_event(verb) if recorder is None else self._make_event()
             by_one_call = communicator.child and prepare is None and finish is None
