@@ -1,9 +1,12 @@
-"""All exception classes of flashlight_py.
+"""Exception classes of flashlight_py.
 
-Invalid arguments raise ``ValueError`` or ``TypeError`` on the rank that passed them, before any
-array is sent. The other ranks raise ``MismatchError`` with the reason. Failures between processes
-raise an exception of this module. The class names the kind of failure. The message states the
-operation, rank and number of ranks, the expected and the received value, and the remedy.
+Invalid arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that
+passed them; the other ranks raise ``MismatchError`` with its reason. Failures between processes
+raise a class of this module. Their message states the operation, the rank and number of ranks, the
+expected value, the received value, and the remedy.
+
+``scripts/errors`` copies the condition, the lines "Group:" and "Remedy:" of each class into
+docs/errors.md.
 """
 
 from collections.abc import Sequence
@@ -28,35 +31,52 @@ __all__ = [
 
 
 class DistributedError(RuntimeError):
-    """Base class of the errors of the distributed module."""
+    """A failure of the distributed module that fits no subclass. Base class of the others.
 
-    goes_on = False  # True: a wait timed out, and the operation continues
-    has_begun = True  # False: no other rank was notified, and the call does not count
+    Group: closed, except after a verb that a signal handler called during a verb of the same group.
+
+    Remedy: Follow the message.
+
+    ``goes_on`` is True if only a wait timed out and the operation continues. ``has_begun`` is False
+    if no other rank was notified of the call.
+    """
+
+    goes_on = False
+    has_begun = True
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines for IPython to print, without IPython's own first frame."""
+        """Return the lines that IPython prints, without IPython's own first frame."""
         return folded(self, 1).splitlines()
 
 
 class NotInitializedError(DistributedError):
-    """An operation that needs ``distributed_init`` was called before it."""
+    """An object that needs the world was made before ``distributed_init``.
+
+    Group: unchanged.
+
+    Remedy: Call ``distributed_init`` first.
+    """
 
 
 class RendezvousError(DistributedError):
-    """The processes did not connect, or they disagree on ranks or on the number of ranks."""
+    """The processes did not find each other, or disagree on ranks, world size or secret.
+
+    Group: does not exist; no file, process or memory remains.
+
+    Remedy: See "RendezvousError" below.
+    """
 
 
 class MismatchError(DistributedError):
-    """The calls of the ranks differ in operation, order, dtype, shape, root, reduce op or group.
+    """The ranks made different calls: another verb, order, dtype, shape, root, operation or group.
 
-    Every rank raises this error, and the message names the call and the line of each rank. If one
-    rank passes invalid arguments, that rank raises its own error and the other ranks raise this
-    one.
+    Group: usable, and no array has changed. With NCCL: closed, and the arrays are undefined.
 
-    Attributes:
-        group_lives: Whether the group remains usable. False after a mismatch of groups or through
-            NCCL.
-        calls: Descriptions of the known calls of the ranks.
+    Remedy: Make the same call on every rank; the message lists the call and line of each rank.
+
+    Every rank raises it. If one rank passed invalid arguments, that rank raises its own error and
+    the other ranks raise this error. ``group_lives`` is True if the group is usable. ``calls``
+    describes the known calls of the ranks.
     """
 
     def __init__(self, *args: object, group_lives: bool = True, calls: Sequence[str] = ()) -> None:
@@ -65,54 +85,79 @@ class MismatchError(DistributedError):
 
 
 class PeerLostError(DistributedError):
-    """Another rank died, exited, raised an exception or closed its connection.
+    """Another rank died, exited, raised an error or closed its connection, or its host is lost.
 
-    The message names the rank and its process. If the rank raised, the message has its traceback.
-    The group cannot be used again.
+    Group: closed.
+
+    Remedy: Read the output of the rank that the message names, or check its host.
+
+    The message names the rank and its process. It contains the traceback if the rank raised.
     """
 
-    for_others = ""  # text for the other ranks if they lost this rank, which was late
+    for_others = ""  # text for the other ranks, if they lost this rank because it was late
 
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):
-    """Another rank did not join an operation before the timeout.
+    """Another rank did not join an operation within the timeout.
 
-    The message names the rank's last operation and its time. The group cannot be used again, unless
-    ``goes_on`` is True.
+    Group: closed; usable after the timeout of ``Work.wait``, because the operation continues.
+
+    Remedy: Find out what the named rank does, or pass a longer timeout.
+
+    The message states the last operation that the other rank joined, and when.
     """
 
 
 class BackendUnavailableError(DistributedError):
-    """This machine or installation lacks the requested backend. The message has the remedy."""
+    """This machine or installation lacks an extension, a library, an interface or a backend.
+
+    Group: does not exist, or is unchanged.
+
+    Remedy: Install or select the component that the message names.
+    """
 
 
 class UnavailableEverywhereError(BackendUnavailableError):
-    """All ranks raise this error together, so that no rank needs to notify the others."""
+    """All ranks detected together that a component is missing.
+
+    Group: does not exist, or is unchanged.
+
+    Remedy: Install or select the component that the message names.
+    """
 
 
 class OutOfMemoryError(UnavailableEverywhereError, MemoryError):
-    """The hosts have too little memory for an object that the ranks create together.
+    """There is too little memory for arrays that the ranks allocate together.
 
-    The message names the object and the limit. Every rank raises this error, no rank has created
-    the object, and the group remains usable.
+    Group: usable; no rank has allocated memory.
+
+    Remedy: Request less, start fewer ranks per host, or raise the limit that the message names.
+
+    Every rank raises it.
     """
 
-    lack = ""  # missing memory on this rank, to report to other ranks
+    lack = ""  # the missing resource of this rank, for the messages of the other ranks
 
 
 class GroupClosedError(DistributedError):
-    """The group was shut down, or failed earlier. The message repeats the earlier error."""
+    """The group was shut down, an earlier operation failed, or this process was forked.
+
+    Group: closed.
+
+    Remedy: Read the earlier error, which the message repeats; call ``distributed_init`` again.
+    """
 
 
 class RankFailedError(DistributedError):
-    """A process that was started as a rank raised, exited or was killed before it returned.
+    """A process that ``spawn`` or ``DataParallel`` started raised, exited or was killed.
 
-    Also raised if a function fails that one rank calls for all ranks, as in ``fl.host_array``.
+    Group: ended; ``DataParallel`` starts new workers.
 
-    Attributes:
-        rank: The failed rank.
-        exit_code: Exit code of the process, minus the signal number if a signal killed it, or None
-            if the process raised an exception.
+    Remedy: Read the message, which contains the exception or the exit status.
+
+    ``host_array`` raises it as well if its function raised on another rank; then the group is
+    usable. ``rank`` is the number of the failed rank. ``exit_code`` is its exit status, minus the
+    signal number if a signal killed it, and None if it raised.
     """
 
     def __init__(self, message: str, rank: int = -1, exit_code: int | None = None) -> None:
@@ -122,15 +167,22 @@ class RankFailedError(DistributedError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or no existing checkpoint can be used.
+    """A checkpoint could not be written, or no checkpoint in the folder is usable.
 
-    Every rank that takes part in the save or load raises this error.
+    Group: usable.
+
+    Remedy: Read the reason of each checkpoint in the message; see "CheckpointError" below.
+
+    Every rank that joins ``save`` or ``load`` raises it.
     """
 
 
 class TornStateError(DistributedError):
-    """A rank ended while it updated shared parameters, and only some parameters have new values.
+    """A rank ended while the ranks updated the shared parameters of a sharded module.
 
-    The next use raises this error: a call of the module, ``state_dict`` or an optimizer step. Load
-    a checkpoint to restore the parameters.
+    Group: closed.
+
+    Remedy: Load a checkpoint.
+
+    The next use of the parameters raises it: a forward pass, a step, or ``state_dict``.
     """
