@@ -1,8 +1,7 @@
 """A small tensor framework in the style of flashlight for NumPy and CuPy arrays.
 
 The package has variables and modules for training, and collectives. The same script runs in one
-process, on all cores of a machine or on many hosts. Start with ``distributed_init`` and
-``all_reduce``.
+process, on all cores of a machine or on many hosts. See ``distributed_init`` first.
 
 Names are imported at their first use. The launcher therefore starts without NumPy, and a program
 that only reduces arrays does not load modules and optimizers.

@@ -30,15 +30,14 @@ class autocast(ContextDecorator):
 
     Products (``matmul``, ``linear`` and functions built on them) cast their inputs to ``dtype`` and
     return ``dtype``. Sums, means, exponentials, logarithms, powers, softmax and losses compute and
-    return float32. Other functions compute in the widest dtype of their inputs. Arrays of float64
-    and integers are not cast.
+    return float32. Other functions compute in the widest input dtype. float64 and integers are not
+    cast.
 
     Parameters and their gradients stay float32. Each parameter is cast once per region, and again
     after an optimizer step. A change by ``weight.array[...] = 0`` is ignored until the next cast.
 
     The context applies to the current thread and can be nested. ``enabled=False`` switches an outer
-    context off. The backward pass needs no autocast. A captured step may enter the context or be
-    called inside it.
+    context off. The backward pass needs no autocast. A captured step may enter it or run inside it.
 
     Args:
         dtype: ``"float16"``, ``"bfloat16"`` (needs ml_dtypes), or the NumPy dtype.
@@ -85,8 +84,7 @@ class DynamicScaler(HoldsState):
 
     The scaler follows torch's ``GradScaler``. If a gradient is not finite, ``step`` does not call
     the optimizer, and ``update`` multiplies the scale by ``backoff_factor``. After
-    ``growth_interval`` consecutive steps with finite gradients, ``update`` multiplies the scale by
-    ``growth_factor``.
+    ``growth_interval`` finite steps in a row, it multiplies the scale by ``growth_factor``.
 
     bfloat16 has the range of float32 and needs no scale. With several ranks ``unscale`` is
     collective: if one rank has a gradient that is not finite, every rank skips the step.
@@ -97,9 +95,8 @@ class DynamicScaler(HoldsState):
         initial_scale: First scale, finite and above 0.
         growth_factor: Factor above 1.
         backoff_factor: Factor above 0 and below 1.
-        growth_interval: Number of steps, at least 1.
-        enabled: If False, ``scale`` returns the loss, ``step`` calls the optimizer, and the other
-            methods do nothing.
+        growth_interval: Number of steps (not seconds), at least 1.
+        enabled: If False, ``scale`` and ``step`` pass through, and other methods do nothing.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -126,8 +123,7 @@ class DynamicScaler(HoldsState):
         self._scales: dict[str, Any] = {"cpu": np.ones((), np.float32)}
         self._tracker = np.zeros((), np.int64)
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
-        # State since the last update(): whether an optimizer's gradients are finite; stepped
-        # optimizers.
+        # Since the last update(): are gradients finite, and which optimizers stepped.
         self._are_finite: dict[Any, bool] = {}
         self._stepped: set[Any] = set()
 
@@ -187,8 +183,7 @@ class DynamicScaler(HoldsState):
         gradients are computed. Collective if the world has several ranks.
 
         Raises:
-            RuntimeError: If ``unscale`` or ``step`` was already called for the optimizer since the
-                last ``update``.
+            RuntimeError: If ``unscale`` or ``step`` was called since the last ``update``.
             ValueError: If a gradient is float16. Parameters under autocast must be float32.
         """
         if not self.enabled:
@@ -226,8 +221,7 @@ class DynamicScaler(HoldsState):
             The result of ``optimizer.step()``, or None if the step is skipped.
 
         Raises:
-            RuntimeError: If ``step`` was already called since the last ``update``, or if no
-                parameter has a gradient.
+            RuntimeError: If called twice without ``update``, or if no parameter has a gradient.
             ValueError: If a gradient is float16.
         """
         if not self.enabled:

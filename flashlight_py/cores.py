@@ -95,8 +95,7 @@ def control_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups and their parents; some may be missing."""
     with suppress(OSError):
         for names, path in re.findall(":(.*?):(.*)", (root / "proc/self/cgroup").read_text()):
-            # Version 2 has one hierarchy. Version 1 has one per set of controllers, and lists their
-            # names.
+            # Version 2 has one hierarchy. Version 1 has one per named set of controllers.
             for name in {names, *names.split(",")} if names else ("", "unified"):
                 mount = root / "sys/fs/cgroup" / name
                 # In a container the mount may be the process's own group, while the path is longer.

@@ -11,8 +11,7 @@ from flashlight_py.errors import BackendUnavailableError
 
 __all__ = ["Array", "array_module", "device_of", "is_cupy", "to_device"]
 
-# A NumPy or CuPy array. CuPy has incomplete stubs and NumPy's interface, so the type checker sees
-# NumPy's type.
+# A NumPy or CuPy array. CuPy's stubs are incomplete, so type checkers see NumPy's type.
 Array: TypeAlias = NDArray[Any]
 
 
@@ -45,8 +44,7 @@ def device_of(array: Array) -> str:
 def to_device(array: Array, device: str) -> Array:
     """Return ``array`` on ``device`` (``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``).
 
-    Returns ``array`` itself if it is on that device already, else a copy. Blocks until a copy to
-    the CPU is complete.
+    Returns ``array`` itself if it is there already, else a copy. Blocks for a copy to the CPU.
 
     Raises:
         ValueError: If ``device`` names neither the CPU nor a CUDA device.

@@ -9,8 +9,7 @@ from typing import Any
 
 from flashlight_py import system
 
-# Documentation addresses (RFC 5737, RFC 3849). They have no specific route, so the default route
-# applies.
+# Documentation addresses (RFC 5737, RFC 3849). The default route applies to them.
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 

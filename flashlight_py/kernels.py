@@ -61,8 +61,7 @@ _ELEMENTWISE = {
     ),
     # ``grad`` is copied first: a load that depends on the comparison would wait for ``out``.
     "relu_slope": ("G grad, T out", "G slope", "const G g = grad; slope = out > T(0) ? g : G(0);"),
-    # Each thread computes four rows, since one load at a time does not use the full memory
-    # bandwidth.
+    # Four rows per thread: one load at a time does not use the full memory bandwidth.
     "bias_relu": (
         "raw T bias, int64 columns, int64 stride, int64 total",
         "raw T out",
@@ -168,8 +167,7 @@ def mean_square_error(prediction: Array, target: Array) -> Array:
 
 
 # CuPy reduces all elements in one block. Larger arrays are first reduced by up to _BLOCKS blocks,
-# as many as a large GPU runs at once. Their number depends only on the size, so equal arrays have
-# equal means.
+# as many as a large GPU runs at once. Equal arrays have equal means.
 _ONE_BLOCK, _THREADS, _BLOCKS = 1 << 14, 256, 1024
 _SQUARES = """
 {head}
@@ -224,8 +222,8 @@ def _reduction(inputs: str, mapped: str, end: str, dtype: str, real: str) -> Any
 def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
     """Return a new array ``(a - b) * (factor * scale)``.
 
-    ``a`` and ``b`` have the same shape and dtype. ``factor`` is an array without dimensions on the
-    same device.
+    ``a`` and ``b`` have the same shape and dtype. ``factor`` has no dimensions and is on their
+    device.
     """
     result: Array = _elementwise("scaled_difference", _computed_in(a))(a, b, factor, scale)
     return result

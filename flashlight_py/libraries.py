@@ -15,8 +15,7 @@ _RTLD_DI_LINKMAP = 2
 
 def loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
     """Yield the loaded libraries whose file names contain ``name``, NumPy's libraries first."""
-    # dl_iterate_phdr(3) is not used: it holds a lock during its callback, which deadlocks with an
-    # import that holds the GIL.
+    # dl_iterate_phdr(3) would deadlock: its callback runs with a lock, imports with the GIL.
     paths, link, process = set[str](), ctypes.c_void_p(), ctypes.CDLL(None)
     process.dlinfo(ctypes.c_void_p(process._handle), _RTLD_DI_LINKMAP, ctypes.byref(link))
     address = link.value

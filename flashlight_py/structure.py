@@ -54,8 +54,7 @@ thread_state = _Here()
 def as_one(function: Function) -> Function:
     """Decorate ``function`` so that replays repeat the whole call as one operation.
 
-    The function may modify arrays in place. Results that are not arrays must be the same in each
-    call.
+    The function may modify arrays in place. Other results than arrays must not vary.
     """
 
     @functools.wraps(function)

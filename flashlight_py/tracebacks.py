@@ -39,8 +39,7 @@ def message_of(error: BaseException) -> str:
 def folded(error: BaseException, start: int = 0) -> str:
     """Return the printed form of ``error`` from frame ``start`` on, package frames as one line.
 
-    Causes and contexts are shortened as well. If all frames are inside the package, all are
-    printed.
+    Also applies to causes and contexts. A stack without user frames is printed in full.
     """
     shortened = traceback.TracebackException.from_exception(error)
     del shortened.stack[:start]

@@ -6,8 +6,7 @@ gradients by hooks on leaves and by ``on_backward_end``.
 
 After its first backward pass or native kernel call, a thread allocates NumPy arrays from a cache of
 freed blocks. The cache stores blocks of at least 32 KB, at most 32 MB per process. A block that 8
-backward passes have not used is returned to the system. Importing the package does not activate the
-cache.
+backward passes have not used returns to the system.
 """
 
 from flashlight_py.autograd import functions, operators  # operators: adds methods to Variable

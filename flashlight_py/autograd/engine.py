@@ -167,8 +167,7 @@ def _join_failed(walk: Walk) -> None:
                 owner.join_failed()
 
 
-# In a step of a small model, this function takes as long as the computations, so it makes few
-# calls.
+# For a small model this takes as long as the computations, so it makes few calls.
 def _visit_all(walk: Walk, root: Node) -> None:
     """Visit each node after all its consumers, and call a leaf's hook after its last gradient.
 

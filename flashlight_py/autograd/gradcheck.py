@@ -18,16 +18,15 @@ def gradcheck(
     copy of each array is moved by ``step`` in both directions.
 
     Args:
-        function: Takes one variable per array. It must be smooth within ``step``, and return equal
-            results for equal inputs.
+        function: Takes one variable per array. It must be deterministic, and smooth within
+            ``step``.
         arrays: Arrays of float64 at which to check the gradients.
         step: Distance by which an element is moved.
         tolerance: Maximum difference, relative to the larger gradient or to 1, whichever is larger.
 
     Raises:
         TypeError: If an array is not float64. Other dtypes are too coarse for differences.
-        AssertionError: If a gradient is missing or differs. The message names the input and the
-            element, with both values.
+        AssertionError: If a gradient is missing or differs. The message has both values.
     """
     for array in arrays:
         if array.dtype != "float64":

@@ -2,8 +2,7 @@
 
 An operation without recording creates an ``Outline`` with the sources of the result, but without
 arrays. A computation to repeat in the backward pass creates a ``Part`` for each result. Edges of a
-part lead to the sources of its outlines. The backward pass replaces parts by the graph of the
-repeated computation.
+part lead to the sources of its outlines. The backward pass replaces parts by the repeated graph.
 """
 
 import itertools
@@ -167,14 +166,11 @@ class Walk:
     def count(
         self, roots: Sequence[Node], ends: Iterable[Target], counts: dict[Target, int]
     ) -> None:
-        """Store in ``counts`` (empty) the number of edges to each target below ``roots``.
+        """Count the edges to each target below ``roots``, down to ``ends``, in ``counts``.
 
-        The walk stops at ``ends``. Roots and ends without incoming edges have 0. ``counts`` is
-        complete even if this method raises, and then shows the waiting nodes. Parts on the way are
-        stored.
-
-        Raises:
-            RuntimeError: If the graph was freed, or if a leaf was changed after its use.
+        Roots and ends without incoming edges have 0. ``counts`` is complete even if this raises a
+        RuntimeError because the graph was freed or a leaf was changed. It then shows the waiting
+        nodes.
         """
         problem, now = "", Changes.count
         for root in roots:
@@ -265,9 +261,7 @@ class Walk:
 def _changed_since(node: Node) -> str:
     """Return an error message if a leaf was changed after the operation used it, else ""."""
     edges: Any = node.edges
-    changed = [
-        target for target, _ in edges if isinstance(target, Leaf) and target.changed > node.made
-    ]
+    changed = [leaf for leaf, _ in edges if isinstance(leaf, Leaf) and leaf.changed > node.made]
     if not changed:
         return ""
     vjp = getattr(edges[0][1], "func", edges[0][1])  # of a partial

@@ -84,10 +84,7 @@ def channels_second(array: Array) -> Array:
 
 
 def is_channels_last(x: Array) -> bool:
-    """Return whether ``x`` has more than two dimensions and is not C-contiguous.
-
-    Such arrays are usually images that store the channels of each pixel together.
-    """
+    """Return whether ``x`` is not C-contiguous, as images with the channels last in memory."""
     return x.ndim > 2 and not x.flags.c_contiguous
 
 
@@ -136,8 +133,7 @@ def record_jointly(
     """Return the result of an operation ``name`` whose gradients ``back`` computes together.
 
     ``back`` returns one gradient per input, of which some may be None. Parameters follow the first
-    input. They get their gradients first, so that their hooks run before the remaining backward
-    pass.
+    input. They get their gradients first, so that their hooks run early.
     """
 
     def vjp(position: int) -> Any:

@@ -51,10 +51,7 @@ def _where(condition: Any, *values: Any) -> Any:
 
 def _dot(a: Operand, b: Operand) -> Variable:
     if np.ndim(b) > 2:
-        raise TypeError(
-            f"numpy.dot: expected a second operand of at most 2 dimensions, got {np.ndim(b)}. "
-            "Use matmul"
-        )
+        raise TypeError(f"numpy.dot: second operand must have at most 2 dimensions, got {b.ndim}")
     return dimensions.matmul(a, b) if np.ndim(a) and np.ndim(b) else elementwise.mul(a, b)
 
 
@@ -137,10 +134,7 @@ def _call_function(self: Variable, function: Any, _: Any, args: Any, options: An
 
 
 def _arrays_of(value: Any, function: str = "") -> Any:
-    """Return ``value`` with variables replaced by arrays.
-
-    Raises TypeError if ``function`` is not empty and a variable needs a gradient.
-    """
+    """Replace variables by arrays. ``function`` is for the TypeError if one needs a gradient."""
     if isinstance(value, Variable):
         if function and value.calc_grad:
             raise TypeError(

@@ -40,13 +40,11 @@ class Variable(Leaf):
     lists of variables need. ``np.equal(x, y)`` compares elements.
 
     Args:
-        array: The value, of any shape. With ``calc_grad`` the dtype must be a real floating dtype
-            or bfloat16.
+        array: The value, of any shape. With ``calc_grad`` the dtype must be floating.
         calc_grad: Whether ``backward()`` computes a gradient for the variable.
 
     Raises:
-        TypeError: If ``array`` is not an array, or if ``calc_grad`` is True and its dtype has no
-            gradient.
+        TypeError: If ``array`` is not an array, or with ``calc_grad`` is not floating.
     """
 
     __slots__ = ()
@@ -67,8 +65,7 @@ class Variable(Leaf):
 
         Raises:
             TypeError: If the new value is not an array, or has another dtype.
-            ValueError: If the new array has another shape, or if the variable is a parameter of a
-                sharded module.
+            ValueError: If the new array has another shape, or if the variable is sharded.
         """
         return self.data
 
@@ -99,10 +96,7 @@ class Variable(Leaf):
     @calc_grad.setter
     def calc_grad(self, value: bool) -> None:
         if self.node is not None:
-            raise ValueError(
-                "Variable.calc_grad: expected a leaf, got the result of an operation. Set it on "
-                "the inputs, or use detach()"
-            )
+            raise ValueError("Variable.calc_grad: expected a leaf, got an operation's result")
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
@@ -129,8 +123,8 @@ class Variable(Leaf):
 
         Raises:
             TypeError: If the buffer is not an array, or its dtype differs from the variable's.
-            ValueError: If the buffer has another shape or is read-only, or if the variable is
-                sharded or not a leaf.
+            ValueError: If the buffer has another shape or is read-only, or unless this is an
+                unsharded leaf.
         """
         return None if isinstance(self.buffer, GradSink) else self.buffer
 
@@ -174,10 +168,7 @@ class Variable(Leaf):
         return self.data.dtype
 
     def assign(self, value: Array) -> None:
-        """Copy ``value`` (same shape) into the array, in place, from any device. Internal.
-
-        Floating dtypes are cast.
-        """
+        """Copy ``value`` (same shape) into the array, in place, from any device. Internal."""
         self.data[...] = to_device(value, device_of(self.data))
         note_changes((self,))
 
@@ -192,9 +183,7 @@ class Variable(Leaf):
             ValueError: If the variable does not have exactly one element.
         """
         if self.data.size != 1:
-            raise ValueError(
-                f"Variable.scalar: expected exactly one element, got shape {self.shape}"
-            )
+            raise ValueError(f"scalar: expected exactly one element, got shape {self.shape}")
         return self.data.item()  # type: ignore[no-any-return]
 
     item = scalar  # name in NumPy and torch
@@ -302,11 +291,8 @@ class Variable(Leaf):
         return np.array(self.data, dtype=dtype, copy=copy)
 
     def __len__(self) -> int:
-        """Return the size of the first dimension."""
         if not self.data.ndim:
-            raise TypeError(
-                "len(): expected a Variable with dimensions, got one number. Use scalar()"
-            )
+            raise TypeError("len(): expected a Variable with dimensions, got one number")
         return int(self.data.shape[0])
 
     def __iter__(self) -> Iterator[Variable]:
@@ -315,9 +301,7 @@ class Variable(Leaf):
 
     def _require_leaf(self, attribute: str) -> None:
         if self.node is not None:
-            raise ValueError(
-                f"{attribute} needs a leaf, got the result of an operation. Set it on the inputs"
-            )
+            raise ValueError(f"{attribute} needs a leaf, got an operation's result")
 
     if TYPE_CHECKING:  # operators.py adds these methods
 
@@ -381,8 +365,8 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
 
     Args:
         array: The result.
-        inputs: Each input with its vector-Jacobian product (see ``engine``). Hooks of earlier
-            inputs run first.
+        inputs: Each input with its vector-Jacobian product (see ``engine``). Earlier hooks run
+            first.
         through: See ``Node``.
     """
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
@@ -417,10 +401,7 @@ def record_all(
 def record_pair(
     array: Any, x: Variable, x_vjp: Vjp, y: Variable, y_vjp: Vjp, through: Vjp | None = None
 ) -> Variable:
-    """Record an operation on two operands, which may have been broadcast.
-
-    A vjp may return a gradient of the broadcast shape. It is then summed to the operand's shape.
-    """
+    """Record an operation on two operands. Gradients of broadcast operands are summed."""
     if x.data.shape != array.shape:
         x_vjp = summed(x_vjp, x.data.shape)
     if y.data.shape != array.shape:
@@ -466,8 +447,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
     derivative with ``fl.gradcheck``.
 
     Raises:
-        TypeError: If a call passes a variable by keyword, or if ``forward`` does not return an
-            array and a function.
+        TypeError: If a call passes a variable by keyword, or ``forward`` returns other types.
         ValueError: If ``backward`` returns a wrong number of gradients or wrong shapes.
             ``Variable.backward()`` raises it.
 
@@ -486,24 +466,15 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
     @functools.wraps(forward)
     def operation(*args: Any, **options: Any) -> Variable:
         if any(isinstance(option, Variable) for option in options.values()):
-            raise TypeError(
-                f"{name}: got a Variable as a keyword argument, which has no gradient. Pass "
-                "variables by position"
-            )
+            raise TypeError(f"{name}: got a Variable by keyword. Pass variables by position")
         arrays = [x.data if isinstance(x, Variable) else x for x in args]
         returned = forward(*arrays, **options)
         if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
-            raise TypeError(
-                f"{name} must return an array and a function of its gradient, got "
-                f"{type(returned).__name__}"
-            )
+            kind = type(returned).__name__
+            raise TypeError(f"{name} must return an array and a backward function, got {kind}")
         result, backward = _as_array(returned[0]), returned[1]
-        positions = [
-            index for index, x in enumerate(arrays) if isinstance(x, np.ndarray) or is_cupy(x)
-        ]
-        learning = {
-            index: x for index, x in enumerate(args) if isinstance(x, Variable) and x._calc_grad
-        }
+        positions = [i for i, x in enumerate(arrays) if isinstance(x, np.ndarray) or is_cupy(x)]
+        learning = {i: x for i, x in enumerate(args) if isinstance(x, Variable) and x._calc_grad}
         needed = set(learning)
         shapes = [learning[index].shape if index in learning else None for index in positions]
         if learning:
@@ -521,8 +492,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
                     f"{name}: backward must return one gradient per array or variable passed by "
                     f"position, of the shapes {shapes} (None: any shape), got {received}"
                 )
-            # Views, which the pass copies: the user's function may keep the arrays that it
-            # returned.
+            # Views, which the pass copies: the user may keep the returned arrays.
             zero = array_module(grad).zeros_like
             return {
                 index: zero(arrays[index]) if gradient is None else gradient[...]
@@ -561,10 +531,8 @@ def _require_floating(array: Array | Variable) -> None:
         )
 
 
-def _require_same(value: Array, like: Array | Variable, operation: str) -> None:
+def _require_same(value: Array, like: Array | Variable, name: str) -> None:
     if value.shape != like.shape:
-        raise ValueError(f"{operation} must have shape {like.shape}, got {value.shape}")
+        raise ValueError(f"{name} must have shape {like.shape}, got {value.shape}")
     if value.dtype != like.dtype:
-        raise TypeError(
-            f"{operation} must have dtype {like.dtype}, got {value.dtype}. Cast it first"
-        )
+        raise TypeError(f"{name} must have dtype {like.dtype}, got {value.dtype}. Cast it first")

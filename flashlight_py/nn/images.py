@@ -20,8 +20,7 @@ class Conv2D(Plain):
     The weight ``[out_channels, in_channels / groups, kernel height, kernel width]`` is initialised
     uniformly within ``sqrt(3 / fan_in)`` of 0, and the bias ``[out_channels]`` within ``1 /
     sqrt(fan_in)``, as in flashlight. ``fan_in`` is the number of inputs of an output element.
-    ``kernel`` is the window size in pixels: a number or (down, across). ``dtype`` is the dtype of
-    the parameters.
+    ``kernel`` is the window size in pixels: a number or (down, across).
 
     Raises:
         ValueError: If a size is too small, or if ``groups`` does not divide the channels. A call
@@ -94,8 +93,8 @@ class ConvTranspose2D(Conv2D):
 
     It maps ``[batch, in_channels, height, width]`` to ``[batch, out_channels, (height - 1) * stride
     - 2 * padding + dilation * (kernel - 1) + 1 + output_padding, ...]``. The weight has shape
-    ``[in_channels, out_channels / groups, kernel height, kernel width]``. Arguments have torch's
-    order.
+    ``[in_channels, out_channels / groups, kernel height, kernel width]``. The order of arguments is
+    torch's.
 
     Raises:
         ValueError: If ``output_padding`` is not below ``stride``, or as in :class:`Conv2D`.

@@ -1,8 +1,7 @@
 """Initial values of parameters, drawn from the generator that ``set_seed`` seeds.
 
 All functions return NumPy arrays. ``Module.to`` moves them, so a seed gives the same values on
-every device. ``dtype`` is a floating dtype or its name, including ``"bfloat16"``. Other dtypes
-raise TypeError.
+every device. ``dtype`` is a floating dtype or its name, else TypeError is raised.
 """
 
 import math

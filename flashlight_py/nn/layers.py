@@ -164,8 +164,7 @@ class PReLU(Module):
     weight applies to all channels.
 
     Raises:
-        ValueError: If ``channels`` is below 1. A call raises it if the input has another number of
-            channels.
+        ValueError: If ``channels`` is below 1. A call raises it if the channels differ.
         TypeError: If ``channels`` is not an integer.
     """
 
@@ -297,11 +296,9 @@ class Container(Module):
         yield from super().children()
 
     def __len__(self) -> int:
-        """Return the number of members."""
         return len(self._members)
 
     def __getitem__(self, position: int) -> Module:
-        """Return the member at ``position``."""
         return self._members[position]
 
     def __repr__(self) -> str:
@@ -313,8 +310,7 @@ class Sequential(Container):
 
     def forward(self, x: Any) -> Variable:
         """Return ``x`` passed through all modules in order."""
-        # A Linear and the next ReLU are computed as one operation, which saves one array and one
-        # node.
+        # A Linear and the next ReLU are one operation, which saves an array and a node.
         linear: Linear | None = None  # not called before the next module is known
         for module in self._members:
             if linear is not None:
@@ -381,8 +377,7 @@ class ExponentialMovingAverage(Module):
     def update(self, module: Module) -> None:
         """Move the averages toward the parameters of ``module``, and copy its buffers.
 
-        Call this after ``optimizer.step()``. Raises ValueError if the structure of ``module``
-        differs.
+        Call this after ``optimizer.step()``. Raises ValueError for another structure.
         """
         state = {**module.state_dict()}
         for name, variable in self.module.named_params().items():
@@ -466,8 +461,6 @@ class ConnectionistTemporalClassification(Function):
     def __init__(
         self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False
     ) -> None:
-        options = {
-            "reduction": losses.check_loss_reduction(reduction),
-            "zero_infinity": zero_infinity,
-        }
-        super().__init__(F.connectionist_temporal_classification, blank=blank, **options)
+        options = {"blank": blank, "zero_infinity": zero_infinity}
+        options["reduction"] = losses.check_loss_reduction(reduction)
+        super().__init__(F.connectionist_temporal_classification, **options)

@@ -21,28 +21,25 @@ def load_torch(
 
     The layers have torch's names and shapes. Floating dtypes are cast to the module's dtypes. torch
     is not imported. ``num_batches_tracked`` is ignored. Any name of a shared parameter can load it.
-    Nothing is changed unless every entry fits. Every rank of a sharded module must call this with
-    the same state.
+    Nothing is changed unless every entry fits. Every rank of a sharded module must pass the same
+    state.
 
     Args:
         module: Module to load.
         state: Mapping from names to tensors or arrays (``model.state_dict()``,
-            ``torch.load(...)``), or the path of a ``.safetensors`` file, which needs no other
-            library.
+            ``torch.load(...)``), or the path of a ``.safetensors`` file.
         strict: Whether missing and unexpected names are errors.
         rename: Function from a name in ``state`` to the module's name, such as ``lambda name:
             name.removeprefix("model.")``.
 
     Returns:
-        The names that ``state`` lacks, and the unexpected names. Both lists are empty if ``strict``
-        is True.
+        The missing and the unexpected names: two lists, which are empty if ``strict``.
 
     Raises:
         TypeError: If ``module`` is not a Module, ``state`` is not a state dict, or an entry is not
             an array or cannot be cast, such as complex to float.
         ValueError: If entries are missing, unexpected or of another shape (the message names all),
-            if two entries for the same parameter or buffer differ, or if the file is not a
-            safetensors file.
+            if two entries for one parameter differ, or if the file is malformed.
         OSError: If the file cannot be read.
         BackendUnavailableError: If the file has bfloat16 and ml_dtypes is not installed.
 
@@ -77,10 +74,7 @@ def load_torch(
                 and name in arrays
                 and not np.array_equal(arrays[name], array, True)
             ):
-                raise ValueError(
-                    f"load_torch: expected equal values for {name!r}, got {source_name!r} with "
-                    "another value"
-                )
+                raise ValueError(f"load_torch: {source_name!r} and {name!r} must have equal values")
             arrays[name] = array
     missing = [name for name in module_state if name not in arrays]
     unexpected = [name for name in arrays if name not in module_state]
@@ -101,6 +95,4 @@ def _as_array(name: str, value: Any) -> Array:
         return np.from_dlpack(value)
     if isinstance(value, (np.generic, int, float)):
         return np.asarray(value)
-    raise TypeError(
-        f"load_torch: {name!r} must be a tensor or an array, got {type(value).__name__}"
-    )
+    raise TypeError(f"load_torch: {name!r} must be a tensor or array, got {type(value).__name__}")

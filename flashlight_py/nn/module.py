@@ -120,10 +120,7 @@ class Module(Structured, ABC):
             variable.grad = None
 
     def train(self: SomeModule) -> SomeModule:
-        """Switch this module and its submodules to training, which undoes ``eval()``.
-
-        Hooks are kept. Returns the module.
-        """
+        """Switch this module and its submodules to training; undoes ``eval()``. Returns itself."""
         for _, module in self._walk():
             module.training = True
             for variable in module._paused:
@@ -134,8 +131,7 @@ class Module(Structured, ABC):
     def eval(self: SomeModule) -> SomeModule:
         """Switch this module and its submodules to evaluation: no dropout and no graph.
 
-        ``calc_grad`` of every parameter is switched off until ``train()``. Gradients and hooks are
-        kept. Returns the module.
+        ``calc_grad`` of all parameters is off until ``train()``. Keeps hooks. Returns the module.
         """
         for _, module in self._walk():
             module.training = False
@@ -169,8 +165,7 @@ class Module(Structured, ABC):
         Every rank of a sharded module must call this with the same state.
 
         Raises:
-            ValueError: If entries are missing, unexpected or of another shape. The message names
-                all of them.
+            ValueError: If entries are missing, unexpected or of another shape; names them all.
             TypeError: If an entry cannot be cast, such as complex to float.
         """
         named = self.named_params()
@@ -191,8 +186,7 @@ class Module(Structured, ABC):
     def clone(self: SomeModule) -> SomeModule:
         """Return a copy with new arrays, without gradients, gradient hooks and history.
 
-        Parameters that are shared in the module are shared in the copy. The copy of a sharded
-        module is not sharded.
+        Shared parameters are shared in the copy. The copy is not sharded.
         """
         return copy.deepcopy(self)
 
@@ -228,10 +222,7 @@ class Module(Structured, ABC):
         numbers = {variable: math.prod(shape) for variable, shape in seen.items()}
         nbytes = sum(count * variable.dtype.itemsize for variable, count in numbers.items())
         buffers = self.buffers.values()
-        size, in_buffers = (
-            sum(submodule.size for submodule in buffers),
-            sum(submodule.nbytes for submodule in buffers),
-        )
+        size, in_buffers = sum(x.size for x in buffers), sum(x.nbytes for x in buffers)
         end = f"{sum(numbers.values()):,} numbers in {len(seen):,} parameters, {nbytes:,} bytes"
         return "\n".join([*lines, f"{end}; {size:,} in buffers, {in_buffers:,} bytes"])
 
@@ -312,11 +303,7 @@ class Module(Structured, ABC):
 
 
 def _holds_module(owner: Module, container: Any) -> bool:
-    """Return whether ``container``, an attribute of ``owner``, contains a module at any depth.
-
-    Containers with more than 100 items, such as a vocabulary, are searched once per length and
-    structure.
-    """
+    """Return whether ``container`` of ``owner`` contains a module. Caches large containers."""
     key, now = (id(owner), id(container)), (int(count[0]), len(container))
     previous = _searched.get(key)
     if previous is not None and previous[0]() is owner and previous[1] == now:

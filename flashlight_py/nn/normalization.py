@@ -40,8 +40,7 @@ class LayerNorm(Affine):
     """Normalization over the last dimensions, of the given ``shape``; see ``functions.layer_norm``.
 
     Raises:
-        ValueError: If a size is below 1. A call raises it if the input's shape does not end with
-            ``shape``.
+        ValueError: If a size is below 1. A call raises it if the input does not fit.
     """
 
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-5, bias: bool = True) -> None:

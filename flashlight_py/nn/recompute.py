@@ -56,9 +56,7 @@ def _run(module: Module, *inputs: Any, **options: Any) -> Any:
     inside = [inner for _, inner in module._walk()]
     modes = [inner.training for inner in inside]
     buffers: dict[tuple[Module, str], Array] = {
-        (inner, name): getattr(inner, name).copy()
-        for inner in inside
-        for name in inner._buffer_names
+        (m, name): getattr(m, name).copy() for m in inside for name in m._buffer_names
     }
     dtype = precision.active_precision.dtype
     recording.is_outline = True
@@ -98,10 +96,7 @@ def _has_changed(before: Array, module: Module, name: str) -> bool:
 
 
 def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
-    """Return ``result`` with variables whose backward pass calls ``repeat`` first.
-
-    ``result`` is a variable, or a nested tuple, list or dict of variables and other objects.
-    """
+    """Return ``result`` with variables whose backward pass calls ``repeat`` first."""
     variables = _variables(result)
     targets = {
         id(variable): (position, *variable.node.targets())

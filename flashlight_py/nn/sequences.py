@@ -22,7 +22,7 @@ class RNN(Plain):
 
     See ``functions.recurrent`` for the equations. The parameters have torch's names and shapes.
     Layer k has ``weight_ih_l<k>``, ``weight_hh_l<k>``, ``bias_ih_l<k>`` and ``bias_hh_l<k>``, with
-    the suffix ``_reverse`` for the second direction. They are initialised uniformly within ``1 /
+    the suffix ``_reverse`` for the second direction. Initial values are uniform within ``1 /
     sqrt(hidden_size)`` of 0.
 
     Args:
@@ -35,8 +35,8 @@ class RNN(Plain):
         dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: If ``kind`` is unknown, or if a number is out of range. A call raises it if the
-            shapes do not fit.
+        ValueError: If ``kind`` is unknown, a number is out of range, or shapes in a call do not
+            fit.
         TypeError: If a size is not an integer.
     """
 
@@ -102,8 +102,8 @@ class MultiheadAttention(Plain):
     ``layer(x)`` and ``layer(x, mask)`` attend to ``x`` ``[batch, positions, dim]`` itself.
     ``layer(q, k, v)`` and ``layer(q, k, v, mask)`` attend to keys and values ``[batch, keys,
     dim]``. The result has the shape of the first argument. See ``functions.attention`` for
-    ``mask``, ``causal`` and ``dropout`` (only in training). ``bias`` selects whether the linear
-    maps have biases.
+    ``mask``, ``causal`` and ``dropout`` (only in training). ``bias``: whether linear maps have
+    biases.
 
     Raises:
         ValueError: If ``heads`` does not divide ``dim``. A call raises it if the shapes do not fit.
@@ -195,8 +195,7 @@ class Transformer(Module):
         norm: ``"pre"`` normalizes the inputs of attention and network, ``"post"`` the sums.
 
     Raises:
-        ValueError: If ``heads`` does not divide ``dim``, or if ``activation`` or ``norm`` is
-            unknown.
+        ValueError: If ``heads`` does not divide ``dim``, or if an option is unknown.
     """
 
     def __init__(
@@ -227,8 +226,7 @@ class PositionEmbedding(Module):
     """A learned vector per position, added to the input ``[batch, at most positions, dim]``.
 
     Raises:
-        ValueError: If a size is below 1. A call raises it if the input has more positions or
-            another size.
+        ValueError: If a size is below 1. A call raises it if the input does not fit.
     """
 
     def __init__(self, positions: int, dim: int) -> None:

@@ -48,8 +48,7 @@ class AdamOptimizer(RuleOptimizer):
 
     ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; then ``p -= lr *
     m' / (sqrt(v') + eps)`` with ``m' = m / (1 - beta1 ** t)`` and ``v' = v / (1 - beta2 ** t)`` at
-    step ``t`` of the parameter (algorithm 1 of the paper). ``m`` and ``v`` of float16 and bfloat16
-    parameters are float32.
+    step ``t`` of the parameter (algorithm 1 of the paper). ``m`` and ``v`` are float32 or wider.
 
     If ``decoupled``, parameters shrink by ``lr * weight_decay`` before the step (AdamW, Loshchilov
     and Hutter, ICLR 2019, as in flashlight). Otherwise ``weight_decay * p`` is added to ``g``.
@@ -116,8 +115,8 @@ class AdadeltaOptimizer(RuleOptimizer):
 
     ``s = rho * s + (1 - rho) * g * g``; ``d = sqrt((u + eps) / (s + eps)) * g``; ``p = (1 -
     weight_decay) * p - lr * d``; ``u = rho * u + (1 - rho) * d * d``. Without ``weight_decay``,
-    torch has the same formula with ``eps`` 1e-6. torch's decay is an L2 penalty. ``lr`` is 1 in the
-    paper.
+    torch has the same formula with ``eps`` 1e-6. torch's decay is an L2 penalty. The paper has
+    ``lr`` 1.
 
     Raises:
         ValueError: If ``eps`` is 0. It determines the size of the first steps.

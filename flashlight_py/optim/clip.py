@@ -39,8 +39,7 @@ def clip_grad_norm(
         The norm before scaling.
 
     Raises:
-        TypeError: If ``params`` is not an iterable of variables, or if ``max_norm`` is not a
-            number.
+        TypeError: If ``params`` is no iterable of variables, or ``max_norm`` no number.
         ValueError: If ``params`` is empty without a group, or if ``max_norm`` is negative.
         DistributedError: If communication with a group or for sharded parameters fails, as in
             :func:`flashlight_py.all_reduce`.
@@ -109,14 +108,9 @@ def _scale(grads: Iterable[Array], factor: float) -> None:
 
 
 def gradients_of(params: Iterable[Variable]) -> tuple[list[Array], list[Shards]]:
-    """Return the gradients of ``params`` on this process, and the shards that they belong to.
-
-    After a change of the gradients, call ``wait_for_all()`` of each of the shards.
-    """
+    """Return this process's gradients of ``params``, and their shards, for ``wait_for_all()``."""
     grads, sharded = _by_shards(params)
-    pieces = [
-        grad for shards, variables in sharded.items() for grad in shards.own_gradients(variables)
-    ]
+    pieces = [grad for shards, group in sharded.items() for grad in shards.own_gradients(group)]
     return [*grads, *pieces], list(sharded)
 
 

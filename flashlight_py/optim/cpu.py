@@ -152,8 +152,8 @@ def sum_of_squares(grad: Array) -> float:
     """Return the sum of the squares of all elements, in float64. Blocks until it is computed.
 
     Blocks of 65,536 elements are summed in order. In a block, element ``i`` is added to sum ``i %
-    16``, and the 16 sums are added at the end, one after the other. NumPy arrays therefore have the
-    same sum on every machine.
+    16``, and the 16 sums are added at the end, one after the other. The sum is equal on all
+    machines.
     """
     if is_cupy(grad):
         wide = grad.astype(np.float64).reshape(-1)

@@ -87,11 +87,7 @@ def is_supported(piece: tuple[Any, ...]) -> bool:
 
 
 def change(steps: Iterable[Step], grad_scale: float) -> None:
-    """Update parameters and states in place. Returns when the kernels are queued.
-
-    All steps with the same rule, dtypes and device share one launch. Every step
-    :func:`is_supported`.
-    """
+    """Update parameters and states in place, with few launches. Returns when they are queued."""
     groups: dict[Any, list[Step]] = defaultdict(list)
     for step in steps:
         (name, _), (param, grad, *_) = step
@@ -131,10 +127,7 @@ def _launch(steps: Sequence[Step], grad_scale: float) -> None:
 
 
 class CapturedStep:
-    """A step of ``optimizer``, a RuleOptimizer, that a CUDA graph repeats.
-
-    The kernels of the graph read their numbers from tables on the device. ``advance`` updates them.
-    """
+    """A step of a RuleOptimizer in a CUDA graph, whose kernels read their numbers from tables."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._before = optimizer, optimizer._steps.copy()

@@ -30,11 +30,7 @@ class Summing(Protocol):
 
 
 class Shards:
-    """State that all parameters of one sharded module share.
-
-    ``group`` has the processes that step the parameters together. A sum over it is a sum over the
-    whole module.
-    """
+    """State that all parameters of a sharded module share. ``group`` steps them together."""
 
     group: Summing
 
@@ -57,19 +53,16 @@ class Shards:
         return nullcontext()
 
     def changing(self, operation: str) -> AbstractContextManager[None]:
-        """Return the context in which this process may update its shards. Collective, blocking.
+        """Return a collective, blocking context in which this process may update its shards.
 
-        When the context is entered, no process of the group reads the old values any more. When it
-        is left, all processes have finished the update. ``operation`` appears in errors, for
-        example "AdamOptimizer.step".
+        Other processes do not read old values inside the context, and have updated their shards
+        after it. ``operation`` appears in errors, for example "AdamOptimizer.step".
         """
         return nullcontext()
 
     def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
         """Return the gradients of the shards of ``variables`` that this process updates."""
-        pieces = [
-            piece for variable in variables for piece in variable.placement.pieces(variable, ())
-        ]
+        pieces = [piece for v in variables for piece in v.placement.pieces(v, ())]
         return [grad for _, grad in pieces]
 
     def sum_of_squares(self, variables: Sequence[Variable]) -> float:
@@ -95,10 +88,7 @@ class Placement(HoldsState, ABC):
 
     @abstractmethod
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return the pieces that this process updates, as (parameter, gradient, *states).
-
-        The arrays of a piece are contiguous one-dimensional views of the same length.
-        """
+        """Return the pieces to update, (parameter, gradient, *states): contiguous 1-D views."""
 
     def sum_of_squares(self, variable: Variable) -> float:
         """Return the sum of squares of the whole gradient, in float64. Collective."""
@@ -113,10 +103,7 @@ class Placement(HoldsState, ABC):
         """Set ``state`` to ``value``, an array of the parameter's shape, equal on all processes."""
 
     def part(self, value: Array) -> Array:
-        """Return the part of the whole parameter ``value`` that the variable's array stores.
-
-        Raises ValueError if ``value`` does not have the shape of the whole parameter.
-        """
+        """Return this process's part of ``value``, or raise ValueError if its shape is wrong."""
         return value
 
     def words(self) -> str:
@@ -131,8 +118,7 @@ Placed: TypeAlias = tuple[int, Array, Sequence[tuple[Array, ...]]]
 class FirstOrderOptimizer(Structured, ABC):
     """Base class of optimizers, which update parameters in place by their gradients.
 
-    Parameters without a gradient are skipped. Collective, blocking, for parameters of
-    ``fully_shard``.
+    Parameters without a gradient are skipped. Collective for parameters of ``fully_shard``.
 
     Create the optimizer after ``Module.astype`` and ``Module.to``, because its state has the dtype
     and device of the parameters. Common options of optimizers, unless documented otherwise:
@@ -141,8 +127,7 @@ class FirstOrderOptimizer(Structured, ABC):
     least 0, is the share of a parameter that each step subtracts, independent of ``lr``.
 
     Args:
-        params: Variables to update, such as ``module.params()``, at least one and without
-            duplicates.
+        params: Variables to update, such as ``module.params()``, without duplicates.
         lr: Learning rate, at least 0.
 
     Raises:
@@ -157,12 +142,8 @@ class FirstOrderOptimizer(Structured, ABC):
 
         @wraps(init)
         def call(self: Any, *args: Any, **named: Any) -> None:
-            lists = [
-                arguments
-                for arguments in (*args, *named.values())
-                if isinstance(arguments, (list, tuple))
-            ]
-            variables = (x for arguments in lists for x in arguments if isinstance(x, Variable))
+            lists = [arg for arg in (*args, *named.values()) if isinstance(arg, (list, tuple))]
+            variables = (x for arg in lists for x in arg if isinstance(x, Variable))
             shards = next(iter(shards_of(variables)), None)
             with nullcontext() if shards is None else shards.making(type(self).__name__):
                 init(self, *args, **named)
@@ -364,10 +345,8 @@ class RuleOptimizer(FirstOrderOptimizer):
             grad_scale: Factor of the gradients, such as a factor that limits their norm.
 
         Raises:
-            RuntimeError: If a parameter was sharded after the optimizer was created. No parameter
-                is changed.
-            ValueError: If a parameter had no ``calc_grad`` when its module was sharded. No
-                parameter is changed.
+            RuntimeError: If a parameter was sharded after the optimizer was created.
+            ValueError: If a parameter had no ``calc_grad`` when its module was sharded.
         """
         module = native()
         if module is None or self._shards:
@@ -390,8 +369,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         """Return a function that does one step with ``grads`` while no array moves.
 
         Each of ``grads`` is the gradient of an unsharded parameter, or None. With native kernels
-        the function runs no Python. It reads the rate and counts steps in the memory of the
-        optimizer.
+        the function runs no Python. It reads and counts in the optimizer's memory.
         """
         placed = self._placed(range(len(self.params)), grads)
         pieces = [(position, *piece) for position, _, (piece,) in placed]

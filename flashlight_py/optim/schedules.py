@@ -29,8 +29,7 @@ class LearningRateSchedule:
     as ``step_size``, ``total_iters`` and ``T_max`` are numbers of steps, at least 1.
 
     Args:
-        optimizer: Optimizer of ``fl.optim``, an ``fl.DistributedOptimizer``, or another object with
-            an assignable ``lr``.
+        optimizer: Optimizer of ``fl.optim``, or another object with an assignable ``lr``.
         formula: Function from the base rate and the number of steps (from 0) to the rate.
 
     Raises:
@@ -80,7 +79,6 @@ class LearningRateSchedule:
 
         Raises:
             ValueError: If ``state`` has other entries, or is past the end of a ``OneCycleLR``.
-                Nothing is changed.
         """
         expected = self.state_dict()
         if state.keys() != expected.keys():
@@ -192,9 +190,7 @@ class OneCycleLR(LearningRateSchedule):
     ) -> None:  # fmt: skip
         if total_steps is None:
             if epochs is None or steps_per_epoch is None:
-                raise ValueError(
-                    "OneCycleLR: expected total_steps, or epochs and steps_per_epoch, got None"
-                )
+                raise ValueError("OneCycleLR: expected total_steps, or epochs and steps_per_epoch")
             total_steps = _steps("epochs", epochs) * _steps("steps_per_epoch", steps_per_epoch)
         if anneal_strategy not in _SHAPES:
             raise ValueError(f"anneal_strategy must be cos or linear, got {anneal_strategy!r}")
@@ -236,13 +232,12 @@ class SequentialLR(LearningRateSchedule):
 
     All ``schedulers`` must be created for this optimizer. Each starts with its step 0 and the base
     rate of the first schedule, which must be created first. ``milestones`` are the numbers of steps
-    at which the second and later schedules start, in ascending order. Call only this schedule's
-    ``step()``.
+    at which the second and later schedules start, in ascending order. Call only ``step()`` of this
+    schedule.
 
     Raises:
-        ValueError: If a schedule belongs to another optimizer or follows a metric, if the
-            milestones are not ascending, or if their number is not one less than the number of
-            schedules.
+        ValueError: If a schedule belongs to another optimizer or follows a metric, or if the
+            milestones are not ascending and one fewer than the schedules.
 
     Example:
         >>> optimizer = fl.optim.SGDOptimizer([fl.param(np.ones(2))], lr=1.0)
@@ -282,8 +277,8 @@ class ReduceLROnPlateau(LearningRateSchedule):
     Call ``step(metric)`` after each evaluation, with the same number on every rank. A metric is
     better if it differs from the best by ``threshold``, relative to the best (``"rel"``) or
     absolute (``"abs"``). Mode ``"min"`` prefers lower values, ``"max"`` higher values. After more
-    than ``patience`` steps without a better metric, the rate is reduced, and the next ``cooldown``
-    steps are not counted.
+    than ``patience`` steps without a better metric, the rate falls, and ``cooldown`` steps do not
+    count.
 
     Raises:
         ValueError: If a mode is unknown, or if a number is out of range.

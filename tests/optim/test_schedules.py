@@ -188,7 +188,11 @@ def test_what_cannot_be_a_schedule_is_refused() -> None:
         (lambda: optim.CosineAnnealingLR(optimizer, 5, -1), ValueError, "eta_min"),
         (lambda: optim.LinearLR(optimizer, -1), ValueError, "start_factor"),
         (lambda: optim.OneCycleLR(optimizer, 1.0), ValueError, "expected total_steps"),
-        (lambda: optim.OneCycleLR(optimizer, 1.0, 10, pct_start=0), ValueError, "each phase must have"),
+        (
+            lambda: optim.OneCycleLR(optimizer, 1.0, 10, pct_start=0),
+            ValueError,
+            "each phase must have",
+        ),
         (lambda: optim.OneCycleLR(optimizer, 1.0, 9, anneal_strategy="x"), ValueError, "cos or"),
         (lambda: optim.OneCycleLR(optimizer, 1.0, 9, div_factor=0), ValueError, "above 0"),
         (lambda: optim.SequentialLR(optimizer, [made("step", optimizer)], [1]), ValueError, "0 m"),

@@ -23,8 +23,7 @@ def attention(
     """Return ``softmax(scale * q @ k.T + mask) @ v`` for each head of each sample.
 
     The full matrix of weights is never stored. Tiles of it are computed, and computed again in the
-    backward pass (Dao et al., FlashAttention, 2022). The result of a query without allowed keys is
-    0.
+    backward pass (Dao et al., FlashAttention, 2022). A query without allowed keys gets 0.
 
     Args:
         q: Shape ``[batch, heads, queries, width]``, with any strides.
@@ -33,8 +32,8 @@ def attention(
         mask: Broadcasts to ``[batch, heads, queries, keys]``. True allows a query to attend to a
             key. Numbers are added to the scores. The mask is a constant without gradient.
         causal: If True, query i attends only to keys 0 .. i.
-        dropout: Probability of zeroing a weight. The remaining weights are scaled up. ``set_seed``
-            seeds the generator.
+        dropout: Probability of zeroing a weight, seeded by ``set_seed``. Other weights are scaled
+            up.
         scale: Factor of the scores. Default: ``1 / sqrt(width)``.
 
     Returns:
@@ -124,9 +123,8 @@ class _Attention:
                 "attention: expected a mask that broadcasts to [batch, heads, queries, keys] = "
                 f"{self.shape}, got shape {mask.shape}"
             )
-        return as_contiguous(
-            padded if padded.dtype == np.bool_ else padded.astype(dtype, copy=False)
-        )
+        mask = padded if padded.dtype == np.bool_ else padded.astype(dtype, copy=False)
+        return as_contiguous(mask)
 
     def forward(self) -> Array:
         """Return the result, a view [batch, heads, queries, width]."""
@@ -163,16 +161,12 @@ class _Attention:
             return self._backward_of_arrays(grad)
         grad = as_contiguous(grad.transpose(0, 2, 1, 3))
         packed, q = self.packed, self.arrays[0]
-        backward_kernel: Any = kernel(
-            "attention_back" if packed is None else "packed_attention_back", q
-        )
+        back: Any = kernel("attention_back" if packed is None else "packed_attention_back", q)
         inputs = grad, self.out, self.saved, *self.inputs, self.mask, self.seed
         if packed is not None:
-            return (backward_kernel(((packed.shape, q.dtype),), self.sizes, self.numbers, *inputs),)
+            return (back(((packed.shape, q.dtype),), self.sizes, self.numbers, *inputs),)
         made = [(array.shape, q.dtype) for array in self.inputs]
-        pairs = zip(
-            backward_kernel(made, self.sizes, self.numbers, *inputs), self.across, strict=True
-        )
+        pairs = zip(back(made, self.sizes, self.numbers, *inputs), self.across, strict=True)
         return tuple(part.transpose(0, 2, 1, 3) if across else part for part, across in pairs)
 
     # Array operations, one sample at a time -------------------------------------------------------
@@ -219,10 +213,7 @@ class _Attention:
 
 
 def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
-    """Return a contiguous array, its strides, and whether rows come before heads in memory.
-
-    The strides are in elements: 0, then of batch, head and row, as the kernels take them.
-    """
+    """Return a contiguous array, its steps for kernels, and whether rows come before heads."""
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:

@@ -40,10 +40,7 @@ class _Windows(NamedTuple):
         """Yield each window position, and the index of its pixels in padded images."""
         for position in np.ndindex(self.kernel):
             steps = zip(position, self.dilation, self.outputs[1:3], self.stride, strict=True)
-            ranges = [
-                (offset * step, offset * step + (n - 1) * far + 1, far)
-                for offset, step, n, far in steps
-            ]
+            ranges = [(i * step, i * step + (n - 1) * far + 1, far) for i, step, n, far in steps]
             yield position, (slice(None), slice(*ranges[0]), slice(*ranges[1]))
 
     def padded(self, like: Array, value: float) -> tuple[Array, Array]:
@@ -87,8 +84,7 @@ def conv2d(
         stride: Distance of windows in pixels: a number or a pair (down, across).
         padding: Number of zeros on each side, or ``"same"`` for results of the size of ``x``.
         dilation: Distance of the elements of a window in pixels.
-        groups: Number of groups of channels. Each group computes its share of ``out`` from its
-            share of the channels.
+        groups: Number of groups of channels, each of which computes its share of ``out``.
 
     Returns:
         ``[batch, out, (height + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1, ...]``.
@@ -100,9 +96,7 @@ def conv2d(
     x, weight = as_half(x), as_half(weight)
     bias = None if bias is None else as_half(bias)
     w = _windows_of_conv(x, weight, bias, stride, padding, dilation, groups)
-    dtype = np.result_type(
-        *(variable.dtype for variable in (x, weight, bias) if variable is not None)
-    )
+    dtype = np.result_type(*(v.dtype for v in (x, weight, bias) if v is not None))
 
     def read(variable: Variable) -> Array:
         return widened(variable.data.astype(dtype, copy=False))
@@ -171,8 +165,8 @@ def pool2d(
 ) -> Variable:  # fmt: skip
     """Return the maximum or the mean of each window of each channel, as a new variable.
 
-    The gradient of a maximum goes to the first of equal elements, row by row. float16 is computed
-    in float32.
+    Of equal elements, the first (row by row) gets the gradient of a maximum. float16 is computed in
+    float32.
 
     Args:
         x: Shape ``[batch, channels, height, width]``.
@@ -319,11 +313,7 @@ def as_two(name: str, value: Any, least: int) -> _Two:
 
 
 def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation: Any) -> Any:
-    """Return ``padding``, which may be ``"same"``, as (down, across).
-
-    Raises the errors of :func:`as_two`, and ValueError if no padding gives results of the input's
-    size.
-    """
+    """Return ``padding`` as (down, across). Raises ValueError if ``"same"`` is not possible."""
     if padding != "same":
         return as_two(f"{name}: padding", padding, 0)
     for size, far, step in zip(kernel, stride, dilation, strict=True):
@@ -379,10 +369,7 @@ def _windows(
     name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
     dilation: Any = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
-    """Return the windows, or raise ValueError if they do not fit.
-
-    ``ends``: number of channels of ``x`` and of the result. 0 stands for the channels of ``x``.
-    """
+    """Return the windows. ``ends``: channels of ``x`` and of the result, 0: those of ``x``."""
     if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
         raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {x.shape}")
     batch, channels, *size = x.shape
@@ -398,9 +385,6 @@ def _windows(
     outputs = batch, down, across, ends[1] or channels
     if math.prod(outputs) >= 2**60:
         shape = batch, outputs[3], down, across
-        raise ValueError(
-            f"{name}: results must have less than 2**60 elements, got shape {shape} for x of "
-            f"shape {x.shape}"
-        )
+        raise ValueError(f"{name}: results must have less than 2**60 elements, got shape {shape}")
     numbers = *inputs, *outputs[1:], *kernel, *stride, *pad, *dilation, groups
     return _Windows(inputs, outputs, tuple(kernel), stride, pad, dilation, groups, numbers)

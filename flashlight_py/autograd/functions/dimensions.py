@@ -36,8 +36,7 @@ Axis: TypeAlias = int | Sequence[int] | None
 def reshape(x: Input, shape: int | Sequence[int]) -> Variable:
     """Return ``x`` with another shape, as a view if possible.
 
-    One entry of ``shape`` may be -1 and is then computed. Raises ValueError if the number of
-    elements differs.
+    One entry of ``shape`` may be -1. Raises ValueError if the number of elements differs.
     """
     x = as_variable(x)
     old = x.data.shape
@@ -53,10 +52,7 @@ def flat(x: Input) -> Variable:
 
 
 def squeeze(x: Input, axis: Axis = None) -> Variable:
-    """Return a view of ``x`` without the dimensions ``axis`` of size 1. None: all of size 1.
-
-    Raises ValueError if a dimension in ``axis`` has another size.
-    """
+    """Return a view of ``x`` without the dimensions ``axis``, whose size must be 1 (None: all)."""
     x = as_variable(x)
     return reshape(x, x.data.squeeze(None if axis is None else _axes(axis, x.ndim)).shape)
 
@@ -97,8 +93,7 @@ def concatenate(variables: Sequence[Input], axis: int = 0) -> Variable:
     """Return the variables joined along the existing dimension ``axis``, as a new array.
 
     Raises:
-        ValueError: If ``variables`` is empty, or if the shapes differ in other dimensions than
-            ``axis``.
+        ValueError: If ``variables`` is empty, or if the shapes differ except along ``axis``.
     """
     if not variables:
         raise ValueError("concatenate: expected at least one variable, got an empty list")
@@ -131,8 +126,7 @@ def split(x: Input, sections: int | Sequence[int], axis: int = 0) -> list[Variab
     ``sections`` is the number of equal sections, as in NumPy, or the list of sizes, as in torch.
 
     Raises:
-        ValueError: If the sizes do not add up to the length along ``axis``, or if the axis does not
-            exist.
+        ValueError: If the sizes do not add up to the length, or if the axis does not exist.
     """
     x = as_variable(x)
     (position,) = _axes(axis, x.data.ndim)
@@ -144,7 +138,7 @@ def split(x: Input, sections: int | Sequence[int], axis: int = 0) -> list[Variab
     ends = [*accumulate(sizes, initial=0)]
     if ends[-1] != length or builtins.min(sizes, default=-1) < 0:
         raise ValueError(
-            f"split: sections must add up to {length}, the size of axis {axis}, got {sections}"
+            f"split: sections must sum to {length}, size of axis {axis}, got {sections}"
         )
     before = (slice(None),) * position
     return [index(x, (*before, slice(start, stop))) for start, stop in pairwise(ends)]
@@ -236,10 +230,7 @@ def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
-    """Return the variance over ``axis``: the sum of squared deviations divided by ``n - ddof``.
-
-    Raises ValueError if ``n <= ddof``.
-    """
+    """Return the variance over ``axis`` with divisor ``n - ddof``, which must be above 0."""
     deviation, count = _deviation("var", x, axis, ddof)
     return mul(mean(mul(deviation, deviation), axis, keepdims), count / (count - ddof))
 
@@ -332,10 +323,7 @@ def cumsum(x: Input, axis: int) -> Variable:
 
 
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the largest element over ``axis``. Equal elements share the gradient evenly.
-
-    Raises ValueError without elements.
-    """
+    """Return the maximum over ``axis``. Equal elements share the gradient. Empty: ValueError."""
     return _extremum("max", as_variable(x), axis, keepdims)
 
 
@@ -370,9 +358,7 @@ def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
 def _count(shape: tuple[int, ...], axes: tuple[int, ...], name: str) -> int:
     count = math.prod(shape[a] for a in axes)
     if not count:
-        raise ValueError(
-            f"{name}: expected at least one element over axis {axes}, got shape {shape}"
-        )
+        raise ValueError(f"{name}: expected elements to reduce over axis {axes}, got shape {shape}")
     return count
 
 
@@ -386,17 +372,14 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     """Return ``x @ weight.T + bias``, a new variable of shape ``[..., out]``.
 
     ``x`` has shape ``[..., in]``, ``weight`` ``[out, in]`` and ``bias`` ``[out]``. Raises
-    ValueError for other shapes. On the CPU, float16 and bfloat16 are multiplied and summed in
-    float32, and rounded once.
+    ValueError for other shapes. On the CPU, float16 and bfloat16 are computed in float32 and
+    rounded once.
     """
     return _linear(x, weight, bias, False)
 
 
 def linear_relu(x: Input, weight: Input, bias: Input | None = None) -> Variable:
-    """Return ``max(linear(x, weight, bias), 0)``, a new variable, computed by one operation.
-
-    Arguments and errors are those of :func:`linear`. A GPU needs one launch for bias and ReLU.
-    """
+    """Return ``max(linear(x, weight, bias), 0)`` by one operation. See :func:`linear`."""
     return _linear(x, weight, bias, True)
 
 
@@ -499,9 +482,7 @@ def matmul(a: Operand, b: Operand) -> Variable:
     """
     x, y = map(as_half, as_pair(a, b))
     if not x.data.ndim or not y.data.ndim:
-        raise ValueError(
-            f"matmul: expected at least one dimension, got shapes {x.shape} and {y.shape}"
-        )
+        raise ValueError(f"matmul: expected dimensions, got shapes {x.shape} and {y.shape}")
     row = x if x.data.ndim > 1 else reshape(x, (1, -1))
     column = y if y.data.ndim > 1 else reshape(y, (-1, 1))
     out = _matmul(row, column)
@@ -546,11 +527,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
         used.append("".join(letters))
 
     def vjp(position: int, grad: Array) -> Any:
-        """Return the gradient of an operand: the same sum with ``grad`` in place of the operand.
-
-        Letters that only the operand has were summed over. Their elements have equal gradients, and
-        0 off a diagonal.
-        """
+        """Return an operand's gradient: the same sum, with ``grad`` in place of the operand."""
         xp, operands, others = array_module(grad), list(arrays), list(used)
         operands[position], others[position] = widened(grad), result
         term, letters = used[position], "".join(dict.fromkeys(used[position]))
@@ -601,7 +578,5 @@ def _read_subscripts(
         result = "..." + "".join(sorted(x for x in sizes if "".join(bare).count(x) == 1))
     result = result.replace("...", dots)
     if len(set(result)) < len(result) or not sizes.keys() >= set(result):
-        raise ValueError(
-            f"{wrong}the result must have distinct letters of operands, got {result!r}"
-        )
+        raise ValueError(f"{wrong}result must have distinct letters of operands, got {result!r}")
     return full, result, sizes

@@ -1,8 +1,8 @@
 """Elementwise functions of one or two operands, with NumPy's broadcasting.
 
 Results are new arrays. Functions of two operands take variables, arrays and numbers, at least one
-of them a variable. A number takes the dtype of the other operand. Raises ValueError if the shapes
-do not broadcast.
+of them a variable. A number takes the dtype of the other operand. Shapes that do not broadcast
+raise ValueError.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ def as_variable(x: Input) -> Variable:
 
 
 def as_pair(a: Operand, b: Operand) -> tuple[Variable, Variable]:
-    """Return both operands as variables. A number takes dtype and device of the other operand.
-
-    Raises TypeError for other types, or if neither operand is a variable.
-    """
+    """Return both operands as variables, or raise TypeError. Numbers take the other's dtype."""
     if isinstance(a, Variable):
         return a, b if isinstance(b, Variable) else _as_constant(b, a)
     if isinstance(b, Variable):

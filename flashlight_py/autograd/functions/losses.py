@@ -235,10 +235,7 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
 
 
 def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "mean") -> Variable:
-    """Return ``binary_cross_entropy(sigmoid(x), target)``, reduced, without overflow or limit.
-
-    Arguments and errors are those of :func:`mean_absolute_error`.
-    """
+    """Return ``binary_cross_entropy(sigmoid(x), target)``, reduced, without overflow or limit."""
     return _of_pairs(
         *("binary_cross_entropy_with_logits", x, target, reduction),
         lambda xp, p, t: xp.maximum(p, 0) - p * t + xp.log1p(xp.exp(-xp.abs(p))),

@@ -42,8 +42,7 @@ def recurrent(
         reverse: Whether to process the steps from the last to the first.
 
     Returns:
-        ``h`` of each step, ``[batch, time, hidden]``, the last ``h``, and for "lstm" the last
-        ``c``.
+        ``h`` of all steps, ``[batch, time, hidden]``, the last ``h``, and for "lstm" ``c``.
 
     Raises:
         ValueError: If ``kind`` is unknown, or if the shapes do not fit.

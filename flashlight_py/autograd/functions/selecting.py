@@ -15,6 +15,8 @@ from flashlight_py.autograd.variable import Input, Operand, Variable, record, re
 from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
 from flashlight_py.structure import require_all
 
+_PAD_MODES = "constant", "edge", "reflect", "symmetric", "wrap"
+
 
 def where(condition: Input, a: Operand, b: Operand) -> Variable:
     """Return ``a`` where ``condition`` is True, else ``b``, elementwise with broadcasting.
@@ -61,8 +63,7 @@ def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
     """Return ``x`` plus ``source`` at the positions that :func:`gather` reads, as in torch.
 
     For ``axis`` 0 of two: ``result[index[i, j], j] += source[i, j]``, in the order of ``source``.
-    ``source`` has the shape of ``index``. The remaining arguments and errors are those of
-    :func:`gather`.
+    ``source`` has the shape of ``index``. See :func:`gather` for other arguments and errors.
     """
     x, source = as_variable(x), as_variable(source)
     positions = _places("scatter_add", x.data, index, axis)
@@ -83,8 +84,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
 
     Raises:
         TypeError: If the indices are not integers.
-        ValueError: If the weight has another shape, there are no indices, or ``padding_idx`` is out
-            of range.
+        ValueError: If the weight's shape or ``padding_idx`` is invalid, or there are no indices.
         IndexError: If an index is out of range.
     """
     weight = as_variable(weight)
@@ -130,10 +130,7 @@ def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
     x = as_variable(x)
     array = x.data
     if not -array.ndim <= axis < array.ndim or not 0 <= k <= array.shape[axis]:
-        raise ValueError(
-            f"topk: k must be 0 to the size of an existing axis, got k = {k} and axis = {axis} for "
-            f"shape {array.shape}"
-        )
+        raise ValueError(f"topk: k must be 0 to the axis size, got {k=}, {axis=}, {array.shape=}")
     before = (slice(None),) * (axis % array.ndim)
     falling = ~array if array.dtype.kind in "iub" else -array  # -array would wrap
     order = array_module(array).argsort(falling, axis=axis, kind="stable")
@@ -166,10 +163,8 @@ def pad(x: Input, pad_width: Any, mode: str = "constant", constant_values: Any =
     x = as_variable(x)
     array, shape = x.data, x.shape
     xp = array_module(array)
-    if mode not in ("constant", "edge", "reflect", "symmetric", "wrap"):
-        raise ValueError(
-            f"pad: mode must be constant, edge, reflect, symmetric or wrap, got {mode!r}"
-        )
+    if mode not in _PAD_MODES:
+        raise ValueError(f"pad: mode must be one of {', '.join(_PAD_MODES)}, got {mode!r}")
     if mode != "constant":
         places = np.pad(np.arange(x.size).reshape(shape), pad_width, mode)  # type: ignore[call-overload]
         return _gather(x, xp.asarray(places))
