@@ -1,4 +1,4 @@
-"""The hosts keep their promises: apart from each other, joined by cables, gone afterwards."""
+"""Hosts are isolated, connected by cables, and removed afterwards."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def text(host: Host, command: str) -> str:
 
 
 def send(source: Host, target: Host, address: str | None, count: int) -> float:
-    """Send ``count`` bytes; return how many seconds it took."""
+    """Send ``count`` bytes, and return the seconds."""
     receive = [sys.executable, "-c", RECEIVE]
     with target.popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout.readline() == "listening\n"

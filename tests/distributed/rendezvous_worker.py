@@ -70,7 +70,7 @@ def report_places(plan: Plan) -> None:
 
     def joined(node: TreeNode) -> None:
         join(node)
-        report(plan, f"below {node._seat.parent}")
+        report(plan, f"below {node._position.parent}")
 
     TreeNode._join = joined  # type: ignore[method-assign]
 

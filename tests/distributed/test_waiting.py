@@ -1,4 +1,4 @@
-"""Rank 0 says who is missing while a start lasts."""
+"""Rank 0 logs missing ranks during the start."""
 
 import logging
 import time
@@ -17,13 +17,13 @@ from tests.distributed.threads import connected, on_threads
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Say it after 0.3 s, and every 0.2 s from then on."""
+    """Log after 0.3 s, and then every 0.2 s."""
     monkeypatch.setattr(store, "FIRST_SECONDS", 0.3)
     monkeypatch.setattr(store, "NEXT_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize("kind", ["file", pytest.param("tcp", marks=pytest.mark.slow)])
-def test_ranks_that_are_missing_are_named_again_and_again(
+def test_waiting_logs_missing_ranks_repeatedly(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
@@ -43,7 +43,7 @@ def test_ranks_that_are_missing_are_named_again_and_again(
     assert all("rendezvous at " in line for line in lines)
 
 
-def test_it_is_said_when_it_takes_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_rendezvous_logs_a_long_wait(caplog: pytest.LogCaptureFixture) -> None:
     quick = Waiting("here")
     quick.look([1])
     time.sleep(0.35)
@@ -54,7 +54,7 @@ def test_it_is_said_when_it_takes_long(caplog: pytest.LogCaptureFixture) -> None
     assert record.getMessage() == "Still waiting for rank 1 (0 s): here"
 
 
-def test_whom_gloo_waits_for_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_gloo_logs_the_rank_that_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     assert connected([b"key"] * 3, pause=0.8) == [[0, 1, 2]] * 3
     lines = [record.getMessage() for record in caplog.records]
     assert lines
