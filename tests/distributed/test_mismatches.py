@@ -21,7 +21,12 @@ from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed.conformance import hosts_by_letter, on_ranks, world_of
 from tests.distributed.harness import run_ranks
-from tests.distributed.told import told, told_later, told_now_or_later, told_of_messages
+from tests.distributed.mismatch_errors import (
+    late_message_mismatches,
+    late_mismatch,
+    mismatch_error,
+    mismatch_now_or_later,
+)
 
 FEW = 25
 EXAMPLES = int(os.environ.get("EXAMPLES", FEW))
@@ -118,11 +123,11 @@ def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: b
         if len(set(everyone)) == 1:
             call(x, rank, size)
             continue
-        now = told(lambda call=call, x=x: call(x, rank, size))
+        now = mismatch_error(lambda call=call, x=x: call(x, rank, size))
         assert now or not at_once
         assert not now or "test_mismatches.py:" in now
         assert not now or x is None or np.all(x == rank + 1)
-        later = told_later()
+        later = late_mismatch()
         assert now or "an earlier call of this group, 1 before this one" in later
         assert not (at_once and later)
         assert fl.all_gather_object(bool(later)) == [bool(later)] * size
@@ -193,10 +198,10 @@ def test_mismatch_error_names_the_call_sites_of_all_ranks(
     lines = [f"distributed/test_mismatches.py:{line_of(fn)}" for fn in (one, two)]
     with pytest.raises(fl.errors.MismatchError) as first:
         (two if rank else one)(starts)
-    told_later()
+    late_mismatch()
     with pytest.raises(fl.errors.MismatchError, match=r" at caf\\udce9/train.py:1") as then:
         exec(NO_TEXT, {**globals(), "rank": rank})
-    told_later()
+    late_mismatch()
     message = str(first.value)
     assert "rank 0 called all_reduce(float64 (3,), op=sum, scale=1" in message
     assert all(line in message for line in lines), message
@@ -236,7 +241,7 @@ def test_mismatch_error_distinguishes_a_composed_verb_from_its_steps(
 ) -> None:
     """One rank calls the verb that is the first step of the other ranks' verb."""
     for name, pair in COMPOSED.items():
-        message = told_now_or_later(pair[rank == odd])
+        message = mismatch_now_or_later(pair[rank == odd])
         assert f"called {name}" in message, message
         assert "test_mismatches.py:" in message
         assert fl.all_reduce(np.ones(2))[1] == size  # the ranks are in step again
@@ -288,9 +293,9 @@ def test_shapes_that_differ_beyond_eight_dimensions_raise_mismatch_error(
             if call is one_message and rank > 1:
                 continue
             x = np.full(shape if rank == 1 else MANY[0], rank + 1.0)
-            now = told(lambda call=call, x=x: call(x))
+            now = mismatch_error(lambda call=call, x=x: call(x))
             assert not now or np.all(x == rank + 1)
-            later = told_of_messages(1 - rank) if call is one_message else told_later()
+            later = late_message_mismatches(1 - rank) if call is one_message else late_mismatch()
             assert now or later
             assert "ranks 0, 1 " not in now + later  # as if both had made the same call
     x = np.ones(MANY[0])

@@ -10,8 +10,8 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.errors import MismatchError
 from tests.distributed.conformance import assert_equal, dtype_of, on_ranks, ranks_in, values
+from tests.distributed.mismatch_errors import late_message_mismatches, mismatch_now_or_later
 from tests.distributed.programs import MOVING, every_verb, run_program
-from tests.distributed.told import told_now_or_later, told_of_messages
 
 ranks = ranks_in(("single", 1), ("shm", 3), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])
 
@@ -223,18 +223,18 @@ def test_different_dtypes_raise_mismatch_error_with_their_names(rank: int, size:
     for one, other, *names in PAIRS:
         x = np.zeros((12, 2), one if rank == 0 else other)
         for call in CALLS:
-            message = told_now_or_later(lambda call=call, x=x: call(x))
+            message = mismatch_now_or_later(lambda call=call, x=x: call(x))
             assert all(name in message for name in names), message
         if rank < 2:
             with pytest.raises(MismatchError) as caught:
                 fl.sendrecv(x, 1 - rank, out=x.copy(), src=1 - rank)
             assert all(name in str(caught.value) for name in names), str(caught.value)
-            told_of_messages(1 - rank)
+            late_message_mismatches(1 - rank)
         fl.barrier()
     dates = np.zeros(12, "M8[ns]" if rank == 0 else "M8[us]" if rank == 1 else "i8")
     for verb in (fl.all_reduce, fl.reduce, fl.reduce_scatter, fl.scan, fl.exscan):
         for op in ("min", "max"):
-            message = told_now_or_later(lambda verb=verb, op=op: verb(dates, op=op))
+            message = mismatch_now_or_later(lambda verb=verb, op=op: verb(dates, op=op))
             assert re.search(r"datetime64\[ns\] .*datetime64\[us\] ", message), message
 
 

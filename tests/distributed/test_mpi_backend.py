@@ -35,9 +35,9 @@ from flashlight_py.errors import (
 from tests.distributed import conformance
 from tests.distributed.conformance import dtype_of, in_places, on_ranks, ranks_in, two_hosts
 from tests.distributed.harness import run_ranks
+from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 from tests.distributed.programs import every_verb, run_program
 from tests.distributed.test_failures import CALLS, skip_the_call
-from tests.distributed.told import first_error, told_now_or_later
 
 pytest.importorskip("mpi4py")
 
@@ -171,7 +171,7 @@ def test_mpi_backend_works_on_several_hosts(rank: int, size: int) -> None:
     assert f"calls are compared over {path}" in fl.distributed.describe()
     conformance.everything_at_once(rank, size, 4, 60)
     for name in ("shape", "verb"):
-        message = told_now_or_later(lambda name=name: CALLS[name](rank))
+        message = mismatch_now_or_later(lambda name=name: CALLS[name](rank))
         assert "made different calls" in message
         assert "rank 0 called" in message
         assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group remains usable
@@ -281,14 +281,14 @@ def test_unchecked_wait_ends_after_the_timeout(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "expected"),
     [
         (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE differs between ranks"),
         (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
     ],
 )
-def test_check_cards_raises_if_cards_disagree(other: joining.MpiCard, told: str) -> None:
-    with pytest.raises(UnavailableEverywhereError, match=told):
+def test_check_cards_raises_if_cards_disagree(other: joining.MpiCard, expected: str) -> None:
+    with pytest.raises(UnavailableEverywhereError, match=expected):
         joining._check_cards([joining.MpiCard(0, 2), other])
 
 

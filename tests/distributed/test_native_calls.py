@@ -29,7 +29,7 @@ from flashlight_py.distributed.work import Work
 from flashlight_py.errors import MismatchError
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks
-from tests.distributed.told import told, told_later
+from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
 
 in_both = on_ranks(("shm", 2), ("gloo", 2))
 CODES = {verb.name: verb.code for verb in (*VERBS, journal.SENDRECV)}
@@ -430,13 +430,13 @@ def test_mismatch_of_calls_by_address_raises_on_every_rank(
     group = current_world().group
     errors, x = [], np.zeros((3 + rank, 2))
     for verb, given in itertools.product(("all_reduce", "broadcast", "reduce"), (by_address(x), x)):
-        now = told(functools.partial(native, group, verb, given, async_op=async_op))
-        errors.append(now or told_later())
+        now = mismatch_error(functools.partial(native, group, verb, given, async_op=async_op))
+        errors.append(now or late_mismatch())
         recorded = record_of(group).error
         assert re.match(rf"MismatchError: \[({verb}|barrier)\]", recorded), recorded
         assert recorded.removeprefix("MismatchError: ") == errors[-1]
         if now:  # ranks that ran ahead raise in the next call
-            told_later()
+            late_mismatch()
     for mine in (np.zeros((2 * size, 3 + rank)), np.zeros(2 * size, "f8" if rank else "f4")):
         for verb, rows in [("all_gather", 2 * size * size), ("all_to_all", 2 * size)]:
             out = by_address(np.zeros((rows, *mine.shape[1:]), mine.dtype))

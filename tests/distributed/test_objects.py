@@ -10,7 +10,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.distributed.told import told_now_or_later
+from tests.distributed.mismatch_errors import mismatch_now_or_later
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3))
 
@@ -78,7 +78,7 @@ def test_object_verbs_raise_mismatch_error_if_roots_differ(rank: int, size: int)
             (fl.gather_object, long[rank], long if rank == other else None),
             (fl.scatter_object, [*range(size)], rank),
         ]:
-            text = told_now_or_later(lambda root=root, verb=verb, obj=obj: verb(obj, root))
+            text = mismatch_now_or_later(lambda root=root, verb=verb, obj=obj: verb(obj, root))
             for differing in (one, other):
                 assert f"called {verb.__name__}(root={differing})" in text, text
             assert verb(obj, other) == wanted

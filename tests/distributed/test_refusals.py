@@ -16,7 +16,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
-from tests.distributed.told import told, told_later, told_now_or_later
+from tests.distributed.mismatch_errors import late_mismatch, mismatch_error, mismatch_now_or_later
 
 SIZE, ODD = 3, 1
 AT_ONCE = 20.0  # seconds, on a machine under load
@@ -308,9 +308,9 @@ def test_rejected_collective_raises_on_every_rank(rank: int, size: int) -> None:
             with pytest.raises(WRONG) as caught:
                 call(True)
             assert not isinstance(caught.value, fl.errors.DistributedError), name
-            told_later()
+            late_mismatch()
         else:
-            check(partial(call, False), name, told_now_or_later)
+            check(partial(call, False), name, mismatch_now_or_later)
         assert fl.all_reduce(np.ones(3))[0] == size, name  # ranks are in step
         assert time.monotonic() - began < AT_ONCE, name
     fl.sync_distributed()  # no error is pending
@@ -319,9 +319,11 @@ def test_rejected_collective_raises_on_every_rank(rank: int, size: int) -> None:
 
 
 def check(
-    call: Callable[[], Any], name: str, told: Callable[[Callable[[], Any]], str] = told
+    call: Callable[[], Any],
+    name: str,
+    error_of: Callable[..., str] = mismatch_error,
 ) -> None:
-    message = told(call)
+    message = error_of(call)
     assert message, f"{name} did not raise"
     assert f"rank {ODD} called " in message, (name, message)
     assert ", and rejected its arguments (" in message, (name, message)

@@ -41,7 +41,7 @@ from flashlight_py.distributed.verbs import (
 )
 from flashlight_py.errors import DistributedError, MismatchError
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.distributed.told import told, told_later
+from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
 
 
 def in_both(size: int, **how: Any) -> Any:
@@ -146,11 +146,11 @@ def test_large_send_does_not_wait_for_a_rank_that_ran_ahead(rank: int, size: int
 def test_next_call_names_the_earlier_mismatch_and_its_call_sites(rank: int, size: int) -> None:
     x = np.full(3 if rank == 0 else 4, rank + 1.0)
     line = sys._getframe().f_lineno + 1
-    now = told(lambda: fl.broadcast(x))
+    now = mismatch_error(lambda: fl.broadcast(x))
     assert (now == "") == (rank == 0)
     assert np.all(x == rank + 1)
-    message = told_later()
-    assert told_later() == ""
+    message = late_mismatch()
+    assert late_mismatch() == ""
     assert "an earlier call of this group, 1 before this one: " in message
     for who, rows in (("rank 0", 3), ("ranks 1, 2", 4)):
         call = f"{who} called broadcast(float64 ({rows},), root=0) at "
@@ -160,8 +160,8 @@ def test_next_call_names_the_earlier_mismatch_and_its_call_sites(rank: int, size
 
 @on_ranks(("shm", 2), ("gloo", 2), fresh=True)
 def test_shutdown_raises_an_unreported_mismatch(rank: int, size: int) -> None:
-    now = told(lambda: fl.broadcast(np.zeros(3 + rank)))
-    later = told(fl.distributed_shutdown)
+    now = mismatch_error(lambda: fl.broadcast(np.zeros(3 + rank)))
+    later = mismatch_error(fl.distributed_shutdown)
     assert later
     assert "rank 0 called broadcast(float64 (3,), root=0)" in (now or later)
 
@@ -212,11 +212,11 @@ def test_call_that_raises_an_earlier_mismatch_sends_no_data(
 ) -> None:
     """Ranks differ in a call from which the root returns early. Check which later calls raise."""
     call = VERBS[verb][0]
-    told(lambda: fl.broadcast(np.zeros(3 + (rank > 0))))
+    mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0))))
     fl.send(np.zeros(1), (rank + 1) % size)  # all ranks have called
     fl.recv(np.zeros(1), (rank - 1) % size)
-    errors = [told(lambda: call(np.full(3, rank + 1.0))) for _ in range(40)]
-    assert told_later() == ""  # all ranks have been notified
+    errors = [mismatch_error(lambda: call(np.full(3, rank + 1.0))) for _ in range(40)]
+    assert late_mismatch() == ""  # all ranks have been notified
     numbers, message = [n for n, error in enumerate(errors) if error], "".join(errors)
     of_root = fl.broadcast_object(numbers)
     assert len(of_root) == 1
@@ -241,22 +241,22 @@ def test_withdrawn_call_raises_the_earlier_mismatch_once_on_other_ranks(
     """Rank 1 waits for the call of rank 0 and has not been notified of the mismatch."""
     if rank == 2:
         tell(1, 2, rank)
-    assert (told(lambda: fl.scan(np.zeros(3 + (rank == 2)))) != "") == (rank == 2)
+    assert (mismatch_error(lambda: fl.scan(np.zeros(3 + (rank == 2)))) != "") == (rank == 2)
     if rank == 1:
         work = fl.broadcast(np.ones(5), async_op=True)
         tell(1, 2, rank)
         tell(1, 0, rank)
-        message = told(work.wait)
+        message = mismatch_error(work.wait)
     else:
         tell(1, 0, rank)
         tell(2, 0, rank)
         tick = time.clock_gettime(COARSE)
         while time.clock_gettime(COARSE) == tick:
             pass  # a call in the same clock tick compares earlier calls after itself
-        message = told(lambda: fl.broadcast(np.ones(5)))
+        message = mismatch_error(lambda: fl.broadcast(np.ones(5)))
     assert "an earlier call of this group, 1 before this one: " in message
     assert "rank 2 called scan(float64 (4,)" in message
-    assert told_later() == ""  # all ranks have been notified
+    assert late_mismatch() == ""  # all ranks have been notified
 
 
 @in_both(2)
@@ -265,7 +265,7 @@ def test_each_of_two_earlier_mismatches_is_raised(rank: int, size: int) -> None:
     raised = []
 
     def call(count: int) -> None:
-        raised.append(told(lambda: fl.broadcast(np.zeros(count))) != "")
+        raised.append(mismatch_error(lambda: fl.broadcast(np.zeros(count))) != "")
 
     if rank == 0:
         call(1)
@@ -285,7 +285,7 @@ def test_each_of_two_earlier_mismatches_is_raised(rank: int, size: int) -> None:
     tell(1, 0, rank)
     for _ in range(10):
         call(3)
-    assert told_later() == ""
+    assert late_mismatch() == ""
     root, other = fl.all_gather_object(raised)
     assert root[:3] == [False, False, True]
     # A call in the same clock tick as the previous call leaves the second mismatch to the next
@@ -301,23 +301,23 @@ def test_gather_works_after_an_earlier_mismatch(rank: int, size: int) -> None:
     one, root = np.zeros(1), 2
     if rank == 1:
         tell(0, 1, rank)
-    told(lambda: fl.broadcast(np.zeros(1 + (rank > 0)), 0))
-    told(lambda: fl.broadcast(one, 0))
+    mismatch_error(lambda: fl.broadcast(np.zeros(1 + (rank > 0)), 0))
+    mismatch_error(lambda: fl.broadcast(one, 0))
     if rank == 0:
         tell(0, 1, rank)
     if rank != 2:
-        told(lambda: fl.gather(one, root))
+        mismatch_error(lambda: fl.gather(one, root))
     for n in range(7):
         if rank == 1 and n == 4:
             tell(2, 1, rank)
         if rank == 2 and n == 0:
             tell(2, 1, rank)
             tell(1, 2, rank)
-            told(lambda: fl.gather(np.zeros(30_000), root))
+            mismatch_error(lambda: fl.gather(np.zeros(30_000), root))
         if rank == 1 and n == 6:
             tell(1, 2, rank)
-        told(lambda: fl.broadcast(one, 1))
-    told_later()
+        mismatch_error(lambda: fl.broadcast(one, 1))
+    late_mismatch()
     for n in range(3):
         assert np.all(fl.all_reduce(np.full(60_000, rank + 1.0 + n)) == 6 + 3 * n)
 
@@ -325,9 +325,9 @@ def test_gather_works_after_an_earlier_mismatch(rank: int, size: int) -> None:
 @in_both(2)
 def test_all_ranks_raise_the_same_earlier_mismatches(rank: int, size: int) -> None:
     """The root raises in a scatter of 5 KB. Another rank does not know its size."""
-    told(lambda: fl.broadcast(np.zeros(3 + rank), 1))
-    raised = told(lambda: fl.scatter(np.ones((size, 300)) if rank == 1 else None, 1))
-    told_later()
+    mismatch_error(lambda: fl.broadcast(np.zeros(3 + rank), 1))
+    raised = mismatch_error(lambda: fl.scatter(np.ones((size, 300)) if rank == 1 else None, 1))
+    late_mismatch()
     assert len(set(fl.all_gather_object(raised != ""))) == 1
 
 
@@ -337,10 +337,10 @@ def sync_on_rank_1(rank: int) -> dict[str, str]:
 
 @in_both(3, env=sync_on_rank_1)
 def test_flashlight_checks_sync_may_be_set_on_one_rank(rank: int, size: int) -> None:
-    raised = told(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
+    raised = mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
     assert raised == (rank > 0)
-    assert told(lambda: fl.all_reduce(np.full(40_000, 1.0))) != ""
-    assert told_later() == ""
+    assert mismatch_error(lambda: fl.all_reduce(np.full(40_000, 1.0))) != ""
+    assert late_mismatch() == ""
 
 
 # Calls that ranks only compare --------------------------------------------------------------------

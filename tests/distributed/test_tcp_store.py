@@ -13,7 +13,7 @@ import pytest
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION
 from flashlight_py.errors import RendezvousError
-from tests.distributed.rendezvous_helpers import Ranks, closed, ranks_at
+from tests.distributed.rendezvous_helpers import Ranks, all_closed, ranks_at
 
 ranks = ranks_at("tcp")
 
@@ -33,7 +33,7 @@ def test_rank_with_the_shortest_timeout_reports_missing_ranks(ranks: Ranks) -> N
 def test_second_rank_0_raises_that_the_port_is_in_use(ranks: Ranks) -> None:
     server = ranks.start_ready(0, 2)
     assert "port is in use" in ranks.start(0, 2).refusal()
-    assert closed([server, ranks.start(1, 2)])
+    assert all_closed([server, ranks.start(1, 2)])
 
 
 HELLO, PAYLOAD, PROOF = 1, 3, 9
@@ -79,7 +79,7 @@ def test_unknown_client_gets_no_answer_and_does_no_harm(ranks: Ranks, port: int,
     with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
         with suppress(ConnectionError):  # dropped before the end
             stranger.sendall(STRANGERS[kind])
-        assert closed([server, ranks.start(1, 2)])
+        assert all_closed([server, ranks.start(1, 2)])
         stranger.settimeout(5.0)
         try:
             answer = stranger.recv(100)
@@ -100,7 +100,7 @@ def test_invalid_data_does_not_end_or_delay_the_rendezvous(ranks: Ranks, port: i
                 with suppress(OSError):  # dropped
                     stranger.sendall(b"".join(parts[turn : turn + 1]))
             ranks.start_ready(1 + turn, 3)
-        assert closed(ranks.all)
+        assert all_closed(ranks.all)
 
 
 def test_many_silent_clients_do_not_block_a_rank(ranks: Ranks, port: int) -> None:
@@ -108,7 +108,7 @@ def test_many_silent_clients_do_not_block_a_rank(ranks: Ranks, port: int) -> Non
     with ExitStack() as stack:
         for _ in range(200):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
-        assert closed([server, ranks.start(1, 2)])
+        assert all_closed([server, ranks.start(1, 2)])
 
 
 def test_another_program_at_the_port_is_detected(ranks: Ranks, port: int) -> None:

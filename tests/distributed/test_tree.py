@@ -17,7 +17,7 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.rendezvous.store import Roster, name_ranks
 from flashlight_py.distributed.rendezvous.wire import Connection, Kind
-from tests.distributed.rendezvous_helpers import Rank, Ranks, closed, ranks_at
+from tests.distributed.rendezvous_helpers import Rank, Ranks, all_closed, ranks_at
 
 SIZE = 8
 # In order of arrival, with two children for each rank.
@@ -43,7 +43,7 @@ def reasons(started: list[Rank]) -> set[str]:
 
 
 def test_positions_are_assigned_in_order_of_arrival(ranks: Ranks) -> None:
-    assert closed(in_order(ranks, lengths=[3, 0, 1_000_000, 1]))
+    assert all_closed(in_order(ranks, lengths=[3, 0, 1_000_000, 1]))
 
 
 @pytest.mark.parametrize("victim", [1, 5])
@@ -55,12 +55,12 @@ def test_rank_that_loses_its_parent_gets_another_position(ranks: Ranks, victim: 
     for rank in [child for child, above in ABOVE.items() if above == victim and child < count]:
         started[rank].await_event(*(f"below {above}" for above in range(8) if above != victim))
     started[victim] = ranks.start(victim, SIZE, fan=2)
-    assert closed([*started, *(ranks.start(rank, SIZE, fan=2) for rank in range(count, SIZE))])
+    assert all_closed([*started, *(ranks.start(rank, SIZE, fan=2) for rank in range(count, SIZE))])
 
 
 @pytest.mark.parametrize("victim", [1, 3, 7])
 def test_every_rank_names_a_rank_that_died_between_exchanges(ranks: Ranks, victim: int) -> None:
-    started = in_order(ranks, plans={victim: {"hold": "exchanged 0"}}, timeout=60.0)
+    started = in_order(ranks, plans={victim: {"pause_at": "exchanged 0"}}, timeout=60.0)
     started[victim].await_event("exchanged 0")
     started.pop(victim).kill()
     (reason,) = reasons(started)
@@ -75,14 +75,14 @@ def test_every_rank_names_a_missing_rank(ranks: Ranks) -> None:
 
 
 def test_every_rank_names_a_late_rank_in_a_later_exchange(ranks: Ranks) -> None:
-    late = {5: {"hold": "exchanged 0"}, 7: {"hold": "exchanged 0"}}
+    late = {5: {"pause_at": "exchanged 0"}, 7: {"pause_at": "exchanged 0"}}
     started = in_order(ranks, plans=late, timeout=2.0)
     (reason,) = reasons([rank for number, rank in enumerate(started) if number not in late])
     assert "ranks 5, 7 of 8 have not arrived within 2 s" in reason
 
 
 def test_ranks_below_a_late_rank_are_not_named(ranks: Ranks) -> None:
-    started = in_order(ranks, plans={1: {"hold": "exchanged 0"}}, timeout=2.0)
+    started = in_order(ranks, plans={1: {"pause_at": "exchanged 0"}}, timeout=2.0)
     del started[1]
     assert all("rank 1 of 8 has not arrived within 2 s" in each for each in reasons(started))
 
@@ -111,7 +111,7 @@ def test_resumed_rank_receives_the_rest_of_its_roster(ranks: Ranks) -> None:
     for each in started:
         each.await_event("exchanged 1")
     os.kill(stopped.pid, signal.SIGCONT)
-    assert closed([*started, stopped])
+    assert all_closed([*started, stopped])
 
 
 def test_two_processes_that_claim_a_rank_are_detected_anywhere_in_the_tree(ranks: Ranks) -> None:
@@ -149,13 +149,13 @@ def test_abort_sends_its_reason_through_the_tree(ranks: Ranks, who: int) -> None
 
 def test_one_rank_per_host_connects_to_rank_0(ranks: Ranks) -> None:
     started = [ranks.start(rank, 4, local_rank=rank, fan=2) for rank in range(4)]
-    assert closed(started)
+    assert all_closed(started)
     assert all("below 0" in rank.events for rank in started[1:])
 
 
 def test_ranks_wait_for_the_speaker_of_their_host(ranks: Ranks) -> None:
     started = [ranks.start_ready(rank, 3, local_rank=rank) for rank in (2, 1)]
-    assert closed([ranks.start(0, 3, local_rank=0), *started])
+    assert all_closed([ranks.start(0, 3, local_rank=0), *started])
 
 
 def test_rank_becomes_a_speaker_if_its_host_has_none(ranks: Ranks) -> None:
