@@ -35,7 +35,7 @@ from flashlight_py.distributed.calls.combining import RESULTS, split_rows
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.verbs import REDUCE, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, wait_timeout_error
-from flashlight_py.structure import here
+from flashlight_py.structure import thread_state
 
 _ALONE = contextlib.nullcontext()
 
@@ -112,7 +112,7 @@ class NcclBackend(Backend):
     @property
     def _comparing(self) -> Any:
         """The comparisons of calls, or the recorder of the calls while CUDA captures a graph."""
-        return here.recorder or self._comparisons
+        return thread_state.recorder or self._comparisons
 
     def _require(self, call: Call) -> None:
         """Raise if ``call`` has an array on another device, or the communicator is unusable."""
@@ -317,7 +317,7 @@ class NcclBackend(Backend):
             communicator.require(verb)
             if not kept:
                 return Done(result)
-            caller, recorder = int(self.current_stream().ptr), here.recorder
+            caller, recorder = int(self.current_stream().ptr), thread_state.recorder
             # The host never sees the end of an event that a graph has captured.
             event = self._free_event(verb) if recorder is None else self._make_event()
             by_one_call = communicator.child and prepare is None and finish is None
