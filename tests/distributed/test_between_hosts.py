@@ -24,7 +24,7 @@ from tests.distributed.conformance import (
     values,
 )
 from tests.distributed.harness import run_ranks
-from tests.distributed.told import first_error
+from tests.distributed.mismatch_errors import first_error
 
 # Host of each rank, as a letter.
 PLACES = {

@@ -19,7 +19,7 @@ from tests.distributed import jobs
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import mpirun_command, run_ranks
 from tests.distributed.jobs import free_port
-from tests.distributed.processes import descriptors_below, held
+from tests.distributed.processes import limit_descriptors, process_state
 
 # A user program that initialises, reduces, and prints its rank.
 PROGRAM = """
@@ -136,7 +136,7 @@ def init_error(process: subprocess.Popen[str]) -> str:
 
 def start_watchdog_without_descriptors(*args: Any) -> None:
     """Start the watchdog of the world while the process may open no more files."""
-    with descriptors_below(0):
+    with limit_descriptors(0):
         watch(*args)
 
 
@@ -149,7 +149,7 @@ def test_init_releases_everything_if_its_last_step_fails(
 ) -> None:
     folders = {"FILE_PATH": str(tmp_path / "meet"), "TRACE_DIR": str(tmp_path / "records")}
     place = fl.DistributedInit.FILE_SYSTEM, rank, size, {**folders, "BACKEND": "gloo"}
-    before = held()
+    before = process_state()
     if rank == 1:
         initialize._watch = start_watchdog_without_descriptors
         with pytest.raises(OSError, match="Too many open files"):
@@ -162,7 +162,7 @@ def test_init_releases_everything_if_its_last_step_fails(
             fl.barrier()
         fl.distributed_shutdown()
     assert not fl.is_distributed_init()
-    assert held() == before
+    assert process_state() == before
     fl.distributed_init(*place)
     assert np.all(fl.all_reduce(np.ones(3)) == size)
     fl.distributed_shutdown()
@@ -181,11 +181,11 @@ def test_init_notifies_ranks_if_its_cleanup_is_interrupted(monkeypatch: pytest.M
 
     monkeypatch.setattr(initialize, "STEPS", (fail,))
     store: Any = SimpleNamespace(abort=reasons.append)
-    before = held()
+    before = process_state()
     with pytest.raises(KeyboardInterrupt, match="again"):
         initialize.create_world(lambda: store, Settings())
     assert reasons == ["KeyboardInterrupt: again"]
-    assert held() == before
+    assert process_state() == before
 
 
 # Init methods of torch are translated, or rejected with the valid ones ----------------------------
