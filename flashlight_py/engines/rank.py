@@ -81,10 +81,10 @@ class Start:
     def _environment(self, rank: int, rendezvous: RendezvousAddress) -> Iterator[None]:
         """Set the environment variables of a rank, and its listener, and restore them on exit."""
         listener = _listeners.pop(self.key, None) if rank == 0 else None
-        before = dict(os.environ)
+        environ = dict(os.environ)
         addresses, port = rendezvous
         variables = {
-            **unranked(before),
+            **unranked(environ),
             **{"RANK": str(rank), "WORLD_SIZE": str(self.size), SECRET: self.secret},
             **{"MASTER_ADDR": addresses[0], "MASTER_PORT": str(port)},
             **{ADDRESSES: ",".join(addresses), "FLASHLIGHT_RESTART_COUNT": str(self.restarts)},
@@ -96,7 +96,7 @@ class Start:
             yield
         finally:
             os.environ.clear()
-            os.environ.update(before)
+            os.environ.update(environ)
             if listener is not None:
                 listener.close()
 
