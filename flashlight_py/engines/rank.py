@@ -22,7 +22,7 @@ from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.ranks import ADDRESSES, LISTENER, SECRET, unranked
 
-ENDING_SECONDS = 5.0  # from the request to end a rank until its process is killed
+ENDING_SECONDS = 5.0  # seconds from the request to end a rank to the kill of its process
 _BACKLOG = 1024
 
 

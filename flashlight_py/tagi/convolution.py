@@ -196,8 +196,8 @@ class ConvTranspose2d(_Convolution):
         height, width = ((size - 1) * self.stride + self.kernel_size - less for size in images[1:])
         if height < 1 or width < 1:
             raise ValueError(
-                f"padding {self.padding} is too large for images of {images}: outputs would have "
-                f"{height} rows and {width} columns. Pass a smaller padding"
+                f"padding must leave at least 1 row and column of images {images}, got "
+                f"{self.padding}, which leaves {height} rows and {width} columns"
             )
         self._over = self._windows(height, width)
         self.input_shape = images

@@ -314,10 +314,10 @@ class ResNetBlock(_Block):
         other = shape if self.shortcut is None else _connect("shortcut", self.shortcut, shape)
         flat = len(main) == 1 or len(other) == 1
         if main != other and not (flat and math.prod(main) == math.prod(other)):
-            name = "the input" if self.shortcut is None else f"the shortcut, {self.shortcut},"
+            name = "the input" if self.shortcut is None else f"the shortcut, {self.shortcut}"
             raise ValueError(
-                f"the main block, {self.main_block}, has outputs of shape {main}, and {name} of "
-                f"shape {other}. Use layers with the same output shape"
+                f"expected the same output shape of both paths, got {main} for the main block, "
+                f"{self.main_block}, and {other} for {name}"
             )
         self.output_shape = main
         return main

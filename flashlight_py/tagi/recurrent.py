@@ -294,7 +294,7 @@ def _smoothed(
     covariance: Array, posterior: tuple[Array, ...], prior: tuple[Array, ...],
     after: tuple[Array, ...],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return smoothed moments of a time step from those of the next one.
+    """Return smoothed moments of a time step from the moments of the next step.
 
     ``covariance`` has one element per unit, or one per pair of units.
     """

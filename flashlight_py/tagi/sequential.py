@@ -343,10 +343,9 @@ class Sequential(Network):
         ):
             return connected
         if len(shape) == 1:
-            remedy = (
-                f" of shape {connected}" if connected else ". Pass the batch as first dimension"
-            )
-            raise ValueError(f"{self.layers[0]}: {size} elements are not whole samples{remedy}")
+            multiple = f"a multiple of {math.prod(connected)} elements" if connected else ""
+            expected = multiple or "an array with the batch first"
+            raise ValueError(f"{self.layers[0]}: expected {expected}, got {size} flat elements")
         self._connect(sample)
         return sample
 
