@@ -410,7 +410,7 @@ def query_mpi() -> dict[str, Any]:
     vendor = MPI.get_vendor()[0]
     # mpi4py has one module per ABI and selects the one for the library that it loads.
     variant = Path(MPI.__file__).name.split(".")[1]
-    library = next(libraries.mapped("libmpi"), ctypes.CDLL(None))
+    library = next(libraries.loaded_libraries("libmpi"), ctypes.CDLL(None))
     query = getattr(library, "MPIX_Query_cuda_support", None)
     name = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())
     abi = _ABIS.get(variant, f"ABI of {vendor}, for which mpi4py was compiled")

@@ -11,7 +11,7 @@ from flashlight_py.device import array_module
 from flashlight_py.distributed.internal import group_or_world, reject_together
 from flashlight_py.nn.normalization import LocalBatchNorm
 from flashlight_py.parallel.functional import all_reduce
-from flashlight_py.structure import require
+from flashlight_py.structure import require_all
 
 
 class BatchNorm(LocalBatchNorm):
@@ -55,7 +55,7 @@ class BatchNorm(LocalBatchNorm):
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]
         if own < 2:  # else all ranks have enough values together
-            require(count > 1, count, partial(few_values, "BatchNorm", x.shape))
+            require_all(count > 1, count, partial(few_values, "BatchNorm", x.shape))
         shape = (1, -1, *[1] * (x.ndim - 2))
         mean = sums[: self.channels] / count
         deviation = wide - F.reshape(mean, shape)

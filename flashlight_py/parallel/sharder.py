@@ -218,7 +218,7 @@ class HostSharder(Shards, GradientPass[HostUnit]):
             parts.append(sums)
         return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         wait_for_ranks(self.memory.local, "clip_grad_norm of a sharded module")
 
     def changing(self, what: str) -> AbstractContextManager[None]:

@@ -55,9 +55,9 @@ POD_MEETING = variables("MASTER_ADDR=train-workers-0-0.train MASTER_PORT=29500")
 
 
 def detect_fields(environ: Mapping[str, str]) -> LaunchEnvironment:
-    found = detect(environ)
-    assert found is not None
-    return found
+    launch = detect(environ)
+    assert launch is not None
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def detect_fields(environ: Mapping[str, str]) -> LaunchEnvironment:
 def test_detect_takes_rank_and_size_from_the_innermost_launcher(
     environ: dict[str, str], expected: tuple[object, ...]
 ) -> None:
-    found = detect_fields(environ)
-    where = found.rank, found.size, found.local_rank, found.local_size
-    assert (found.launcher, *where) == expected
+    launch = detect_fields(environ)
+    where = launch.rank, launch.size, launch.local_rank, launch.local_size
+    assert (launch.launcher, *where) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def test_detect_returns_none_without_a_launcher(environ: dict[str, str]) -> None
 def test_detect_returns_the_rendezvous_of_the_launcher(
     environ: dict[str, str], address: str | None, port: int | None
 ) -> None:
-    found = detect_fields(environ)
-    assert (found.master_address, found.master_port) == (address, port)
-    assert found.file == environ.get("FLASHLIGHT_FILE")
+    launch = detect_fields(environ)
+    assert (launch.master_address, launch.master_port) == (address, port)
+    assert launch.file == environ.get("FLASHLIGHT_FILE")
 
 
 def test_detect_names_the_variables_that_it_used() -> None:
-    said = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
-    assert detect_fields(TORCHRUN).source == said
+    names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
+    assert detect_fields(TORCHRUN).source == names
     assert detect_fields(TRAINJOB).source == "PET_NODE_RANK, PET_NNODES"
 
 
@@ -163,8 +163,8 @@ def test_detect_uses_flrun_addresses_only_if_master_addr_and_port_are_unchanged(
     flrun."""
     ours = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40000"}
     meeting = {"FLASHLIGHT_PORT": "40001:40000", "FLASHLIGHT_ADDRESSES": "10.0.0.1,fd00::1"}
-    found = detect_fields({**ours, **meeting, **change})
-    assert (found.master_port, found.addresses) == (port, addresses)
+    launch = detect_fields({**ours, **meeting, **change})
+    assert (launch.master_port, launch.addresses) == (port, addresses)
 
 
 def test_derived_port_differs_from_the_port_of_the_torchrun_agent() -> None:
@@ -177,8 +177,8 @@ def test_detect_prefers_flrun_inside_a_step_of_another_launcher() -> None:
     inner = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
     with pytest.raises(ValueError, match="contradict OMPI_COMM_WORLD_RANK"):
         detect(inner)
-    found = detect_fields({**inner, "FLASHLIGHT_RESTART_COUNT": "0"})
-    assert (found.launcher, found.rank, found.size) == ("launcher", 0, 2)
+    launch = detect_fields({**inner, "FLASHLIGHT_RESTART_COUNT": "0"})
+    assert (launch.launcher, launch.rank, launch.size) == ("launcher", 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_detect_prefers_flrun_inside_a_step_of_another_launcher() -> None:
     ],
 )
 def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first: str) -> None:
-    found = detect_fields({**STEP, "SLURM_STEP_NODELIST": nodes})
-    assert found.master_address == first
-    assert found.master_port is not None
-    assert 12_000 <= found.master_port < 32_000
+    launch = detect_fields({**STEP, "SLURM_STEP_NODELIST": nodes})
+    assert launch.master_address == first
+    assert launch.master_port is not None
+    assert 12_000 <= launch.master_port < 32_000
 
 
 @pytest.mark.parametrize(

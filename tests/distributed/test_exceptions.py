@@ -45,11 +45,11 @@ IN_A_THREAD = (
 )
 
 
-def start_ranks(path: Path, how: str, size: int = 2, env: Any = None, **params: Any) -> Any:
+def start_ranks(path: Path, statement: str, size: int = 2, env: Any = None, **params: Any) -> Any:
     params["FILE_PATH"] = str(path / "meet")
     ranks = []
     for rank in range(size):
-        program = PROGRAM.format(how=how, rank=rank, size=size, params=params)
+        program = PROGRAM.format(how=statement, rank=rank, size=size, params=params)
         ranks.append(start([sys.executable, "-c", program], env and env(rank)))
     return [finish(rank) for rank in ranks]
 
@@ -79,11 +79,11 @@ def test_exception_of_a_thread_is_reported_when_the_process_ends(tmp_path: Path)
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("os._exit(4)", 4)])
+@pytest.mark.parametrize(("statement", "code"), [("sys.exit(3)", 3), ("os._exit(4)", 4)])
 def test_exit_of_a_rank_raises_peer_lost_error(
-    tmp_path: Path, backend: str, how: str, code: int
+    tmp_path: Path, backend: str, statement: str, code: int
 ) -> None:
-    (first, output), (second, _) = start_ranks(tmp_path, how, BACKEND=backend)
+    (first, output), (second, _) = start_ranks(tmp_path, statement, BACKEND=backend)
     assert (first, second) == (1, code)
     assert "PeerLostError: [all_reduce] rank 0 of 2: lost rank 1 (" in output
 
@@ -147,8 +147,8 @@ def test_report_contains_the_end_of_a_long_traceback() -> None:
 
 
 def test_keyboard_interrupt_is_reported_and_keeps_its_exit_status(tmp_path: Path) -> None:
-    how = f"os.kill(os.getpid(), {int(signal.SIGINT)})"
-    (code, output), (other, _) = start_ranks(tmp_path, how, BACKEND="shm")
+    statement = f"os.kill(os.getpid(), {int(signal.SIGINT)})"
+    (code, output), (other, _) = start_ranks(tmp_path, statement, BACKEND="shm")
     assert code == 1
     assert other == -signal.SIGINT
     assert "it raised KeyboardInterrupt" in output
@@ -200,7 +200,7 @@ WORLDS = ("shm", 2), ("gloo", 2), ("hierarchical", 3), ("mpi", 2)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "error", "said"),
+    ("ranks", "error", "message"),
     [
         *((world, None, "ValueError: a bad batch") for world in WORLDS),
         (WORLDS[0], KeyboardInterrupt(), "KeyboardInterrupt"),
@@ -210,15 +210,15 @@ WORLDS = ("shm", 2), ("gloo", 2), ("hierarchical", 3), ("mpi", 2)
 )
 @on_ranks(fresh=True)
 def test_abort_on_exception_raises_on_other_ranks_while_the_host_program_continues(
-    rank: int, size: int, error: BaseException | None, said: str
+    rank: int, size: int, error: BaseException | None, message: str
 ) -> None:
     fl.barrier()
     heard = catch(train, error if rank == 1 else np.zeros(3))
     if rank == 1:
-        assert heard.startswith(said)
+        assert heard.startswith(message)
         return
     assert heard.startswith("PeerLostError: ")
-    assert f"it raised {said}" in heard
+    assert f"it raised {message}" in heard
     assert "in train\n" in heard
     fl.distributed_shutdown()  # does not wait, because the group is closed
 
@@ -230,11 +230,11 @@ def test_abort_on_exception_reports_while_another_thread_waits(rank: int, size: 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(train, None) if rank == 1 else None
         x = np.zeros(3)
-        said = catch(fl.recv, x, 1) if rank == 2 else catch(fl.all_reduce, x)
+        message = catch(fl.recv, x, 1) if rank == 2 else catch(fl.all_reduce, x)
     if future is None:
-        assert "PeerLostError" in said
+        assert "PeerLostError" in message
     else:
-        assert said.startswith(("GroupClosedError", "PeerLostError"))  # depends on which is first
+        assert message.startswith(("GroupClosedError", "PeerLostError"))  # whichever is first
         assert repr(future.exception()) == "ValueError('a bad batch')"
 
 

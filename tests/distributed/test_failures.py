@@ -17,7 +17,7 @@ import pytest
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks, ranks_in, world_of
 from tests.distributed.harness import run_outcomes, run_ranks, run_survivors
-from tests.distributed.told import first_error, told_now_or_later
+from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 
 SHM, MPI = (pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "mpi"))
 ranks = ranks_in(*((b, n) for b in ("gloo", "mpi") for n in (2, 3)), slow=[("shm", 2), ("shm", 3)])
@@ -91,7 +91,7 @@ CALLS: dict[str, Any] = {
 @on_ranks()
 def test_mismatch_raises_on_every_rank_and_names_both_calls(rank: int, size: int) -> None:
     for name, call in CALLS.items():
-        message = told_now_or_later(partial(call, rank))
+        message = mismatch_now_or_later(partial(call, rank))
         assert f"rank {rank} of {size}" in message, name
         assert "rank 0 called" in message, name
         assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group remains usable
@@ -141,13 +141,13 @@ def test_errors_name_the_cause_once_and_later_errors_repeat_it(rank: int, size: 
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.4 * (size - 1 - rank))
-    said = []
+    messages = []
     for _ in range(2):
         with pytest.raises(fl.errors.DistributedError) as caught:
             fl.all_reduce(np.zeros(10))
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
     time.sleep(0.4 * rank)
-    first, second = said
+    first, second = messages
     assert "lost rank 1 (" in first
     assert "cannot be used any more because of rank 1: " in second
     assert first.count(" says") + first.count("gave up") <= 1, first

@@ -54,8 +54,9 @@ def check_child(groups: list[ProcessGroup], works: list[Any]) -> None:
         for verb in VERBS:
             check_group_closed(functools.partial(verb, group), "forked")
         assert "closed" in repr(group)
-    held = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
-    assert not [name for name in held if "memfd:flashlight" in name or "pidfd" in name]
+    entries = [entry for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
+    links = {os.readlink(entry.path) for entry in entries}
+    assert not [name for name in links if "memfd:flashlight" in name or "pidfd" in name]
     groups[0].close()
     groups.clear()
     works.clear()
@@ -68,14 +69,14 @@ def check_child(groups: list[ProcessGroup], works: list[Any]) -> None:
 # Fresh ranks: otherwise shared arrays of other tests would stay open.
 @on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 5), slow=[("mpi", 3)], fresh=True)
 def test_forked_child_has_no_group_and_does_not_disturb_its_parent(rank: int, size: int) -> None:
-    whole = fl.new_group(range(size))
-    part = whole.new_group(range(size))
+    everyone = fl.new_group(range(size))
+    part = everyone.new_group(range(size))
     after, before = (rank + 1) % size, (rank - 1) % size
     x, y, z = np.zeros(1000), np.zeros(5), np.full((4, 4), 1.0).T[::2]
-    works = [whole.irecv(x, before), whole.all_reduce(z, async_op=True)]
-    waiting = threading.Thread(target=whole.recv, args=(y, before, 7))
+    works = [everyone.irecv(x, before), everyone.all_reduce(z, async_op=True)]
+    waiting = threading.Thread(target=everyone.recv, args=(y, before, 7))
     waiting.start()
-    groups = [fl.distributed.start.world.current_world().group, whole, part]
+    groups = [fl.distributed.start.world.current_world().group, everyone, part]
     child = os.fork()
     if child == 0:
         check_child(groups, works)
@@ -88,8 +89,8 @@ def test_forked_child_has_no_group_and_does_not_disturb_its_parent(rank: int, si
     process.join()
     assert process.exitcode == 0
 
-    works.append(whole.isend(np.full(5, float(rank)), after, 7))
-    sent = whole.isend(np.full(1000, float(rank)), after)
+    works.append(everyone.isend(np.full(5, float(rank)), after, 7))
+    sent = everyone.isend(np.full(1000, float(rank)), after)
     for work in (*works, sent):
         work.wait()
     waiting.join()
@@ -98,7 +99,7 @@ def test_forked_child_has_no_group_and_does_not_disturb_its_parent(rank: int, si
     assert np.all(z == size)
     for group in groups:
         assert group.all_reduce(np.full(2, 1.0)).tolist() == [group.size] * 2
-    whole.close()
+    everyone.close()
     part.close()
 
 

@@ -19,7 +19,7 @@ from tests.distributed import jobs
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import mpirun_command, run_ranks
 from tests.distributed.jobs import free_port
-from tests.distributed.processes import descriptors_below, held
+from tests.distributed.processes import limit_descriptors, process_state
 
 # A user program that initialises, reduces, and prints its rank.
 PROGRAM = """
@@ -67,8 +67,8 @@ def expected(size: int) -> set[str]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_distributed_init_works_under_mpirun(method: str, size: int) -> None:
     command = [*mpirun_command(size), *MAIN, method]
-    (said,) = finish([jobs.start(command)])
-    assert set(said.splitlines()) == expected(size)
+    (output,) = finish([jobs.start(command)])
+    assert set(output.splitlines()) == expected(size)
 
 
 def test_distributed_init_works_with_a_shared_file(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def init_error(process: subprocess.Popen[str]) -> str:
 
 def start_watchdog_without_descriptors(*args: Any) -> None:
     """Start the watchdog of the world while the process may open no more files."""
-    with descriptors_below(0):
+    with limit_descriptors(0):
         watch(*args)
 
 
@@ -149,7 +149,7 @@ def test_init_releases_everything_if_its_last_step_fails(
 ) -> None:
     folders = {"FILE_PATH": str(tmp_path / "meet"), "TRACE_DIR": str(tmp_path / "records")}
     place = fl.DistributedInit.FILE_SYSTEM, rank, size, {**folders, "BACKEND": "gloo"}
-    before = held()
+    before = process_state()
     if rank == 1:
         initialize._watch = start_watchdog_without_descriptors
         with pytest.raises(OSError, match="Too many open files"):
@@ -162,7 +162,7 @@ def test_init_releases_everything_if_its_last_step_fails(
             fl.barrier()
         fl.distributed_shutdown()
     assert not fl.is_distributed_init()
-    assert held() == before
+    assert process_state() == before
     fl.distributed_init(*place)
     assert np.all(fl.all_reduce(np.ones(3)) == size)
     fl.distributed_shutdown()
@@ -181,11 +181,11 @@ def test_init_notifies_ranks_if_its_cleanup_is_interrupted(monkeypatch: pytest.M
 
     monkeypatch.setattr(initialize, "STEPS", (fail,))
     store: Any = SimpleNamespace(abort=reasons.append)
-    before = held()
+    before = process_state()
     with pytest.raises(KeyboardInterrupt, match="again"):
         initialize.create_world(lambda: store, Settings())
     assert reasons == ["KeyboardInterrupt: again"]
-    assert held() == before
+    assert process_state() == before
 
 
 # Init methods of torch are translated, or rejected with the valid ones ----------------------------
@@ -197,7 +197,7 @@ MEETING = {**ADDRESS, "MASTER_PORT": 29500}
 
 
 @pytest.mark.parametrize(
-    ("given", "params", "asked"),
+    ("passed", "params", "result"),
     [
         (None, None, (None, None)),
         (fl.DistributedInit.MPI, None, (fl.DistributedInit.MPI, None)),
@@ -212,12 +212,12 @@ MEETING = {**ADDRESS, "MASTER_PORT": 29500}
         ("tcp://node1:29500", ADDRESS, (ENV, MEETING)),
     ],
 )
-def test_read_init_method_translates_names_of_torch(given: Any, params: Any, asked: Any) -> None:
-    assert read_init_method(given, params) == asked
+def test_read_init_method_translates_names_of_torch(passed: Any, params: Any, result: Any) -> None:
+    assert read_init_method(passed, params) == result
 
 
 @pytest.mark.parametrize(
-    ("given", "params", "message"),
+    ("passed", "params", "message"),
     [
         ("MPI", None, "DistributedInit.MPI, .*, got 'MPI'"),
         ("env://?rank=0", None, "'file://PATH', 'tcp://HOST:PORT' or a backend .nccl, gloo"),
@@ -255,11 +255,11 @@ def test_read_init_method_translates_names_of_torch(given: Any, params: Any, ask
     ],
 )
 def test_distributed_init_rejects_invalid_params_before_it_creates_anything(
-    given: Any, params: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    passed: Any, params: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        fl.distributed_init(given, 0, 2, params)
+        fl.distributed_init(passed, 0, 2, params)
     assert not fl.is_distributed_init()
     assert list(tmp_path.iterdir()) == []
 
@@ -320,9 +320,11 @@ def test_init_rejects_a_rank_unlike_the_environment(monkeypatch: pytest.MonkeyPa
         fl.distributed_init("env://", 1, 2)
 
 
-def join_world(rank: int, size: int, init_method: str | None, is_told: bool, **params: Any) -> Any:
-    given = (rank, size) if is_told else (-1, -1)
-    fl.distributed_init(init_method, *given, {"TIMEOUT": "30", **params})
+def join_world(
+    rank: int, size: int, init_method: str | None, passes_rank: bool, **params: Any
+) -> Any:
+    passed = (rank, size) if passes_rank else (-1, -1)
+    fl.distributed_init(init_method, *passed, {"TIMEOUT": "30", **params})
     x = fl.all_reduce(np.array([rank + 1]))
     fl.distributed_shutdown()
     return int(x[0])

@@ -227,10 +227,10 @@ def _try_interrupt(name: str, group: Group, ends: Group, goes_on: bool) -> None:
         kind = fl.errors.PeerLostError if rank else fl.errors.GroupClosedError
         with pytest.raises(kind) as caught:
             _call_again(name if rank else "barrier", group)
-        said = str(caught.value)
+        message = str(caught.value)
         names_it = ("lost rank 0", "rank 0 gave up", "because of rank 0: it gave up")
-        assert rank == 0 or any(words in said for words in names_it), said
-        assert rank == 0 or "interrupt" in said.lower(), said
+        assert rank == 0 or any(words in message for words in names_it), message
+        assert rank == 0 or "interrupt" in message.lower(), message
     assert time.monotonic() - began < PROMPT
 
 
@@ -254,8 +254,8 @@ CASES = [
 
 @pytest.mark.parametrize(("backend", "which"), CASES)
 def test_ctrl_c_in_a_verb_ends_the_group(backend: str, which: str, pool: Any) -> None:
-    size, how = world_of(backend)
+    size, options = world_of(backend)
     # MPI makes progress only in a wait.
     goes_on = which == "goes on" and backend != "mpi"
-    wrong = pool(size, **how).run(try_interrupts, [*SETS[which]], goes_on)
+    wrong = pool(size, **options).run(try_interrupts, [*SETS[which]], goes_on)
     assert [*itertools.chain(*wrong)] == []

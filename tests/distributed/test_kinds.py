@@ -1,4 +1,4 @@
-"""Results are of the kind of what was passed: tensors of PyTorch, new arrays of JAX, CuPy's."""
+"""Results have the kind of the input: tensors of PyTorch, new arrays of JAX or CuPy."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
 
 
 class Torch:
-    """Tensors: verbs that work in place return the same one."""
+    """Tensors of PyTorch. In-place verbs return the same tensor."""
 
     in_place = True
 
@@ -35,7 +35,7 @@ class Torch:
 
 
 class Jax:
-    """Arrays that never change: every verb returns another one."""
+    """Immutable arrays of JAX. Every verb returns a new array."""
 
     in_place = False
 
@@ -55,7 +55,7 @@ LIBRARIES: dict[str, Callable[[], Any]] = {"torch": Torch, "jax": Jax}
 
 
 class Checks:
-    """Arrays of a library, of one dtype, and what must hold of results."""
+    """Arrays of one library and dtype, and checks of results."""
 
     def __init__(self, library: str, dtype: str) -> None:
         self.library, self.name = LIBRARIES[library](), dtype
@@ -64,13 +64,13 @@ class Checks:
         return self.library.make(values, self.name)
 
     def same(self, got: Any, values: Any, dtype: str = "") -> None:
-        """``got`` is an array of the library and of the dtype, and holds ``values``."""
+        """Check that ``got`` is an array of the library and the dtype with these ``values``."""
         assert isinstance(got, self.library.array), type(got)
         assert self.library.dtype(got) == (dtype or self.name)
         assert got.tolist() == self.library.make(values, dtype or self.name).tolist()
 
     def filled(self, got: Any, given: Any, values: Any, before: Any) -> None:
-        """``got`` holds ``values``; it is ``given``, or a new one and ``given`` what it was."""
+        """Check that ``got`` has ``values``, and is ``given`` or leaves ``given`` unchanged."""
         self.same(got, values)
         assert (got is given) == self.library.in_place
         if not self.library.in_place:
@@ -108,7 +108,7 @@ def test_verbs_return_new_results_of_the_kind_of_the_input(
     same(first, ROWS)
     same(second, [*ROWS[:2], ROWS[3]])
     same(fl.all_gather((mine, mine), async_op=True).wait()[1], ROWS)
-    same(fl.all_gather(make(rank)), [0, 1])  # no dimension
+    same(fl.all_gather(make(rank)), [0, 1])  # an array without dimensions
     for gathered in (fl.gather(mine, 1), fl.gather(mine, 1, async_op=True).wait()):
         if rank == 1:
             same(gathered, ROWS)
@@ -138,7 +138,7 @@ def test_scatter_returns_the_kind_of_the_input(rank: int, size: int, library: st
     check = Checks(library, "float32")
     make, same = check.make, check.same
     whole, mine = make(ROWS), ROWS[2 * rank :][:2]
-    # What a rank that is not the root passes tells its kind alone.
+    # The argument of a rank that is not the root only shows the kind.
     same(fl.scatter(whole if rank == 0 else make([])), mine)
     same(fl.scatter([whole[:2], whole[2:]]), mine)
     same(fl.scatter([make(0), make(1)], root=1, async_op=True).wait(), rank)
@@ -298,11 +298,11 @@ def test_in_place_functions_reject_jax_arrays(jax: Any) -> None:
             change(x)
 
 
-# Arrays of a GPU with nothing but __cuda_array_interface__ -------------------------------------
+# GPU arrays that have only __cuda_array_interface__ -----------------------------------------------
 
 
 class OnlyCuda:
-    """An array on a GPU that knows no DLPack, written on ``stream`` last, as Numba's."""
+    """A GPU array without DLPack, like Numba's, that ``stream`` wrote last."""
 
     def __init__(self, hidden: Any, stream: int | None) -> None:
         self.hidden, self.stream = hidden, stream

@@ -1,4 +1,4 @@
-"""Ranks meet at a port, at a path or in a tree: late, missing, killed and doubled ranks."""
+"""Rendezvous at a port, at a path or in a tree, with late, missing, killed and duplicate ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.rendezvous_helpers import Ranks, closed, ranks_at
+from tests.distributed.rendezvous_helpers import Ranks, all_closed, ranks_at
 
 AT_A_PORT = pytest.mark.parametrize("ranks", ["tcp", "tree"], indirect=True)
 WITHOUT_TREE = pytest.mark.parametrize("ranks", ["tcp", "file"], indirect=True)
@@ -29,11 +29,11 @@ def test_exchange_returns_all_payloads_on_every_rank(ranks: Ranks, size: int) ->
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_exchange_waits_for_a_late_rank(ranks: Ranks, late: int) -> None:
-    started = ranks.start_all(3, {late: {"hold": "started"}})
+    started = ranks.start_all(3, {late: {"pause_at": "started"}})
     for rank in started:
         rank.await_event("started" if rank is started[late] else "constructed")
     started[late].resume()
-    assert closed(started)
+    assert all_closed(started)
 
 
 @pytest.mark.slow
@@ -55,8 +55,8 @@ def test_exchange_error_names_rank_0_if_it_is_missing(ranks: Ranks, port: int) -
 @pytest.mark.parametrize("twice", [1, 2])
 def test_exchange_error_names_both_processes_that_claim_a_rank(ranks: Ranks, twice: int) -> None:
     pair = [ranks.start_ready(twice, 3) for _ in range(2)]
-    rest = [ranks.start(rank, 3, hold="started") for rank in {0, 1, 2} - {twice}]
-    # The two are in a directory's listing before a third rank completes the run.
+    rest = [ranks.start(rank, 3, pause_at="started") for rank in {0, 1, 2} - {twice}]
+    # Both announcements are in the directory before a third rank completes the run.
     pids = [str(rank.pid) for rank in pair]
     rest[0].resume()
     for rank in (*pair, rest[0]):
@@ -67,8 +67,8 @@ def test_exchange_error_names_both_processes_that_claim_a_rank(ranks: Ranks, twi
 
 @WITHOUT_TREE
 def test_late_process_is_rejected_and_the_run_continues(ranks: Ranks) -> None:
-    """Whatever rank and size it has."""
-    client = ranks.start(1, 2, hold="exchanged 0")
+    """Its rank and world size do not matter."""
+    client = ranks.start(1, 2, pause_at="exchanged 0")
     server = ranks.start(0, 2)
     client.await_event("exchanged 0")
     assert "two processes claim rank 1" in ranks.start(1, 2).refusal()
@@ -76,7 +76,7 @@ def test_late_process_is_rejected_and_the_run_continues(ranks: Ranks) -> None:
     for rank, size in ((1, 2), (1, 3), (5, 8)):
         assert f"another run has started at this {kind}" in ranks.start(rank, size).refusal()
     client.resume()
-    assert closed([server, client])
+    assert all_closed([server, client])
 
 
 @WITHOUT_TREE
@@ -99,22 +99,22 @@ def test_abort_sends_its_reason_to_every_rank(ranks: Ranks, who: int) -> None:
 def test_exchange_error_names_a_killed_rank_before_the_timeout(
     ranks: Ranks, victim: int, moment: str
 ) -> None:
-    """60 s of timeout exceed the deadline of the test: only noticing the death can pass."""
-    started = ranks.start_all(3, {victim: {"hold": moment}}, timeout=60.0)
+    """The timeout of 60 s exceeds that of the test, so the death must be detected."""
+    started = ranks.start_all(3, {victim: {"pause_at": moment}}, timeout=60.0)
     started[victim].await_event(moment)
     started.pop(victim).kill()
     for text in [rank.outcome() for rank in started]:
-        if text == "closed":  # it needed nothing more of the dead rank
+        if text == "closed":  # it needed no more data of the dead rank
             assert moment == "exchanged 2"
         else:
             assert f"rank {victim} of 3" in text
             assert "has died" in text
     if ranks.defaults["store"] == "file":
-        ranks.run(3)  # which removes what a killed rank 0 has left
+        ranks.run(3)  # removes the files of a killed rank 0
 
 
 @AT_A_PORT
 def test_rank_may_die_and_restart_during_the_rendezvous(ranks: Ranks) -> None:
     server, first = ranks.start_ready(0, 3), ranks.start(1, 3)
     first.kill()
-    assert closed([server, ranks.start(1, 3), ranks.start(2, 3)])
+    assert all_closed([server, ranks.start(1, 3), ranks.start(2, 3)])

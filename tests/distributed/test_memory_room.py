@@ -1,4 +1,4 @@
-"""What is asked of the machine before memory is taken, and that all ranks raise where it lacks."""
+"""Checks of the available memory. All ranks raise if memory is short on a rank."""
 
 import contextlib
 import errno
@@ -29,7 +29,7 @@ MOST_GROUPS = 400
 
 
 def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
-    """Make groups until ``more`` bytes of addresses are used; return how many, and the error."""
+    """Create groups until ``more`` bytes of addresses are used; return count and error."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -38,7 +38,7 @@ def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
         while len(groups) < MOST_GROUPS:
             groups.append(fl.split(0))
     except (MemoryError, OSError, DistributedError) as error:
-        with contextlib.suppress(DistributedError):  # another rank may be in its next split
+        with contextlib.suppress(DistributedError):  # another rank may be inside its next split
             fl.distributed_shutdown()
         return len(groups), f"{type(error).__name__}: {error}"
     return len(groups), ""
@@ -51,7 +51,7 @@ def test_new_group_raises_if_memory_for_addresses_runs_out(backend: str, more: i
     results = run_ranks(make_groups, 2, more << 20, deadline=30.0, params=params)
     first = min(results)
     assert first[0] < MOST_GROUPS
-    assert "memory" in first[1].lower(), results  # NumPy has it in the name of its class
+    assert "memory" in first[1].lower(), results  # the class name of NumPy's error contains it
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_open_memory_does_not_follow_links(folder: Path) -> None:
 
 
 def age(path: Path) -> None:
-    """Make ``path`` older than a file that somebody is about to lock."""
+    """Make ``path`` older than a file that its owner is about to lock."""
     os.utime(path, (0, 0))
 
 
@@ -140,7 +140,7 @@ def machine(root: Path, files: dict[str, object], swap: int = 0) -> Path:
 
 
 def group(folder: str, limit: object, used: int) -> dict[str, object]:
-    """Return the files of a control group of version 2, with 3 MB of files that were read."""
+    """Return the files of a control group (version 2) with 3 MB of file caches."""
     names = f"{folder}/memory.max", f"{folder}/memory.current", f"{folder}/memory.stat"
     return dict(zip(names, (limit, used, STAT), strict=True))
 
@@ -190,7 +190,7 @@ def test_available_memory_is_the_smallest_of_all_limits(
     free: int,
     limit: str,
 ) -> None:
-    """Of the machine and of each control group above this process, as a container sees it."""
+    """The machine and each control group above this process count, as inside a container."""
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files, swap))
     monkeypatch.setattr(memory_room, "LITTLE", 0)
     found, words = memory_room.available()
@@ -228,7 +228,7 @@ def test_available_memory_ignores_unreadable_limits(
 def test_require_memory_skips_small_requests_and_caches_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups without a limit, or with more than the machine has, are not read again."""
+    """Groups without a limit, or with more memory than the machine, are not read again."""
     files = {**LIMITED, **group(f"{V2}/slurm/job_7", "max", 1), **group(V2, 999 * MB, 1)}
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
     memory_room.available()
@@ -249,7 +249,7 @@ def test_require_memory_skips_small_requests_and_caches_limits(
     assert reads == ["proc/meminfo", *slurm]
     (tmp_path / f"{V2}/slurm/memory.max").write_text("max")
     with pytest.raises(MemoryError, match="67,108,864 are available"):
-        memory_room.require_memory(1025 * MB, "an array")  # for so much they are looked for anew
+        memory_room.require_memory(1025 * MB, "an array")  # large requests read the limits again
 
 
 def test_reserve_restores_the_file_if_memory_runs_out_meanwhile(
@@ -286,7 +286,7 @@ def test_reserve_raises_before_a_small_file_system_is_full(
 
 @contextlib.contextmanager
 def little_memory(folder: Path) -> Iterator[None]:
-    """Have this rank believe that its machine has 64 MB."""
+    """Make this rank believe that its machine has 64 MB."""
     before, memory_room.ROOT = memory_room.ROOT, machine(folder, {})
     try:
         yield
@@ -295,17 +295,17 @@ def little_memory(folder: Path) -> Iterator[None]:
 
 
 def model(width: int) -> Any:
-    """Return a linear layer, the same on all ranks."""
+    """Return a linear layer that is equal on all ranks."""
     fl.set_seed(1)
     return fl.nn.Linear(width, width)
 
 
 def fill(out: Any) -> None:
-    """Be called where there is enough memory alone."""
+    """Fail unless there is enough memory."""
     assert str(memory_room.ROOT) == "/"
 
 
-# What takes more than 64 MB on a host of two ranks, and the name that its error has.
+# Allocations of more than 64 MB on a host of two ranks, with the name in the error.
 TAKES: dict[str, Callable[[], object]] = {
     "shared_empty": lambda: fl.shared_empty((9, MB)),
     "host_array": lambda: fl.host_array(fill, shape=(17, MB)),
@@ -319,7 +319,7 @@ TAKES: dict[str, Callable[[], object]] = {
 def test_out_of_memory_error_is_raised_on_every_rank(
     rank: int, size: int, name: str, tmp_path: Path
 ) -> None:
-    """That of all ranks, or the second of two."""
+    """Memory is short on all ranks, or on the second of two ranks."""
     assert len(hosts_of(group_or_world(None))) == size // 2
     is_poor = size == 2 or rank >= 2
     lacking = little_memory(tmp_path / str(rank)) if is_poor else contextlib.nullcontext()
@@ -333,7 +333,7 @@ def test_out_of_memory_error_is_raised_on_every_rank(
     assert all(words in text for words in (name, place, "MemAvailable")), text
     assert is_poor or "rank 2" in text, text
     assert not re.search(r"rank \d: rank", text), text
-    assert fl.all_reduce(np.ones(3)).tolist() == [size] * 3  # the group goes on
+    assert fl.all_reduce(np.ones(3)).tolist() == [size] * 3  # the group remains usable
     x = fl.shared_empty(100_000)
     x[...] = 1
     assert fl.all_reduce(x)[-1] == size
@@ -343,7 +343,7 @@ def test_out_of_memory_error_is_raised_on_every_rank(
 def test_require_memory_allows_all_requests_if_limits_are_unknown(
     rank: int, size: int, tmp_path: Path
 ) -> None:
-    """Of rank 0's memory; what is little takes no longer for that there is a question for much."""
+    """Rank 0's limits are unknown. Small arrays do not get slower by the check of large arrays."""
     exchanges: list[bytes] = []
     exchange = BackendStore.exchange
 
@@ -376,7 +376,7 @@ def test_impossible_sizes_are_rejected_before_an_allocation(rank: int, size: int
 
 
 def zeros(out: Any) -> None:
-    """Leave it as it is."""
+    """Leave the array unchanged."""
 
 
 @on_ranks(("gloo", 2))
@@ -394,7 +394,7 @@ def test_out_of_memory_error_is_raised_on_every_rank_over_gloo(
 def test_available_memory_excludes_mapped_pages_without_data(
     rank: int, size: int, tmp_path: Path
 ) -> None:
-    """Room for parameters and gradients is not room for the state of Adam as well."""
+    """Memory that suffices for parameters and gradients does not suffice for the state of Adam."""
     sharded = model(2500)
     with little_memory(tmp_path / str(rank)):
         fl.fully_shard(sharded)

@@ -1,4 +1,4 @@
-"""The MPI backend beyond what every backend must do, beside its CPU backend; started by mpirun."""
+"""The MPI backend with its CPU backend, under mpirun, beyond the conformance tests."""
 
 import contextlib
 import os
@@ -35,15 +35,15 @@ from flashlight_py.errors import (
 from tests.distributed import conformance
 from tests.distributed.conformance import dtype_of, in_places, on_ranks, ranks_in, two_hosts
 from tests.distributed.harness import run_ranks
+from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 from tests.distributed.programs import every_verb, run_program
 from tests.distributed.test_failures import CALLS, skip_the_call
-from tests.distributed.told import first_error, told_now_or_later
 
 pytest.importorskip("mpi4py")
 
 ranks = ranks_in(("mpi", 2), ("mpi", 3))
 TIMEOUT = 20.0
-# Where the CPU backend is Gloo, and where it is shared memory inside hosts and Gloo between them.
+# With Gloo as the CPU backend, and with shared memory inside hosts and Gloo between them.
 APART: dict[str, Any] = {"env": in_places("abc")}
 HOSTS: dict[str, Any] = {"env": two_hosts}
 UNCHECKED = {"FLASHLIGHT_CHECKS": "0"}
@@ -66,7 +66,7 @@ def backend() -> MpiBackend:
 def test_arrays_above_the_limit_of_a_call_are_sent_in_chunks(
     rank: int, size: int, dtype: str, limit: int
 ) -> None:
-    """With a limit of 50 or 10,000 bytes in place of 2 GB."""
+    """With a limit of 50 or 10,000 bytes instead of 2 GB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verb_steps, "LARGEST_BYTES", limit)
         run_program(rank, size, every_verb(size, dtype, (1, 25, 1000)))
@@ -81,7 +81,7 @@ def test_concurrent_operations_may_be_waited_for_in_any_order(rank: int, size: i
 @pytest.mark.slow
 @on_ranks(("mpi", 2))
 def test_operation_progresses_while_its_rank_does_not_wait(rank: int, size: int) -> None:
-    """Rank 0 starts and then does something else; nobody has to wait until it waits."""
+    """Rank 0 starts an operation and then computes. No other rank waits for its wait."""
     x = np.ones(100_000)
     started = time.monotonic()
     work = fl.all_reduce(x, async_op=True)
@@ -97,7 +97,7 @@ def test_operation_progresses_while_its_rank_does_not_wait(rank: int, size: int)
 def test_min_and_max_of_nan_and_signed_zeros_are_equal_on_all_ranks(
     rank: int, size: int, name: str
 ) -> None:
-    """NaN and zeros of both signs, whose order differs between ranks."""
+    """NaN and zeros of both signs, in a different order on each rank."""
     odd = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, -1.0]
     table = np.array([np.roll(odd, shift) for shift in range(size)])
     for op, ufunc in (("min", np.minimum), ("max", np.maximum)):
@@ -108,7 +108,7 @@ def test_min_and_max_of_nan_and_signed_zeros_are_equal_on_all_ranks(
 
 @on_ranks(("mpi", 2))
 def test_group_is_freed_after_all_ranks_have_left(rank: int, size: int) -> None:
-    """Groups whose ranks have all left are freed when the next one is made."""
+    """They are freed when the next group is created."""
     before = len(backend().progress._closed)
     for _ in range(20):
         store = BackendStore(backend())
@@ -155,13 +155,13 @@ def test_operations_advance_in_waits_if_mpi_is_single_threaded(rank: int, size: 
     conformance.many_in_flight(rank, size)
     conformance.ring_of_messages(rank, size, 50_000)
     work = fl.all_reduce(np.ones(3), async_op=True)
-    while not work.is_completed():  # each look makes it advance
+    while not work.is_completed():  # each check runs a step
         pass
     assert "one thread" in fl.distributed.describe()
     assert threading.active_count() == 1
 
 
-# Beside the CPU backend, on one host and several, and amid what MPI moves -------------------------
+# With the CPU backend, on one host and several, during MPI's transfers ---------------------------
 
 
 @on_ranks(("mpi", 3, HOSTS), slow=[("mpi", 3, APART)])
@@ -171,14 +171,14 @@ def test_mpi_backend_works_on_several_hosts(rank: int, size: int) -> None:
     assert f"calls are compared over {path}" in fl.distributed.describe()
     conformance.everything_at_once(rank, size, 4, 60)
     for name in ("shape", "verb"):
-        message = told_now_or_later(lambda name=name: CALLS[name](rank))
+        message = mismatch_now_or_later(lambda name=name: CALLS[name](rank))
         assert "made different calls" in message
         assert "rank 0 called" in message
-        assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group lives on
+        assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group remains usable
 
 
 def stop_in_the_middle(rank: int, how: str) -> None:
-    """Rank 1 has agreed on a call, and does not do its part of what MPI moves then."""
+    """Rank 1 joins a call and then does not run its part of the transfer."""
     if rank == 1:
         group = current_world().group
         backend()._verb_steps._all_reduce = lambda call, _: _stop(how, group)
@@ -232,7 +232,7 @@ def test_stuck_operation_ends_after_the_timeout(rank: int, size: int) -> None:
 @pytest.mark.slow
 @on_one_host_and_several()
 def test_rank_may_leave_after_it_has_sent_its_data(rank: int, size: int) -> None:
-    """Rank 0 has sent what it had to, and leaves, while another rank has yet to take its part."""
+    """Rank 0 has sent its data and leaves before another rank receives."""
     x = np.full(10, float(rank + 1))
     if rank:
         broadcast = backend()._verb_steps._broadcast
@@ -274,21 +274,21 @@ def test_unchecked_wait_ends_after_the_timeout(rank: int, size: int) -> None:
     if rank == 1:
         time.sleep(2.0)
     with pytest.raises(CollectiveTimeoutError, match="a rank did not join"):
-        fl.barrier() if rank == 1 else fl.all_reduce(np.ones(10))  # the others have given up
+        fl.barrier() if rank == 1 else fl.all_reduce(np.ones(10))  # the other ranks have given up
 
 
-# Joining, and the end of the job ------------------------------------------------------------------
+# Creation, and the end of the job -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "expected"),
     [
         (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE differs between ranks"),
         (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
     ],
 )
-def test_check_cards_raises_if_cards_disagree(other: joining.MpiCard, told: str) -> None:
-    with pytest.raises(UnavailableEverywhereError, match=told):
+def test_check_cards_raises_if_cards_disagree(other: joining.MpiCard, expected: str) -> None:
+    with pytest.raises(UnavailableEverywhereError, match=expected):
         joining._check_cards([joining.MpiCard(0, 2), other])
 
 
@@ -300,7 +300,7 @@ def test_mpi_cuda_aware_must_be_a_flag() -> None:
 
 
 def meet_as_strangers(rank: int, size: int, path: str) -> str:
-    """Each of these processes is a world of its own to MPI."""
+    """Create a world of processes that MPI did not start together."""
     params = {"BACKEND": "mpi", "FILE_PATH": path, "TIMEOUT": TIMEOUT}
     place = fl.DistributedInit.FILE_SYSTEM, rank, size
     return first_error(lambda: fl.distributed_init(*place, params))
@@ -316,7 +316,7 @@ def test_separate_mpi_jobs_are_rejected_on_every_rank(tmp_path: Any) -> None:
 
 
 class FakeMpi:
-    """Stands in for MPI where the real Abort would end the tests themselves."""
+    """Replaces MPI, whose Abort would end the tests."""
 
     Request = SimpleNamespace(Testall=None)
 
@@ -341,20 +341,20 @@ def test_exception_hook_prints_first_and_is_removed_with_the_last_group(
     progress.add(one)
     progress.add(other)
     progress.remove(one, healthy=False)
-    for group in progress._groups:  # nobody is waited for
+    for group in progress._groups:  # no rank is waited for
         group.leaving = SimpleNamespace(leave=lambda moved: None, have_all_left=lambda: True)
     error = ValueError("uncaught")
     guard = sys.excepthook
     guard(ValueError, error, None)
     assert (printed, mpi.aborted) == ([error], [1])
     progress.remove(other, healthy=False)
-    guard(ValueError, error, None)  # somebody wrapped it, and still calls it
+    guard(ValueError, error, None)  # a wrapper may still call the old hook
     assert (printed, mpi.aborted) == ([error, error], [1])
     abort.uninstall_hooks()
     assert sys.excepthook is before
 
 
-# A program whose Abort tells what nobody has read of its output by then: mpirun loses that.
+# A program whose Abort reports unread output, which mpirun would lose.
 ABORTING = """
 import fcntl, os, sys, termios
 from flashlight_py.distributed.backends.mpi import leaving
@@ -382,7 +382,7 @@ def test_job_is_aborted_after_its_output_has_been_read() -> None:
     command = [sys.executable, "-c", ABORTING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing) as process:
         os.close(writing)
-        with pytest.raises(subprocess.TimeoutExpired):  # nobody reads, so it does not end
+        with pytest.raises(subprocess.TimeoutExpired):  # without a reader the job does not end
             process.wait(0.3)
         text = b""
         while not text.endswith(b"ValueError: no such file\n"):
@@ -401,12 +401,12 @@ def test_progress_installs_no_hook_in_interactive_sessions(monkeypatch: pytest.M
 
 
 def test_arrays_of_a_failed_operation_are_kept() -> None:
-    """Requests of mpi4py do not keep them all, and MPI goes on to write."""
+    """Requests of mpi4py do not keep all arrays, and MPI still writes into them."""
     mpi = SimpleNamespace(Request=SimpleNamespace(Testall=lambda requests: False))
     array = np.ones(3)
     is_alive = weakref.ref(array)
     steps = Progress(mpi, threaded=False).until([partial(id, array)])
     next(steps)
-    steps.close()  # as an operation does that failed
+    steps.close()  # like a failed operation
     del array, steps
     assert is_alive() is not None

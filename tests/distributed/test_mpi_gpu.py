@@ -1,7 +1,7 @@
-"""CuPy arrays through MPI, on real ranks with a stand-in for CuPy.
+"""CuPy arrays over MPI, on real ranks with a stand-in for CuPy.
 
-Shown here: which way each verb takes, what it gives, and that the stream is waited for first. Not
-shown: anything of CUDA, or of an MPI library that reaches a GPU's memory.
+Tested: the path of each verb, its result, and the wait for the stream. Not tested: CUDA, or an MPI
+library that accesses GPU memory.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from tests.gpu.verbs import on_gpu
 
 
 def every_move(rank: int, size: int, name: str, rows: int) -> None:
-    """The verbs that move arrays and are not in ``tests.gpu.verbs``."""
+    """Run the verbs that move arrays and are not in ``tests.gpu.verbs``."""
     mine = on_gpu(np.zeros(1))
     backend = current_world().group.backend(mine)
     everyone = [values(r, (size * rows, 3), name) for r in range(size)]
@@ -61,7 +61,7 @@ def test_sync_distributed_raises_each_failure_of_cupy_arrays_once(rank: int, siz
 
 
 def receive_openly(rank: int, size: int) -> None:
-    """From any rank, and fewer rows than there is room for."""
+    """Receive from any rank, and fewer rows than the array has."""
     if rank:
         fl.send(on_gpu(np.full((rank, 2), float(rank))), 0, tag=4)
         return
@@ -129,7 +129,7 @@ def test_message_of_another_shape_raises_on_both_ends(ranks: Any) -> None:
 def test_arrays_are_staged_unless_the_library_is_gpu_aware(
     rank: int, size: int, words: str, steps: list[str]
 ) -> None:
-    """One all_reduce: what describe says, and what was done to the GPU for it."""
+    """One all_reduce: check describe() and the operations on the GPU."""
     x = on_gpu(np.full(1000, 1.0))
     LOG.clear()
     fl.all_reduce(x)
@@ -139,5 +139,5 @@ def test_arrays_are_staged_unless_the_library_is_gpu_aware(
     assert "CuPy arrays: MPI (" in text
     assert words in text
     done = [step for step, *_ in LOG if step != "record"]
-    # For an aware library the stream is waited for, perhaps more than once.
+    # An aware library waits for the stream at least once.
     assert done == steps if len(steps) > 1 else {*done} == {*steps}

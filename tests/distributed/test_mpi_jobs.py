@@ -1,6 +1,7 @@
-"""Ranks of one mpirun meet through MPI, and a job in which something goes wrong ends.
+"""Rendezvous of ranks of one mpirun through MPI, and the end of jobs with errors.
 
-What cannot work is said before anybody waits; a job ends on every rank, soon, and says why.
+Errors of the environment are raised before a rank waits. A job ends soon on every rank, with a
+reason.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def start_job(size: int, *program: str) -> subprocess.Popen[str]:
 
 
 def mpirun(size: int, script: str, timeout: float = 20.0, begins: bool = True) -> list[str]:
-    """Run ``script`` on ``size`` ranks and return what they say, sorted; they must end well."""
+    """Run ``script`` on ``size`` ranks and return their sorted output; all must exit with 0."""
     program = IMPORTS + BEGINNING * begins + script
     code, output = finish(start_job(size, program, str(timeout)))
     assert code == 0, output
@@ -69,7 +70,7 @@ say(store.size)
 
 @pytest.mark.slow
 def test_mpi_store_error_names_a_missing_rank() -> None:
-    """First by rank 0 while it waits, then by all."""
+    """Rank 0 logs it while it waits, then every rank raises."""
     script = """
 import logging
 from flashlight_py.distributed.rendezvous import store as contract
@@ -109,7 +110,7 @@ else:
 
 
 def test_mpi_store_raises_on_every_rank_if_rank_0_cannot_listen() -> None:
-    """A fake of ``listen``: a system without descriptors would have none for MPI either."""
+    """Replaces ``listen``: without descriptors MPI could not start either."""
     script = """
 from mpi4py import MPI
 
@@ -159,7 +160,7 @@ store.close()
 
 
 def test_mpi_store_rejects_ranks_of_another_mpi() -> None:
-    """A singleton of this MPI inside the environment of another one's mpirun."""
+    """A single process of this MPI in the environment of another MPI's mpirun."""
     environ = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
     command = [sys.executable, "-c", IMPORTS + BEGINNING, "5.0"]
     _, text = finish(start(command, environ))
@@ -186,7 +187,7 @@ def test_load_mpi_error_says_what_to_install(
         def __getattr__(self, name: str) -> object:
             raise error
 
-    # A None in sys.modules is Python's own mark of a module that cannot be imported.
+    # None in sys.modules makes an import fail.
     package = None if isinstance(error, ImportError) else Failing()
     monkeypatch.setitem(sys.modules, "mpi4py", package)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
@@ -194,7 +195,8 @@ def test_load_mpi_error_says_what_to_install(
         mpi_store.load_mpi()
 
 
-# Jobs in which something goes wrong ---------------------------------------------------------------
+# Jobs with errors
+# -----------------------------------------------------------------------------------
 
 
 PREAMBLE = """
@@ -220,7 +222,7 @@ def run(size: int, script: str) -> tuple[int, str]:
     "others",
     [
         "fl.all_reduce(np.zeros(3))",
-        pytest.param("threading.Event().wait()", marks=pytest.mark.slow),  # they compute
+        pytest.param("threading.Event().wait()", marks=pytest.mark.slow),  # ranks that compute
     ],
 )
 def test_uncaught_exception_is_printed_and_ends_the_job(others: str) -> None:
@@ -243,7 +245,7 @@ if rank == 1:
     ],
 )
 def test_rank_that_raises_joins_no_further_call(call: str) -> None:
-    """Nor would its last words be taken for a part: they have a communicator of their own."""
+    """Its last message has a separate communicator, so it is not part of a collective."""
     script = f"""
 from mpi4py import MPI
 if rank == 1:

@@ -1,7 +1,7 @@
-"""Processes in unusual surroundings: namespaces in which something is missing, patched threads.
+"""Processes in unusual environments: incomplete namespaces, and patched threads.
 
-Without a loopback the start ends at once, with an error. Without /proc everything works: start,
-shared memory, lost ranks, spawn, workers, flrun.
+Without a loopback the start raises at once. Without /proc everything works: start, shared memory,
+lost ranks, spawn, workers, flrun.
 """
 
 import os
@@ -92,7 +92,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(params=["umount -l /proc", "mount -t tmpfs none /proc"])
 def without_proc(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Words before a command that runs it without /proc."""
+    """Return the prefix of a command that runs it without /proc."""
     if subprocess.run([*UNSHARED, request.param], capture_output=True, check=False).returncode:
         pytest.skip("needs a mount namespace")
     return (*UNSHARED, f'{request.param} && exec "$@"', "sh")
@@ -113,7 +113,7 @@ def test_ranks_and_workers_run_without_proc(without_proc: tuple[str, ...], tmp_p
     assert "flrun: warning: /proc is not mounted" in done.stderr
 
 
-# Threads and sockets that gevent or eventlet has replaced by cooperative ones ---------------------
+# Threads and sockets that gevent or eventlet replaced by cooperative ones -------------------------
 
 
 PATCH = """
@@ -149,8 +149,8 @@ sys.stdout.write(f"{fl.all_reduce(np.ones(1))[0]:g}\\n")
 
 
 def end_of(tmp_path: Path, program: str, *words: str, launcher: Sequence[object] = ()) -> Any:
-    """Run ``program`` with ``words``, of which the first is the library, and return its end."""
-    if find_spec(words[0]) is None:  # an import here would patch os.fork of this process
+    """Run ``program`` with ``words``, the first of which is the library, and return the process."""
+    if find_spec(words[0]) is None:  # an import would patch os.fork of this process
         pytest.skip(f"needs {words[0]}")
     return run([*(launcher or [sys.executable]), write(tmp_path, program), *words], timeout=50)
 

@@ -1,7 +1,7 @@
-"""What becomes of failures of NCCL, with a stand-in for it: a machine without a GPU has no others.
+"""Failures of NCCL, with a stand-in for the library.
 
-A communicator that never settles, one that loses a peer, and the order of events and waits
-between streams cannot be had from the real library here; tests/gpu has them for real.
+The real library here cannot produce a communicator that never settles, a lost peer, or a given
+order of events and stream waits. tests/gpu tests these with real GPUs.
 """
 
 import sys
@@ -41,7 +41,7 @@ IN_PROGRESS, REMOTE, INVALID_USAGE, SYSTEM_ERROR = 7, 6, 5, 2
 
 
 class Cpu(SingleBackend):
-    """The CPU's side of a group of two, whose other rank never answers."""
+    """The CPU backend of a group of two ranks, whose other rank never answers."""
 
     size = 2
     path = "the CPU"
@@ -59,7 +59,7 @@ class Cpu(SingleBackend):
 
 
 class Nccl(StandInNccl):
-    """Does nothing, and answers what a test says."""
+    """An NCCL that does nothing and returns the statuses of a test."""
 
     def __init__(self) -> None:
         super().__init__(ffi, Cpu())
@@ -116,12 +116,12 @@ def backend(nccl: Nccl, cupy: StandInCupy) -> Any:
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given to the device ends when the test says so."""
+    """The device completes work only when the test says so."""
     monkeypatch.setattr(Event, "ends_at_once", False)
 
 
 def ones(count: int = 4, **how: Any) -> Call:
-    """An all_reduce of an array of the device."""
+    """Return an all_reduce of an array on the device."""
     return Call(ALL_REDUCE, sys.modules["cupy"].asarray(np.ones(count)), **how)
 
 
@@ -156,7 +156,7 @@ def test_call_in_progress_is_waited_for(nccl: Nccl) -> None:
 
 
 def test_call_polls_without_sleep_at_first(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shortest sleep, time.sleep(0) too, takes longer than most calls."""
+    """The shortest sleep, even time.sleep(0), takes longer than most calls."""
     made = communicator(nccl, timeout=30.0)
     states = iter([IN_PROGRESS] * 3 + [0])
     name = "flashlight_py.distributed.backends.nccl.communicator._BUSY_SECONDS"
@@ -195,7 +195,7 @@ def test_nccl_error_becomes_peer_lost_error_if_a_rank_is_missing(nccl: Nccl) -> 
     nccl.state = SYSTEM_ERROR
     made.watch("all_reduce", time.monotonic())
     assert type(made.error()) is PeerLostError
-    assert type(made.error()) is PeerLostError  # nobody is asked twice
+    assert type(made.error()) is PeerLostError  # missing ranks are searched only once
 
 
 def test_watch_aborts_late_collectives_only(nccl: Nccl) -> None:
@@ -245,11 +245,11 @@ def test_close_destroys_once_or_aborts_if_other_ranks_do_not_join(
     assert ends == ([0, 1] if status and state else [1, 0])
 
 
-# The communicator that collectives are launched on -------------------------------------------
+# The second communicator, on which collectives are launched -----------------------------------
 
 
 class Splits(Nccl):
-    """Notes on which communicator each function is called, and blocks in a launch if told so."""
+    """Records the communicator of each function, and can block in a launch."""
 
     def __init__(self, leaves: bool = True) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ def test_first_message_of_a_pair_connects_on_the_non_blocking_communicator(
 
 
 def test_blocking_launch_ends_after_the_watchdog_aborts(split: Any) -> None:
-    """The abort of the first communicator ends the launch, then the second one is freed."""
+    """The abort of the first communicator ends the launch. Then the second one is freed."""
     backend, nccl = split(timeout=0.3)
     nccl.blocks = True
     with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 seconds"):
@@ -321,7 +321,7 @@ def test_blocking_launch_ends_after_the_watchdog_aborts(split: Any) -> None:
 
 
 def test_abort_frees_the_communicator_while_a_thread_finds_missing_ranks(nccl: Nccl) -> None:
-    """It has left the launch, and holds the lock of the calls while it asks."""
+    """The thread has left the launch, and holds the lock of calls while it asks."""
     made, aborted = communicator(nccl, 30.0, splits=True), threading.Event()
     made.child = ffi.cast("ncclComm_t", 2)
     is_freed = threading.Event()
@@ -463,7 +463,7 @@ def test_pending_work_raises_the_error_that_ended_the_communicator(
     work = backend.start(Call(ALL_REDUCE, x, blocking=False))
     flight = backend._flights.newest()
     backend.communicator.fail(PeerLostError("rank 1 is gone"))
-    flight.event.done = True  # an aborted kernel ends as well, with half an answer
+    flight.event.done = True  # an aborted kernel ends too, with an incomplete result
     assert work.is_completed()
     with pytest.raises(PeerLostError, match=r"rank 1 is gone\. Asked over the CPU: rank 1 did not"):
         work.wait()
@@ -473,14 +473,14 @@ def test_pending_work_raises_the_error_that_ended_the_communicator(
 
 
 class Lost(Done):
-    """A comparison that has found that a rank is lost."""
+    """A comparison whose error says that a rank is lost."""
 
     def wait(self, timeout: float | None = None) -> Any:
         raise PeerLostError("lost rank 1 (its process has ended)")
 
 
 def test_find_missing_returns_the_error_of_an_ended_comparison(nccl: Nccl) -> None:
-    """NCCL fails of the same cause, and the group on the CPU is closed by then."""
+    """NCCL fails for the same reason, and the CPU backend is closed by then."""
     comparisons = Comparisons(Cpu(), communicator(nccl))
     comparisons._posted += [Done(), Lost()]
     kind, found = comparisons.find_missing()
@@ -500,7 +500,7 @@ class AnsweredAhead(Cpu):
 
 
 def test_find_missing_names_a_rank_that_ended_after_a_call_ahead(nccl: Nccl) -> None:
-    """NCCL notices the end of a process before the host does."""
+    """NCCL detects the end of a process before the host does."""
     made = communicator(nccl)
     nccl.state = REMOTE
     comparisons = Comparisons(AnsweredAhead(), made)
@@ -510,7 +510,7 @@ def test_find_missing_names_a_rank_that_ended_after_a_call_ahead(nccl: Nccl) -> 
 
 
 def test_released_graph_is_destroyed_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The traceback of an error may refer to the launcher; NCCL waits for the graph's end."""
+    """An error's traceback may keep the launcher alive, and NCCL waits for the end of the graph."""
     driver = StandInLibrary(ffi, StandInNccl(ffi, None), "stand-in", 22809)
     driver.lib.cuGraphLaunch = driver.lib.cuEventRecord = lambda *_: LOG.append("launch") or 0
     monkeypatch.setattr(launching, "driver_address", driver.address)
@@ -539,7 +539,7 @@ def test_watchdog_aborts_a_late_collective(nccl: Nccl, cupy: StandInCupy) -> Non
 
 
 def test_dead_rank_is_detected_while_nccl_connects(nccl: Nccl, cupy: StandInCupy) -> None:
-    """The first collective waits for the others inside NCCL, on the host."""
+    """The first collective waits for other ranks inside NCCL, on the host."""
     cpu = Cpu()
     backend = NcclBackend(cpu, communicator(nccl, 30.0), cupy, 0)
     cpu.dead = PeerLostError("lost rank 1 (its process has ended)")

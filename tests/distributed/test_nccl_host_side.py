@@ -1,7 +1,7 @@
-"""What the host does for every verb, on real processes with a stand-in for CuPy and NCCL.
+"""The host side of every verb, on real processes with stand-ins for CuPy and NCCL.
 
-Shown here: counts, types, offsets, operations and grouping, on all ranks together. Not shown:
-anything of CUDA or NCCL; the same functions run on them in tests/gpu.
+Tested: counts, types, offsets, operations and grouping, on all ranks together. Not tested: CUDA and
+NCCL. tests/gpu runs the same functions on real GPUs.
 """
 
 import gc
@@ -50,7 +50,7 @@ def test_array_is_released_after_the_collective_has_ended(rank: int, size: int) 
 
 @on_ranks()
 def test_closed_group_releases_its_gpu_memory(rank: int, size: int) -> None:
-    """The array and the GPUs' backend are gone, uncollected, though the flight record stays."""
+    """The array and the backend are freed without the garbage collector."""
     x = verbs.on_gpu(np.ones(3))
     group = fl.new_group(range(size))
     gc.collect()
@@ -66,7 +66,7 @@ def test_closed_group_releases_its_gpu_memory(rank: int, size: int) -> None:
 
 @on_ranks()
 def test_wrong_length_of_out_raises_on_its_rank_only(rank: int, size: int) -> None:
-    """The others have begun by then: they have their result, and the group goes on."""
+    """The other ranks have started by then. They have results, and the group remains usable."""
     x = verbs.on_gpu(np.full((1, 2), rank))
     for verb, how in ((fl.all_gather, {}), (fl.all_to_all, {"rows": [1] + [0] * (size - 1)})):
         rows = size if verb is fl.all_gather or rank == 0 else 0
@@ -84,7 +84,7 @@ def test_wrong_length_of_out_raises_on_its_rank_only(rank: int, size: int) -> No
 
 @on_ranks()
 def test_connecting_gpus_uses_the_timeout_of_the_parent_group(rank: int, size: int) -> None:
-    """Join GPUs in a group whose timeout is shorter than one rank takes to come."""
+    """Connect GPUs in a group whose timeout is shorter than the delay of one rank."""
     verbs.cupy()
     with fl.new_group(range(size), timeout=0.3) as group:
         x = verbs.on_gpu(np.ones(3))

@@ -1,4 +1,4 @@
-"""NCCL's real library, and how ranks prepare to join their GPUs: as far as no GPU is needed."""
+"""NCCL's real library, and the exchange of cards, as far as they need no GPU."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def nccl() -> NcclLibrary:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """The library is looked for anew, before and after."""
+    """Search for the library again, before and after the test."""
     library.load_nccl.cache_clear()
     yield
     library.load_nccl.cache_clear()
@@ -86,14 +86,14 @@ def cdef() -> str:
 
 
 def test_declarations_match_nccl_h(nccl: NcclLibrary) -> None:
-    """Enumerators have the header's values, functions the header's parameter types."""
+    """Compares the values of enumerators and the parameter types of functions with the header."""
     header = Path(nccl.path).parents[1] / "include" / "nccl.h"
     if not header.exists():
         pytest.skip(f"this NCCL has no header: {header}")
     theirs, ours = header.read_text(), cdef()
     enumerators = re.findall(r"\b(nccl\w+)\s*=\s*(\d+)", ours)
     assert len(enumerators) >= 20
-    added = {"ncclTimeout": 22900}  # by which version
+    added = {"ncclTimeout": 22900}  # by version
     for name, value in enumerators:
         if nccl.version < added.get(name, 0):
             continue
@@ -103,7 +103,7 @@ def test_declarations_match_nccl_h(nccl: NcclLibrary) -> None:
 
 
 def parameters(source: str, function: str) -> list[str]:
-    """The types of a function's parameters; const says nothing about how they are passed."""
+    """Return the types of a function's parameters, without const."""
     found = re.search(
         rf"ncclResult_t\s+{function}\(([^)]*)\)|char\s*\*\s*{function}\(([^)]*)\)", source
     )
@@ -116,7 +116,7 @@ def parameters(source: str, function: str) -> list[str]:
 
 @needs_none
 def test_communicator_without_a_gpu_raises_with_the_text_of_cuda(nccl: NcclLibrary) -> None:
-    """Also shows that a struct of 128 bytes passes by value, and that the config is taken."""
+    """Also shows that a struct of 128 bytes is passed by value, and that the config is accepted."""
     with pytest.raises(DistributedError, match=r"\[init\] rank 0 of 2: NCCL 2.*[Cc]uda failure"):
         Communicator(nccl, nccl.unique_id(), 0, 2, 5.0)
 
@@ -150,7 +150,7 @@ def test_library_candidates_include_a_library_loaded_by_other_code(nccl: NcclLib
 
 
 def stand_in(version: int) -> Any:
-    """A library of that version, which no machine has installed."""
+    """Return a stand-in for a library of a version that no machine has installed."""
 
     def tell(room: Any) -> int:
         room[0] = version
@@ -212,12 +212,12 @@ def test_form_of_raises_type_error_for_unsupported_reductions(
         form_of(np.dtype(dtype), op)
 
 
-# Joining, on real processes -----------------------------------------------------------------------
+# Exchange of cards, on real processes -----------------------------------------------------------
 
 
 def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
-    """Return what rank 0's NCCL made, as rank 0 knows it, and as it arrived here."""
-    if port:  # the ENV rendezvous finds the world that the variables describe
+    """Return the unique id of rank 0's NCCL, on rank 0 and as received here."""
+    if port:  # the ENV rendezvous reads the variables
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         fl.distributed_init(fl.DistributedInit.ENV)
@@ -271,7 +271,7 @@ def test_error_without_a_gpu_has_reason_and_remedy_on_every_rank(rank: int, size
 def test_backend_nccl_needs_gpus_but_max_device_per_node_does_not(
     rank: int, size: int, tmp_path: Path
 ) -> None:
-    """Scripts give MAX_DEVICE_PER_NODE wherever they run; NumPy arrays need no GPU."""
+    """Scripts pass MAX_DEVICE_PER_NODE everywhere, and NumPy arrays need no GPU."""
     place, path = (fl.DistributedInit.FILE_SYSTEM, rank, size), {"FILE_PATH": f"{tmp_path}/meet"}
     with pytest.raises(UnavailableEverywhereError):
         fl.distributed_init(*place, {**path, "BACKEND": "nccl"})
@@ -284,7 +284,7 @@ def test_backend_nccl_needs_gpus_but_max_device_per_node_does_not(
     ("rule", "count", "index"),
     [
         (DeviceRule(rank=5, local_rank=1), 4, 1),
-        (DeviceRule(rank=5, local_rank=1), 1, 0),  # each rank sees its own GPU only
+        (DeviceRule(rank=5, local_rank=1), 1, 0),  # each rank sees only its own GPU
         (DeviceRule(rank=5, local_rank=1, max_per_node=4), 4, 1),
         (DeviceRule(rank=6, local_rank=1, max_per_node=4), 4, 2),
     ],

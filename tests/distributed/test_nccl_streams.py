@@ -1,4 +1,4 @@
-"""What is on its way, asked about by several threads at once."""
+"""Pending collectives that several threads check at once."""
 
 import shutil
 import subprocess
@@ -31,7 +31,7 @@ ALWAYS = {"ncclCommGetAsyncError", "ncclGetErrorString", "ncclGetLastError", "nc
 
 
 class Strict(Nccl):
-    """In progress, for two questions, after each call that begins something."""
+    """An NCCL that is in progress for two polls after each call that starts an operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_next_call_waits_until_the_previous_call_has_started(
     for kind, method in ((Event, "record"), (Stream, "wait_event"), (Stream, "__enter__")):
         monkeypatch.setattr(kind, method, after_it_has_begun(nccl, getattr(kind, method)))
     backend = NcclBackend(Cpu(), communicator(nccl, 30.0), cupy, 0)
-    for _ in range(2):  # the scaled sum is known the second time
+    for _ in range(2):  # the second call finds the cached scaled sum
         CALLS[name](backend, lambda dtype="float32": cupy.asarray(np.ones(4, dtype))).wait()
     backend.close()
     assert BEGINNING & set(nccl.calls)
@@ -170,7 +170,7 @@ LAUNCHED = [
 
 
 class Noting:
-    """Functions of NCCL and of the driver, which note by which arguments C calls them."""
+    """Functions of NCCL and the driver that record the arguments from C."""
 
     def __init__(self) -> None:
         self.callbacks: list[Any] = []
@@ -190,7 +190,7 @@ class Noting:
 def test_launcher_calls_nccl_between_the_events_of_two_streams(
     is_group: bool,
 ) -> None:
-    """The communication stream waits for the caller's, 0x66, and then that for it."""
+    """The communication stream waits for the caller's stream 0x66, which then waits for it."""
     ffi = _native.load("nccl").ffi
     for kind, call in enumerate(LAUNCHED):
         lib = Noting()
@@ -206,7 +206,7 @@ def test_launcher_calls_nccl_between_the_events_of_two_streams(
 
 
 class Landed(Event):
-    """Done when ``ends`` says so; another thread goes on while CUDA is asked."""
+    """An event that is done when ``ends`` is set. Another thread runs while CUDA is asked."""
 
     ends = True
 
@@ -221,7 +221,7 @@ class Landed(Event):
 
 
 def test_flights_are_removed_once_if_several_threads_check() -> None:
-    """The watchdog forgets ended flights, and so does each thread that adds a flight or asks."""
+    """The watchdog removes ended flights, and so does each thread that adds or checks a flight."""
     flights, ended = Flights(Landed() for _ in range(4)), threading.Event()
 
     def ask() -> None:
@@ -251,7 +251,7 @@ def test_flights_are_removed_once_if_several_threads_check() -> None:
 
 
 def test_time_limit_starts_after_the_previous_collective_has_ended() -> None:
-    """Many may be queued on the device, each of which takes less than the time limit."""
+    """Many collectives may be queued on the device, each shorter than the time limit."""
     flights = Flights(Event() for _ in range(2))
     for _ in range(2):
         event = flights.free_event()
@@ -272,7 +272,7 @@ def test_flights_have_no_free_event_if_all_are_in_use() -> None:
     held[0].event.ends = False
     flights.add(held[0])
     held.append(DeviceFlight("all_reduce", flights.free_event(), []))
-    flights.add(held[1])  # which ends before the first, and is not asked about before that
+    flights.add(held[1])  # ends before the first, and is not checked before it
     assert flights.free_event() is None
     held[0].event.ends = True
     assert flights.free_event() is held[0].event

@@ -1,4 +1,4 @@
-"""Numbers are returned; what is no array is refused with what to call."""
+"""Verbs return numbers for numbers. Other objects that are not arrays raise errors."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_verbs_return_numbers_for_each_kind_of_number(rank: int, size: int) -> N
         fl.all_reduce(-7),
     ]
     world.close()
-    reduced = 3 if rank == 1 else 1  # a reduce leaves the others theirs
+    reduced = 3 if rank == 1 else 1  # reduce leaves the numbers of other ranks unchanged
     expected: list[object] = [2.0, 1.0, 6, True, False, 1 + 2j, 6, 1, 10, 0.5, reduced]
     expected += [np.float32(1), np.int16(-4), -14]
     assert results == expected
@@ -86,7 +86,7 @@ def test_numbers_of_different_kinds_raise_mismatch_error(rank: int, size: int) -
         (2**61, "sum", 8.0, 1, False),
         (2**20, "prod", 1.0, 3, True),
         (2**20, "prod", 1.0, 4, False),
-        (2**61, "sum", float("inf"), 1, True),  # refused for what it is, later
+        (2**61, "sum", float("inf"), 1, True),  # rejected later for another reason
     ],
 )
 def test_require_bits_rejects_integers_that_may_exceed_64_bits(

@@ -1,4 +1,4 @@
-"""Every verb on every backend by random programs, against NumPy and against the MPI library."""
+"""Random programs of every verb on every backend, compared with NumPy and with an MPI library."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ WORLDS = [("single", 1), ("gloo", 2), ("shm", 2), ("hierarchical", 3), ("mpi", 2
 SLOW = [*(("gloo", 4), ("gloo", 5), ("shm", 3), ("shm", 5)), ("hierarchical", 5)]
 SLOW += [("mpi", 4), ("mpi", 5)]
 
-# The same programs every time. A failing one is not shrunk: each try would need new processes.
+# The same programs in every run. They are not shrunk: each try would need new processes.
 repeatable = settings(
     derandomize=True,
     deadline=None,
@@ -34,7 +34,7 @@ def test_random_programs_return_the_same_as_numpy(ranks: Any, data: st.DataObjec
 
 
 def test_each_verb_works_in_every_size(ranks: Any) -> None:
-    """Rows of every width, whatever the random programs have left out."""
+    """Rows of every width that random programs may have omitted."""
     ranks.run(run_program, every_verb(ranks.size, "float32", (1, 1000, 100_000)), deadline=100.0)
     ranks.run(run_program, every_verb(ranks.size, "int8", (1, 1000, 100_000)), deadline=100.0)
 

@@ -1,4 +1,4 @@
-"""RankFilter and is_main_process: one rank talks, and every record says whose it is."""
+"""RankFilter and is_main_process: one rank logs, and every record contains its rank."""
 
 import io
 import logging
@@ -12,7 +12,7 @@ from tests.distributed.conformance import on_ranks
 
 
 def logged(*filters: fl.RankFilter) -> list[str]:
-    """What comes out of an info and an error with these filters on the handler."""
+    """Return the output of an info and an error with these filters on the handler."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(logging.Formatter("%(rank)s/%(local_rank)s/%(world_size)s %(message)s"))
@@ -38,7 +38,7 @@ def test_rank_filter_passes_records_of_the_selected_ranks(rank: int, size: int) 
 
 @pytest.fixture
 def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the world's rank 0 of 1, and rank 1 of its host: what no single host has."""
+    """Make this process rank 0 of 1 in the world and rank 1 of its host."""
     monkeypatch.setattr(world, "_world", world.World(local_rank=1))
 
 

@@ -1,4 +1,4 @@
-"""Both reducers give the scaled sum of every array that was added, whatever the buckets."""
+"""Reducers return the scaled sum of every added array, for any buckets."""
 
 import itertools
 from typing import Any
@@ -16,7 +16,7 @@ from tests.distributed.conformance import on_ranks
 @pytest.mark.parametrize(
     "options",
     [
-        None,  # of an InlineReducer
+        None,  # an InlineReducer
         *({}, {"async_op": False}, {"contiguous": False}),
         *({"bucket_bytes": 1}, {"bucket_bytes": 20_000}),
         {"bucket_bytes": 20_000, "async_op": False, "contiguous": False},
@@ -27,7 +27,7 @@ def test_reducers_return_scaled_sums(rank: int, size: int, options: dict[str, An
     reducer: Any = fl.InlineReducer(1 / size)
     if options is not None:
         reducer = fl.CoalescingReducer(1 / size, **options)
-    for _ in range(3):  # a reducer is used again after finalize
+    for _ in range(3):  # a reducer is reused after finalize
         shapes = [(10,), (200, 30), (), (0,), (5000,), (3, 4)] * 3
         dtypes = [np.float32, np.float64] * 9
         arrays = [
@@ -65,7 +65,7 @@ def test_plan_buckets_is_complete_and_minimal(sizes: list[int], limit: int) -> N
     for bucket in plan:
         assert bucket
         assert sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1
-    for bucket, after in itertools.pairwise(plan):  # closed as the next array does not fit
+    for bucket, after in itertools.pairwise(plan):  # closed because the next array does not fit
         assert sum(sizes[i] for i in bucket) + sizes[after[0]] > limit
 
 

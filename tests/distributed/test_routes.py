@@ -1,4 +1,4 @@
-"""Which addresses ranks of several hosts use, and how they connect to rank 0 at several."""
+"""Choice of addresses between hosts, and connections to rank 0 at several addresses."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from flashlight_py.distributed.start.settings import Settings
 from tests.distributed.jobs import finish, start
 from tests.distributed.without_ipv6 import SOCKET
 
-# Which addresses are chosen ------------------------------------------------------------------
+# Choice of addresses ----------------------------------------------------------------------------
 
 
 def card(host: str, own: str = "", sources: str = "", **more: Any) -> Card:
@@ -30,7 +30,7 @@ def card(host: str, own: str = "", sources: str = "", **more: Any) -> Card:
 
 
 def joined(cards: list[Card], *connections: tuple[str, str], seen: str = "") -> list[Card]:
-    """Connect rank i + 1 with rank 0 from and to these addresses; rank 0 sees ``seen`` instead."""
+    """Connect rank i + 1 with rank 0 by these addresses; ``seen`` is a translated address."""
     of_0 = {}
     for number, (client, server) in enumerate(connections, 1):
         ends = [[client, 4000 + number], [server, 29511]]
@@ -44,14 +44,14 @@ A6, B6, C6 = "fd00::1", "fd00::2", "fd00::3"
 
 
 def test_choose_addresses_prefers_addresses_proven_by_rank_0() -> None:
-    """Also to the ranks of both hosts that are connected through the loopback, or not at all."""
+    """Ranks without such a connection use the address of their host."""
     cards = [card("a", f"{NAT} {A}", B), card("a"), card("b", f"{NAT} {B}"), card("b")]
     local = ("127.0.0.1", "127.0.0.1")
     assert choose_addresses(joined(cards, local, (B, A))) == [A, A, B, B]
 
 
 def test_choose_addresses_skips_an_address_of_every_host() -> None:
-    """As that of Docker, whose address is the same everywhere; of two networks one is used."""
+    """For example Docker's bridge. Of two networks, one is used."""
     bridge, other_a, other_b = "172.17.0.1", "192.168.7.1", "192.168.7.2"
     cards = [
         card("a", f"{bridge} {A} {other_a}", f"{bridge} {A}"),
@@ -65,7 +65,7 @@ def test_choose_addresses_skips_an_address_of_every_host() -> None:
 
 
 def test_choose_addresses_skips_link_local_addresses() -> None:
-    """MASTER_ADDR may be one; what is there beside it is used."""
+    """MASTER_ADDR may be link-local. Another address of the host is used."""
     link_a, link_b = "fe80::1", "fe80::2"
     cards = [card("a", f"{A} {A6}", A), card("b", f"{B} {B6}", B)]
     assert choose_addresses(joined(cards, (link_b, link_a))) == [A, B]
@@ -74,10 +74,10 @@ def test_choose_addresses_skips_link_local_addresses() -> None:
 
 
 def test_choose_addresses_uses_routes_without_proven_connections() -> None:
-    """As with MPI; an address that several hosts have is none of them."""
+    """For example with MPI. Addresses of several hosts are skipped."""
     a, b = f"{NAT} {A}", f"{NAT} {B}"
     assert choose_addresses([card("a", a, f"{NAT} {A}"), card("b", b, B)]) == [A, B]
-    assert choose_addresses([card("a", a), card("b", b)]) == [A, B]  # the only one that is left
+    assert choose_addresses([card("a", a), card("b", b)]) == [A, B]  # the only remaining address
 
 
 def test_choose_addresses_uses_one_version_of_ip() -> None:
@@ -158,7 +158,7 @@ def test_params_interface_overrides_the_environment(
     assert Settings.from_params({"INTERFACE": passed}).interface == used
 
 
-# How ranks connect ----------------------------------------------------------------------------
+# Connections ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def listening(host: str = "127.0.0.1") -> Iterator[int]:
 
 @contextlib.contextmanager
 def black_hole(port: int) -> Iterator[str]:
-    """An address at which ``port`` neither answers nor refuses: its queue is full."""
+    """Return an address at which ``port`` neither accepts nor rejects: its queue is full."""
     with contextlib.ExitStack() as stack:
         host = "127.0.0.7"
         server = stack.enter_context(socket.socket())
@@ -193,7 +193,7 @@ def test_attempts_are_not_delayed_by_a_silent_address() -> None:
         with wire:
             assert wire.getpeername() == ("127.0.0.1", port)
         assert attempts.pending == 1
-        early = Attempts([(nowhere, port), ("127.0.0.8", port)])  # who refuses may be there soon
+        early = Attempts([(nowhere, port), ("127.0.0.8", port)])  # may listen soon
         assert list(early.connected(began + 100)) == []
         assert time.monotonic() - began < 20
         alone = Attempts([(nowhere, port)])
@@ -222,7 +222,7 @@ def test_attempts_record_the_problem_of_each_address() -> None:
 def test_create_listeners_chooses_addresses_by_host_name(
     host: str, one_host: bool, at: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a name at all addresses, as others may take it for any of them."""
+    """At all addresses for a name, since other hosts may resolve it to any of them."""
     meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
     with contextlib.ExitStack() as stack:
@@ -251,7 +251,7 @@ def test_names_are_resolved_again_for_each_attempt(monkeypatch: pytest.MonkeyPat
     assert attempts.problems == {"later": "Name or service not known"}
 
 
-# Two ranks in one process ----------------------------------------------------------------------
+# Two ranks in one process -----------------------------------------------------------------------
 
 
 TWO = """

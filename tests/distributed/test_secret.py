@@ -1,4 +1,4 @@
-"""Only who knows a job's secret takes part in it: at a port, on Gloo's connections, in files."""
+"""Only processes that know a job's secret can join: at a port, over Gloo, and by files."""
 
 import os
 import socket
@@ -16,8 +16,8 @@ from flashlight_py.distributed.rendezvous.secret import Secret, nonce
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, socket_user
 from flashlight_py.errors import PeerLostError, RendezvousError
-from tests.distributed.rendezvous_helpers import Ranks, closed
-from tests.distributed.threads import connected, on_threads
+from tests.distributed.rendezvous_helpers import Ranks, all_closed
+from tests.distributed.threads import connect_ranks, run_on_threads
 
 NOBODY = 65534
 HEADER = struct.Struct("!4sHHQ")
@@ -29,7 +29,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become an
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder for temporary files that every user can write to, as /tmp."""
+    """A folder for temporary files that every user can write to, like /tmp."""
     with tempfile.TemporaryDirectory(prefix="secret-") as name:
         Path(name).chmod(0o1777)
         yield Path(name)
@@ -37,7 +37,7 @@ def public() -> Iterator[Path]:
 
 @pytest.fixture
 def ranks(port: int, public: Path) -> Iterator[Ranks]:
-    """Ranks that meet at ``port``; their users' secrets are in ``public``."""
+    """Ranks that meet at ``port``. The secrets of their users are in ``public``."""
     env = {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}
     with closing(Ranks(store="tcp", host=HERE, port=port, env=env)) as started:
         yield started
@@ -50,7 +50,7 @@ def test_user_secret_is_shared_and_private(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     found: list[Secret] = []
-    on_threads(8, lambda _: found.append(Secret.find(True, environ)))
+    run_on_threads(8, lambda _: found.append(Secret.find(True, environ)))
     assert len(found) == 8
     assert len({each.of_user for each in found}) == 1
     (file,) = tmp_path.iterdir()
@@ -127,7 +127,7 @@ def test_secret_of_the_user_is_shared_on_one_host_only() -> None:
 
 
 def knock(port: int, key: bytes, greeting: bytes) -> bytes:
-    """Ask to be let in as who knows ``key``; return the beginning of the answer, b"": dropped."""
+    """Connect as a client with ``key``; return the beginning of the answer, b"" if dropped."""
     with socket.create_connection((HERE, port), 10.0) as wire, wire.makefile("rb") as answers:
         mine = nonce()
         wire.sendall(HEADER.pack(b"FLrv", _VERSION, HELLO, len(mine)) + mine)
@@ -141,7 +141,7 @@ def knock(port: int, key: bytes, greeting: bytes) -> bytes:
 
 
 def test_ranks_with_the_same_secret_connect_without_sending_it(ranks: Ranks, port: int) -> None:
-    """All that goes between them is recorded."""
+    """All bytes between the ranks are recorded."""
     env = {"MASTER_SECRET": "a word that only they know"}
     rank_0 = ranks.start_ready(0, 2, env=env)
     recorded = bytearray()
@@ -149,8 +149,8 @@ def test_ranks_with_the_same_secret_connect_without_sending_it(ranks: Ranks, por
         client = ranks.start(1, 2, env=env, port=server.getsockname()[1])
         with server.accept()[0] as there, socket.create_connection((HERE, port)) as here:
             ends = [(there, here), (here, there)]
-            on_threads(2, lambda way: pump(*ends[way], recorded))
-    assert closed([rank_0, client])
+            run_on_threads(2, lambda way: pump(*ends[way], recorded))
+    assert all_closed([rank_0, client])
     assert b"FLrv" in recorded
     assert b"a word" not in recorded
 
@@ -180,7 +180,7 @@ def test_process_of_another_user_is_rejected_and_the_rendezvous_continues(ranks:
     rank_0 = ranks.start_ready(0, 2)
     for _ in range(3):
         assert "the secrets differ" in ranks.start(1, 2, uid=NOBODY).refusal()
-    assert closed([rank_0, ranks.start(1, 2)])
+    assert all_closed([rank_0, ranks.start(1, 2)])
 
 
 @pytest.mark.slow
@@ -214,12 +214,12 @@ NONSENSE = [
 
 
 def test_invalid_greeting_with_a_valid_proof_is_dropped(ranks: Ranks, port: int) -> None:
-    """As without a secret everybody's proof is right, between hosts."""
+    """Between hosts without a secret, every process has a valid proof."""
     env = {"MASTER_SECRET": "s"}
     rank_0 = ranks.start_ready(0, 2, env=env)
     for greeting in NONSENSE:
         assert knock(port, b"s", greeting) == b"", greeting
-    assert closed([rank_0, ranks.start(1, 2, env=env)])
+    assert all_closed([rank_0, ranks.start(1, 2, env=env)])
 
 
 def test_greeting_is_printable() -> None:
@@ -240,7 +240,7 @@ def test_world_over_several_hosts_without_a_secret_warns_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Here all addresses count as another host's."""
+    """Here all addresses count as those of another host."""
     monkeypatch.setattr(secret, "is_own", lambda *_: False)
     if given:
         monkeypatch.setenv("MASTER_SECRET", given)
@@ -252,7 +252,7 @@ def test_world_over_several_hosts_without_a_secret_warns_once(
         got.extend([store.exchange(b"%d" % rank), store.exchange(b"%d" % rank)])
         store.close()
 
-    on_threads(2, take_part)
+    run_on_threads(2, take_part)
     assert got == [[b"0", b"1"]] * 4
     warned = [record for record in caplog.records if "has no secret" in record.getMessage()]
     assert len(warned) == (0 if one_host or given else 1)
@@ -262,7 +262,7 @@ def test_world_over_several_hosts_without_a_secret_warns_once(
 
 
 def test_gloo_rejects_a_process_without_the_key() -> None:
-    assert connected([b"key"] * 3) == [[0, 1, 2]] * 3
-    for error in connected([b"key", b"another"]):
+    assert connect_ranks([b"key"] * 3) == [[0, 1, 2]] * 3
+    for error in connect_ranks([b"key", b"another"]):
         assert isinstance(error, PeerLostError)
         assert "does not know the secret of this job" in str(error)

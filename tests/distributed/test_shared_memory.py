@@ -1,6 +1,6 @@
-"""What only shared memory has: arrays in it, its size, its names, several hosts beside it.
+"""Arrays in shared memory, its size and names, and several hosts.
 
-And one array per host: who loads it, who can write to it, and when its memory is gone.
+Also host_array: the rank that loads, the ranks that may write, and the end of the memory.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def test_verbs_accept_views_of_shared_arrays(rank: int, size: int) -> None:
     assert fl.all_reduce(whole[1]).base is not None  # a view, in place
     assert np.all(whole[0] == rank)
     assert np.all(whole[1] == sum(range(size)))
-    # Ranks that pass different places are reduced all the same.
+    # Ranks may pass different offsets.
     other = fl.distributed.shared_empty((100_000,), np.float64)
     x = [other, whole[0], np.empty(100_000)][rank % 3]
     x[...] = rank
@@ -99,7 +99,7 @@ def test_dropped_shared_arrays_are_unmapped(rank: int, size: int) -> None:
         gc.collect()
         fl.barrier()
         counts.append(mapped())
-    assert counts[-1] <= counts[0]  # at first there may be arrays of other tests
+    assert counts[-1] <= counts[0]  # arrays of other tests may remain at first
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
@@ -148,7 +148,7 @@ def test_describe_names_the_backend_and_the_reason(
 def test_missing_shared_memory_on_a_host_warns_once(
     rank: int, size: int, tmp_path: Path, hidden: list[int], way: str
 ) -> None:
-    """Some ranks join without the extension."""
+    """Some ranks start without the extension."""
     records: list[logging.LogRecord] = []
     listener = logging.Handler(logging.WARNING)
     listener.emit = records.append  # type: ignore[method-assign]
@@ -166,7 +166,7 @@ def test_missing_shared_memory_on_a_host_warns_once(
     place = fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": str(tmp_path / "meet")}
     fl.distributed_init(*place)
     assert fl.all_reduce(np.array(rank)) == sum(range(size))
-    fl.new_group([0, 1])  # it warns of nothing that its parent has warned of
+    fl.new_group([0, 1])  # it does not repeat the warning of its parent
     text, warnings = fl.distributed.describe(), [record.getMessage() for record in records]
     fl.distributed_shutdown()
     apart = f"rank 1 shares no memory with rank 0 of its host: {why}"
@@ -216,7 +216,7 @@ done
 wait
 ls -A /dev/shm
 """
-# Containers of one pod: they share /dev/shm, and do not see each other's processes.
+# Containers of one pod share /dev/shm, but do not see each other's processes.
 CONTAINER = "unshare --pid --fork --mount-proc"
 
 
@@ -232,7 +232,7 @@ CONTAINER = "unshare --pid --fork --mount-proc"
 def test_small_dev_shm_matters_in_containers_only(
     tmp_path: Path, size: str, each: str, way: str, warning: str | None
 ) -> None:
-    """In a mount namespace of its own, with a /dev/shm as small as a container's may be."""
+    """In a mount namespace with a /dev/shm as small as in a container."""
     done = in_namespaces(SMALL_DEV_SHM, tmp_path, size=size, each=each)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
@@ -271,7 +271,7 @@ def test_end_of_a_process_in_another_container_is_detected(tmp_path: Path) -> No
 
 
 def in_namespaces(script: str, folder: Path, **words: str) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` in a mount namespace of its own; skips where that is not allowed."""
+    """Run ``script`` in a new mount namespace, or skip the test if that is not allowed."""
     script = script.format(python=sys.executable, path=folder / "meet", **words)
     unshare = ["unshare", "-m", "--pid", "--fork", "true"]
     tried = subprocess.run(unshare, capture_output=True, check=False)
@@ -280,7 +280,7 @@ def in_namespaces(script: str, folder: Path, **words: str) -> subprocess.Complet
     return run(["unshare", "-m", "bash", "-c", script])
 
 
-# Memory that other processes cannot read goes through shared memory -------------------------------
+# Memory that other processes cannot read is copied through shared memory -------------------------
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -289,14 +289,14 @@ _PR_SET_DUMPABLE = 4
 _CAP_SYS_PTRACE = 19
 _CAPABILITY_VERSION = 0x20080522
 
-# Long enough to be read from the other's memory, and for several pieces of the other way.
+# Long enough for a read from the other process, and for several chunks of the other method.
 COUNT = 600_000
-# Calls of one kind take turns, to begin with, in how they move the data.
+# The first calls of a kind take turns in the two methods.
 TURNS = 3
 
 
 def secret(count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return an array that no other process can read, and the kernel neither."""
+    """Return an array that neither another process nor the kernel can read."""
     file = _LIBC.syscall(_MEMFD_SECRET, 0)
     if file < 0:
         raise OSError(ctypes.get_errno(), "memfd_secret")
@@ -309,13 +309,13 @@ def secret(count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 def can_keep_secrets() -> bool:
     try:
         secret(1024)
-    except OSError:  # the kernel lacks it, or this user may lock no memory
+    except OSError:  # missing in the kernel, or no locked memory for this user
         return False
     return True
 
 
 def keep_secret(array: Any, layout: str) -> Any:
-    """Return the same values in memory that no other process can read."""
+    """Copy the values to memory that no other process can read."""
     hidden = secret(max(1, array.size))[: array.size].reshape(array.shape)
     hidden[...] = array
     return hidden
@@ -324,7 +324,7 @@ def keep_secret(array: Any, layout: str) -> Any:
 @pytest.mark.skipif(not can_keep_secrets(), reason="needs memfd_secret (Linux 5.14, x86 or ARM)")
 @on_ranks(("shm", 2), ("shm", 3))
 def test_verbs_accept_secret_memory(rank: int, size: int) -> None:
-    """Call each verb in a new group, as one that has failed to read once does not try again."""
+    """Each verb uses a new group, because a group that failed to read once does not try again."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 or size == 3:
             patch.setattr(programs, "with_layout", keep_secret)
@@ -340,7 +340,7 @@ def test_verbs_accept_secret_memory(rank: int, size: int) -> None:
 
 
 def give_up_reading_by_right() -> None:
-    """Root may read every process; from here on this one is as any other user's."""
+    """Drop root's right to read every process."""
     words = (ctypes.c_uint32 * 6)()
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     assert _LIBC.capget(header, words) == 0
@@ -369,7 +369,7 @@ MB = 1 << 20
 
 
 def mappings(array: np.ndarray) -> list[tuple[str, str]]:
-    """The permissions and the inode of each mapping that ``array`` lies in."""
+    """Return the permissions and inode of each mapping that contains ``array``."""
     first = array.__array_interface__["data"][0]
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -382,7 +382,7 @@ def mappings(array: np.ndarray) -> list[tuple[str, str]]:
 
 
 def check(rank: int, size: int) -> tuple[bool, list[tuple[str, str]]]:
-    """Use arrays of every kind; returns whether this rank has loaded, and where one lies."""
+    """Use arrays of every kind; return whether this rank has loaded, and the inode of an array."""
     calls = []
 
     def load() -> np.ndarray:
@@ -409,7 +409,7 @@ def check(rank: int, size: int) -> tuple[bool, list[tuple[str, str]]]:
     assert fl.host_array(lambda: np.zeros((0, 3))).shape == (0, 3)
     raise_together(rank)
     batches = used_as_data(size)
-    assert fl.all_reduce(batches) == 6 * size  # of the group, which goes on
+    assert fl.all_reduce(batches) == 6 * size  # the group remains usable
     return bool(calls), mappings(x)
 
 
@@ -424,13 +424,13 @@ def raise_together(rank: int) -> None:
         assert "KeyError: 'no such file'" in str(caught.value)
         assert caught.value.rank == 0
     else:
-        assert rank in (0, 2)  # the first one of a host
+        assert rank in (0, 2)  # the first rank of a host
     with pytest.raises((TypeError, fl.errors.RankFailedError), match="Python objects"):
         fl.host_array(lambda: np.array([object()]))
 
 
 def used_as_data(size: int) -> int:
-    """Take all samples through every container; returns how many this rank has seen."""
+    """Take all samples through every container; return the number of samples of this rank."""
     x = fl.host_array(lambda: np.arange(24.0).reshape(6, 4))
     rows = fl.dataset.TensorDataset([x, x[:, 0]])
     sharded = fl.ShardedDataset(rows, size, seed=1)
@@ -481,7 +481,7 @@ def test_host_array_copies_a_memory_mapped_file(tmp_path: Path) -> None:
 
 
 def mappings_of(name: str) -> list[str]:
-    """What the kernel says of each mapping of the file or memory ``name``."""
+    """Return the kernel's description of each mapping of ``name``."""
     parts = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     return [part for part in parts if name in part.splitlines()[0]]
 
@@ -491,7 +491,7 @@ def resident(parts: list[str], what: str = "Rss") -> int:
 
 
 def test_host_array_memory_is_freed_with_the_last_view() -> None:
-    gc.collect()  # what earlier tests left would be freed at any moment
+    gc.collect()  # arrays of earlier tests could be freed at any time
     before = len(mappings_of("flashlight-"))
     view = fl.host_array(lambda: np.ones((3, 4)))[1]
     assert len(mappings_of("flashlight-")) == before + 1
@@ -509,7 +509,7 @@ def test_host_array_raises_if_the_loading_rank_is_killed(rank: int, size: int) -
 
 @on_ranks(("shm", 2), fresh=True)
 def test_host_array_removes_its_name_in_dev_shm(rank: int, size: int) -> None:
-    """Memory is shared by a name, as containers of a pod do."""
+    """Memory is shared by name, as between containers of a pod."""
     topology.process_space = lambda: ""  # type: ignore[assignment]
     x = fl.host_array(lambda: np.full(1000, 3.0))
     fl.barrier()
@@ -519,7 +519,7 @@ def test_host_array_removes_its_name_in_dev_shm(rank: int, size: int) -> None:
 
 
 def outlives_the_group(rank: int, size: int, megabytes: int) -> float:
-    """Return the megabytes that this rank's part of the shared memory counts for."""
+    """Return the megabytes of shared memory that count for this rank."""
     x = fl.host_array(lambda out: out.fill(1), shape=(megabytes, MB // 4))
     assert x.sum(dtype=np.float64) == megabytes * MB // 4
     fl.barrier()
@@ -533,4 +533,4 @@ def outlives_the_group(rank: int, size: int, megabytes: int) -> float:
 @pytest.mark.slow
 def test_eight_ranks_share_one_copy_of_a_host_array() -> None:
     shares = run_ranks(outlives_the_group, 8, 64, **BACKENDS["shm"][1])
-    assert sum(shares) < 64 * 1.05 + 8  # beside it, the group's own segment
+    assert sum(shares) < 64 * 1.05 + 8  # in addition to the segment of the group

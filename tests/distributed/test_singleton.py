@@ -1,4 +1,4 @@
-"""A process that was started as one of several does not work alone without saying so."""
+"""A process that was started as one of several does not silently work alone."""
 
 import logging
 import sys
@@ -134,7 +134,7 @@ def test_check_schedulers_ignores_one_node_with_one_process() -> None:
         check_schedulers({**pod, "PET_NPROC_PER_NODE": "4"})
 
 
-# A program that has forgotten distributed_init ------------------------------------------------
+# A program without distributed_init --------------------------------------------------------------
 
 FORGETFUL = """
 import sys
@@ -192,7 +192,7 @@ def test_verb_does_not_warn_after_init_or_without_a_launcher(
 
 @on_ranks(("single", 1))
 def test_world_of_one_records_native_and_python_calls_alike(rank: int, size: int) -> None:
-    """The records of a call on the fast path, and of one that is left to Python."""
+    """A call on the fast path, and a call that Python handles."""
     fixed = np.ones(3)
     fixed.setflags(write=False)
     with pytest.raises(ValueError, match="read-only"):
@@ -202,7 +202,7 @@ def test_world_of_one_records_native_and_python_calls_alike(rank: int, size: int
     x = np.ones((3, 2), np.int32)
     work = fl.all_reduce(x, async_op=True)
     assert work.wait() is x
-    fl.all_reduce(x, 2)  # whole numbers are scaled by Python
+    fl.all_reduce(x, 2)  # Python scales integers
     assert (x == 2).all()
     short, long = (each.as_dict() for each in current_world().group.journal.records()[-2:])
     assert short["line"].startswith("distributed/test_singleton.py:")

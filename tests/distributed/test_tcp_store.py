@@ -1,4 +1,4 @@
-"""Ranks meet at a port: strangers, killed ranks, and a port that is taken."""
+"""Rendezvous at a port: unknown clients, killed ranks, and an occupied port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION
 from flashlight_py.errors import RendezvousError
-from tests.distributed.rendezvous_helpers import Ranks, closed, ranks_at
+from tests.distributed.rendezvous_helpers import Ranks, all_closed, ranks_at
 
 ranks = ranks_at("tcp")
 
@@ -33,7 +33,7 @@ def test_rank_with_the_shortest_timeout_reports_missing_ranks(ranks: Ranks) -> N
 def test_second_rank_0_raises_that_the_port_is_in_use(ranks: Ranks) -> None:
     server = ranks.start_ready(0, 2)
     assert "port is in use" in ranks.start(0, 2).refusal()
-    assert closed([server, ranks.start(1, 2)])
+    assert all_closed([server, ranks.start(1, 2)])
 
 
 HELLO, PAYLOAD, PROOF = 1, 3, 9
@@ -42,7 +42,7 @@ HELLO, PAYLOAD, PROOF = 1, 3, 9
 def message(
     kind: int, body: bytes = b"", length: int | None = None, version: int = _VERSION
 ) -> bytes:
-    """Return a message as ranks send it, perhaps with another length in its header."""
+    """Return a message of the protocol, optionally with a wrong length in its header."""
     size = len(body) if length is None else length
     return struct.pack("!4sHHQ", b"FLrv", version, kind, size) + body
 
@@ -65,7 +65,7 @@ STRANGERS = {
     "unknown kind": message(99),
     "another version": message(HELLO, bytes(32), version=7),
 }
-# These begin with a nonce, which is answered by another one.
+# They begin with a nonce, which the server answers with a nonce.
 ANSWERED = {
     "two greetings": [message(HELLO, bytes(32)) * 2],
     "nesting as a greeting": [message(HELLO, bytes(32)), message(PROOF, b"[" * 4000)],
@@ -77,9 +77,9 @@ ANSWERED = {
 def test_unknown_client_gets_no_answer_and_does_no_harm(ranks: Ranks, port: int, kind: str) -> None:
     server = ranks.start_ready(0, 2)
     with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
-        with suppress(ConnectionError):  # it was dropped in the middle
+        with suppress(ConnectionError):  # dropped before the end
             stranger.sendall(STRANGERS[kind])
-        assert closed([server, ranks.start(1, 2)])
+        assert all_closed([server, ranks.start(1, 2)])
         stranger.settimeout(5.0)
         try:
             answer = stranger.recv(100)
@@ -89,7 +89,7 @@ def test_unknown_client_gets_no_answer_and_does_no_harm(ranks: Ranks, port: int,
 
 
 def test_invalid_data_does_not_end_or_delay_the_rendezvous(ranks: Ranks, port: int) -> None:
-    """All of it at the same time, its parts one after the other, until strangers are dropped."""
+    """All data is sent at the same time, in parts, until the clients are dropped."""
     ranks.start_ready(0, 3)
     noise = [*([sent] for sent in STRANGERS.values()), *ANSWERED.values()]
     with ExitStack() as stack:
@@ -97,10 +97,10 @@ def test_invalid_data_does_not_end_or_delay_the_rendezvous(ranks: Ranks, port: i
         strangers = [stack.enter_context(connect(("127.0.0.1", port), 10.0)) for _ in noise]
         for turn in range(2):
             for parts, stranger in zip(noise, strangers, strict=True):
-                with suppress(OSError):  # it was dropped
+                with suppress(OSError):  # dropped
                     stranger.sendall(b"".join(parts[turn : turn + 1]))
             ranks.start_ready(1 + turn, 3)
-        assert closed(ranks.all)
+        assert all_closed(ranks.all)
 
 
 def test_many_silent_clients_do_not_block_a_rank(ranks: Ranks, port: int) -> None:
@@ -108,7 +108,7 @@ def test_many_silent_clients_do_not_block_a_rank(ranks: Ranks, port: int) -> Non
     with ExitStack() as stack:
         for _ in range(200):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
-        assert closed([server, ranks.start(1, 2)])
+        assert all_closed([server, ranks.start(1, 2)])
 
 
 def test_another_program_at_the_port_is_detected(ranks: Ranks, port: int) -> None:
@@ -129,7 +129,7 @@ def test_tcp_store_binds_only_the_master_address(port: int) -> None:
 def test_tcp_store_uses_an_inherited_listener_only(
     port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A process that inherited the variable alone has something else under the number."""
+    """A process that inherited only the variable has another file under that number."""
     with (
         socket.create_server(("127.0.0.1", port)) as handed,
         socket.create_server(("127.0.0.1", 0)) as other,

@@ -1,4 +1,4 @@
-"""The table of the verbs, a call as one value, and the verbs as objects of native code."""
+"""The table of verbs, calls as values, and verbs as native objects."""
 
 import copy
 import functools
@@ -52,7 +52,7 @@ def test_codes_match_the_native_libraries(library: str) -> None:
             assert verb.uneven == getattr(lib, f"FL_{verb.name.upper()}_UNEVEN")
 
 
-# The positional parameters of the public functions; all others are keyword-only, in one order.
+# The positional parameters of public functions. All others are keyword-only, in one order.
 POSITIONAL = {
     "x scale": "all_reduce all_reduce_multiple",
     "x": "all_gather all_reduce_location all_to_all exscan reduce_scatter scan",
@@ -103,7 +103,7 @@ def test_every_verb_is_a_method_of_groups(name: str) -> None:
 
 
 def test_docs_page_matches_the_table_of_verbs() -> None:
-    """Its arguments beside the array, whether it works in place, and whether parts may differ."""
+    """Arguments other than the array, in-place operation, and whether parts may differ."""
     rows = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| `")]
     calls = {
         name: (set(arguments.replace("=", "").split(", ")), in_place.strip(), unequal.strip())
@@ -174,7 +174,7 @@ def test_step_of_a_composed_call_names_the_call() -> None:
     assert Call(ALL_GATHER, X, part_of="split").steps == "split: all_gather(float32 rows of (3,))"
 
 
-# Verbs as objects: native code does plain calls; otherwise they behave like functions -------------
+# Native objects run plain calls. Otherwise they behave like functions -----------------------------
 
 
 ENTRIES = [name for name in api.__all__ if type(getattr(fl, name)) is load("fast").verb]
@@ -266,16 +266,16 @@ def test_plain_calls_run_without_python(rank: int, size: int) -> None:
             assert functions_called(functools.partial(verb, of)) == []
     assert "via" not in current_world().group.journal.records(1)[-1].as_dict()
     assert fl.all_reduce_multiple([x, whole], async_op=True).wait()[1] is whole
-    for given in {"x": x}, {"out": x}:  # of the two that must be passed
+    for given in {"x": x}, {"out": x}:  # of the two required arguments
         with pytest.raises(TypeError, match="missing 1 required"):
             fl.sendrecv(dst=None, src=None, **given)
-    with fl.profile(os.devnull):  # which wants every call
+    with fl.profile(os.devnull):  # a profile records every call
         assert "all_reduce" in functions_called(lambda: fl.all_reduce(x))
 
 
 @on_ranks(("shm", 2))
 def test_blocking_call_waits_for_an_asynchronous_call(rank: int, size: int) -> None:
-    """Native code waits for its turn, also in the middle of a list."""
+    """Native code waits for its turn, even in the middle of a list."""
     group, x, large = fl.new_group(range(size)), np.ones(3), np.ones(1 << 20)
     for _ in range(20):
         work = group.all_reduce(large, 1 / size, async_op=True)

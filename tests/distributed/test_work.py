@@ -1,8 +1,8 @@
-"""Operations made of others, and several threads, or tasks of asyncio, that wait for one.
+"""Composed operations, and several threads or asyncio tasks that wait for one operation.
 
-Several operations as one: all are waited for, and the failure that shows the cause is raised.
-A result that is made from another's: once, whoever waits, and nobody gets it half-made.
-Works stand in for real ones, which meet the moments of these tests too rarely.
+``AllOf`` waits for all operations and raises the failure that shows the cause. ``Then`` makes its
+result once, and no wait returns an incomplete result. Stand-ins replace real operations, which
+rarely reach the tested states.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tests.distributed.conformance import on_ranks, ranks_in
 
 
 class Fails(Work):
-    """An operation that has failed; a real one needs ranks that differ at the right moment."""
+    """An operation that has failed. A real one would need ranks that differ at the right time."""
 
     def __init__(self, failure: Exception) -> None:
         self._failure = failure
@@ -66,7 +66,7 @@ def test_all_of_raises_group_closed_error_without_other_failures() -> None:
 
 
 class Slow:
-    """Makes a result when it is allowed to, and counts how often."""
+    """Makes a result when it is allowed to, and counts the calls."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -82,7 +82,7 @@ class Slow:
 
 
 def waits_of_two_threads(slow: Slow, release: Callable[[Then], None]) -> list[Any]:
-    """Wait twice, the second time while the first one makes the result; return what each got."""
+    """Wait twice, the second time while the first wait makes the result; return both results."""
     work = Then(Done("it"), slow)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(work.wait)
@@ -113,7 +113,7 @@ def test_then_raises_the_same_error_in_every_wait() -> None:
 
 
 class Interruption(Exception):
-    """What the signal handler below raises."""
+    """The exception of the signal handler below."""
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_then_never_returns_an_incomplete_result_after_a_signal(
 
 
 class Interrupted(Work):
-    """An operation whose first wait a signal handler ends, as a native one's."""
+    """An operation whose first wait a signal handler interrupts, like a native operation."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         self._interrupt: list[Callable[[], None]] = [interrupt]
@@ -178,11 +178,11 @@ def test_wait_in_a_handler_raises_for_the_interrupted_work() -> None:
     assert said
 
 
-# The limit of a wait passes just as the operation ends: it is no failure --------------------------
+# A timeout passes just as the operation ends: this is not a failure -------------------------------
 
 
 class EndsAtLimit(Work):
-    """Has ended well by the time that its first wait reports the limit."""
+    """Has ended successfully before its first wait reports the timeout."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure or wait_timeout_error("send", 0.0)
@@ -228,10 +228,10 @@ def test_comparison_is_the_cause_only_if_it_has_failed(goes_on: bool) -> None:
     assert operation.cause() is (None if goes_on else late)
 
 
-# On ranks: each thread, or task, gets its result, when it is there --------------------------------
+# On ranks: each thread or task gets its result ----------------------------------------------------
 
 
-# Large enough to be reduced and brought home while the threads wake up.
+# Large enough that threads wake up during the reduction and the copy.
 SIDE = 300
 ROUNDS = 10
 
@@ -247,7 +247,7 @@ def test_all_of_returns_the_complete_result_to_two_threads(rank: int, size: int)
             work = fl.all_reduce(strided, async_op=True)
 
             def reduced(work: Any = work) -> float:
-                return float(work.wait().min())  # at once: it must be all there by then
+                return float(work.wait().min())  # the result must be complete by then
 
             waits = [threads.submit(reduced) for _ in range(2)]
             assert [wait.result(30) for wait in waits] == [total] * 2

@@ -141,7 +141,7 @@ class Waiting:
         """Send ``number`` only to the script; return its remaining output."""
         os.kill(self.process.pid, number)
         output, errors = self.process.communicate(timeout=20)
-        processes.await_end(self.ranks, 5.0)
+        processes.wait_for_end(self.ranks, 5.0)
         assert not [rank for rank in self.ranks if processes.is_alive(rank)]
         return output, errors
 

@@ -107,7 +107,7 @@ def test_an_optimizer_is_of_one_layout(sharded: Any, monkeypatch: pytest.MonkeyP
     assert model.first.weight.placement is None
     loss_of(model, 0, 0).backward()
     before = model.first.weight.array.copy()
-    with pytest.raises(RuntimeError, match="make the optimizer afterwards"):
+    with pytest.raises(RuntimeError, match="Create the optimizer after sharding"):
         optimizer.step()
     assert np.array_equal(model.first.weight.array, before)
 
@@ -171,7 +171,7 @@ def test_a_step_that_is_refused_changes_nothing() -> None:
     fl.fully_shard(model)
     loss = loss_of(model, 0, 0)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="was sharded after the optimizer was made"):
+    with pytest.raises(RuntimeError, match="was sharded after the optimizer was created"):
         optimizer.step()
     loss.backward()
 

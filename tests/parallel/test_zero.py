@@ -132,13 +132,13 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=r"parameter 0 \(shape .*\) is sharded by"):
             refused(model)
-    with pytest.raises(ValueError, match="neither distribute_module_grads nor a gradient buffer"):
+    with pytest.raises(ValueError, match="cannot have a gradient buffer"):
         weight.grad_buffer = np.zeros((3, 3))
     weight.grad_buffer = None  # as it is
     one_pass(model, 0, rank)
     assert weight.grad is not None
     assert weight.grad.ndim == 1  # this rank's part
-    with pytest.raises(ValueError, match="call astype"):
+    with pytest.raises(ValueError, match="before fully_shard"):
         model.astype("float32")
     with pytest.raises(ValueError, match="read-only"):
         weight.array[0] = 1
@@ -147,7 +147,7 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
     assert all(type(param) is fl.Variable for param in copied.params())
     for found in (copied, model, model.eval()):
         np.testing.assert_equal(found.state_dict(), whole)
-    with pytest.raises(ValueError, match="load_state_dict copies values into it"):
+    with pytest.raises(ValueError, match="Copy values into it by load_state_dict"):
         weight.array = whole["some.weight"]
     plain.some.weight.register_grad_hook(print)
     with pytest.raises(ValueError, match=r"'some\.weight' has a gradient hook or buffer"):

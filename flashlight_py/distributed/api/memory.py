@@ -192,7 +192,9 @@ def _load(
     if layout is None:
         source = load()
         if is_cupy(source):
-            raise TypeError("host_array: load must return a NumPy array. Return array.get().")
+            raise TypeError(
+                "host_array: load must return a NumPy array, got a CuPy array. Return array.get()."
+            )
         source = np.asarray(source)
         layout = Layout(source.shape, _checked(source.dtype))
     file = MemoryFile(named)

@@ -305,7 +305,7 @@ def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Mess
     if op.peer is not None:
         check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:
-        raise ValueError(f"{verb}: src must be a rank in a group of one rank, got None")
+        raise ValueError(f"{verb}: src=None must have another rank, got a group of one rank")
     partial = op.partial and not op.sends
     if (op.peer is None or partial) and is_cupy(array):
         raise TypeError(

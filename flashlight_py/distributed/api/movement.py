@@ -255,7 +255,8 @@ def _blocks_to_all(
                 )
         if any(map(is_cupy, xs)):
             raise TypeError(
-                f"{verb}: x must be a list of NumPy arrays. Pass one CuPy array and rows"
+                f"{verb}: a list must contain NumPy arrays, got CuPy arrays. Concatenate them, and "
+                "pass rows=."
             )
         overlap = OverlapCheck(verb, members.size)
         rooms = [as_array(verb, out, of_any_dtype=True, mutable=True) for out in outs or ()]

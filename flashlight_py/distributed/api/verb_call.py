@@ -47,7 +47,7 @@ from flashlight_py.distributed.groups.membership import Membership, members_of, 
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Then, Work
 from flashlight_py.errors import BackendUnavailableError, DistributedError, MismatchError
-from flashlight_py.tracebacks import words_of
+from flashlight_py.tracebacks import message_of
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.api.group import ProcessGroup
@@ -439,4 +439,4 @@ def in_step(
 
 def reason_of(error: BaseException) -> str:
     """Return an exception as one line."""
-    return " ".join(f"{type(error).__name__}: {words_of(error)}".split())
+    return " ".join(f"{type(error).__name__}: {message_of(error)}".split())

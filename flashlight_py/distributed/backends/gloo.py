@@ -37,7 +37,7 @@ _RANK_BITS = 24
 
 
 class _GlooCards(NamedTuple):
-    """The fields of the cards of all ranks. Each field is in rank order."""
+    """Data that all ranks exchange before they connect. Each field has an entry per rank."""
 
     peers: Sequence[Peer]
     addresses: bytes  # concatenated
@@ -116,7 +116,7 @@ class GlooBackend(NativeBackend):
         return self
 
     def subgroup(self, ranks: Sequence[int], count: int, is_flat: bool) -> Subgroup:
-        """Return the subgroup ``ranks``, numbered by the ``count`` of its first rank."""
+        """Return a description of the subgroup ``ranks``; ``count`` makes its number unique."""
         number = (count << _RANK_BITS | self.network_ranks[ranks[0]]) << 1
         return Subgroup(self, ranks, number, is_flat)
 
@@ -190,7 +190,8 @@ class GlooBackend(NativeBackend):
         return super().lost(doing) or dead  # a rank that could report a reason did so first
 
     def _dead(self, doing: str) -> PeerLostError | None:
-        """Return an error if ranks of this machine have ended: Gloo would wait for them in vain."""
+        """Return an error if processes of this machine have ended, else Gloo would wait for
+        them."""
         dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None

@@ -1,9 +1,9 @@
 """A group over several hosts: shared memory inside each host, another backend between hosts.
 
-The data of a small array is sent with the comparison of the calls, that of a large array after it;
-see ``hierarchical_calls.py``. A reduction adds the ranks of each host in order, then the hosts in
-order. The result has the same bits on every rank, and in every run with the same placement. A
-receive from any rank is open in both backends until one of them has a message.
+The data of a small array is sent with the comparison of the calls. The data of a large array
+follows later; see ``hierarchical_calls.py``. A reduction adds the ranks of each host in order, then
+the hosts in order. The result has the same bits on every rank, and in every run with the same
+placement. A receive from any rank is open in both backends until one of them has a message.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class HierarchicalBackend(Backend):
         return Done(receive.receive()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
-        """Compare row counts or the shape of a scatter, which the agreement does not cover."""
+        """Compare row counts or the shape of a scatter. The agreement covers all other
+        arguments."""
         differs = call.is_ragged or call.verb is verbs.SCATTER
         return self._on_all_ranks(call) if differs or not self._checked else None
 
@@ -183,7 +184,7 @@ class HierarchicalBackend(Backend):
         return self._calls.all_gather(call, self._rows)
 
     def _on_all_ranks(self, call: Call) -> Any:
-        """Run ``call`` on the backend for all ranks, because the hierarchy would save nothing."""
+        """Run ``call`` on the backend of all ranks: the hierarchy would not make it faster."""
         seconds = self._far if call.verb is not verbs.BARRIER else call.seconds
         result = self._flat.start(replace(call, blocking=True, seconds=seconds)).wait()
         self._agreement.runs_ahead()  # a local peer may still wait for data of another host

@@ -115,7 +115,7 @@ def _ended_normally(
 
 
 def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> str:
-    """Return the message that makes other ranks raise ``cause``, a traceback or an error."""
+    """Return a message that makes other ranks raise ``cause`` (a traceback or an error)."""
     if isinstance(cause, str):
         who = f"rank {backend.numbers[backend.rank]}"
         return _LOST + peer_raised(who, process_list([backend.rank], backend.processes), cause)
@@ -172,7 +172,7 @@ def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: An
 def _deadlock_text(
     where: str, backend: NativeBackend, handle: Any, elsewhere: str, limit: str
 ) -> str:
-    """Return the message for a deadlock: missing ranks wait in other groups."""
+    """Return the error for ranks that wait for each other in different groups."""
     signatures = backend.lib.fl_op_signatures(handle)
     waiting = f"{backend.name} waits for a message"
     if signatures != backend.ffi.NULL:
@@ -231,7 +231,7 @@ def _call_in_other_group(backend: NativeBackend, rank: int) -> str:
 
 
 def signature_text(signature: Any, name: str = "") -> str:
-    """Return the text of the call with ``signature``; ``name`` is that of a dtype or barrier."""
+    """Return the call with ``signature`` as text; ``name`` is the name of a dtype or barrier."""
     if signature.ndim == codes.REFUSED:
         return "a verb whose arguments were invalid"
     if signature.ndim == codes.WITHDRAWN:

@@ -116,7 +116,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> Sharing:
-        """Return the sharing, given the answers of the ranks."""
+        """Return the groups, given the answer of each rank."""
         answers = [json.loads(text) for text in texts]
         by_leader: dict[int, list[int]] = {}
         for rank, (leader, _, _) in enumerate(answers):
@@ -323,11 +323,11 @@ def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str
 
 
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
-    """Return, by host, addresses proven by a connection with rank 0, and translated ones.
+    """Return, by host, addresses that a connection with rank 0 proves, and translated ones.
 
-    If both ends report the same addresses, nothing between them translates. An address that the
-    host does not list itself needs a zone. A translated address maps to the address that rank 0
-    sees.
+    If both ends report the same addresses, there is no translation between them. An address that
+    its host does not list, such as an address with a zone, is not used. The second result maps the
+    address that a host reports to the address that rank 0 sees.
     """
     proven: dict[str, list[str]] = {card.host: [] for card in cards}
     translated: dict[str, dict[str, str]] = {card.host: {} for card in cards}

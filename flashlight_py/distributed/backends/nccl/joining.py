@@ -29,8 +29,8 @@ from flashlight_py.errors import (
 class NcclCard(NamedTuple):
     """A rank's report: NCCL version and GPU, or a ``problem`` that prevents its use.
 
-    ``unique_id`` (hexadecimal) identifies the communicator; only rank 0 sends it. ``slow_reason``
-    is that of ``NcclLibrary``.
+    ``unique_id`` (hexadecimal) identifies the communicator; only rank 0 sends it. For
+    ``slow_reason`` see ``NcclLibrary``.
     """
 
     problem: str = ""
@@ -64,7 +64,7 @@ def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend)
 def _find_gpu(
     rule: DeviceRule, first: bool
 ) -> tuple[tuple[NcclLibrary, Any, int] | None, NcclCard]:
-    """Return NCCL, CuPy and the device index, or None; and the card for the other ranks."""
+    """Return (NCCL, CuPy, device index) or None if a part is missing, and this rank's card."""
     try:
         if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
             raise BackendUnavailableError(

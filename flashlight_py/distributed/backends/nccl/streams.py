@@ -53,7 +53,8 @@ class DeviceFlight:
     ended: float | None = None
 
     def start_time(self, free: float = 0.0) -> float:
-        """Return the time from which all ranks have called and the stream is ``free``."""
+        """Return when the collective can start: all ranks have called, and the stream is
+        ``free``."""
         if not self.compared.is_completed():
             return math.inf  # the comparison has its own timeout
         return max(self.started, self.compared.end_time() or 0.0, free)
@@ -110,7 +111,7 @@ class Flights:
             return self._pending[-1] if self._pending else None
 
     def clear(self) -> None:
-        """Remove all collectives and release their arrays; nothing runs any more."""
+        """Remove all collectives and release their arrays. No collective may be running."""
         with self._lock:
             while self._pending:
                 self._pending.popleft().arrays = ()
@@ -118,7 +119,7 @@ class Flights:
 
 
 class NcclWatchdog:
-    """A thread that ends a communicator whose oldest collective cannot end, until ``stop``."""
+    """A thread that ends the communicator if its oldest collective is late or fails."""
 
     def __init__(self, cuda: Any, index: int, flights: Flights, comparisons: Comparisons) -> None:
         self._runtime = cuda.runtime
