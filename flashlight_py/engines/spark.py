@@ -72,7 +72,7 @@ def _attempt(context: Any, start: Start, call: SpawnCall) -> list[bytes]:
     scala = context._jsc.sc()
     profile = scala.resourceProfileManager().defaultResourceProfile()
     seconds = scala.conf().getTimeAsSeconds(*_EXECUTORS_SECONDS)
-    advice = "Raise spark.executor.instances, spark.executor.cores and spark.task.cpus"
+    advice = "Raise spark.executor.instances or spark.executor.cores, or lower spark.task.cpus"
     count = partial(scala.maxNumConcurrentTasks, profile)
     engine.wait_for_slots(call, 0 if scala.isLocal() else seconds, count, "slots", advice)
 
