@@ -56,21 +56,18 @@ class Callers:
 
 
 # By thread id: the exception that a signal handler raised during a wait in the library.
-_handler_exceptions: dict[int, BaseException] = {}
+_exceptions: dict[int, BaseException] = {}
 
 
 def raise_interruption(lib: Any, handle: Any) -> None:
     """Raise the exception of a signal handler that ran during the wait for ``handle``, if any."""
-    if (
-        _handler_exceptions
-        and (raised := _handler_exceptions.pop(threading.get_ident(), None)) is not None
-    ):
+    if _exceptions and (raised := _exceptions.pop(threading.get_ident(), None)) is not None:
         lib.fl_op_free(handle)
         raise raised
 
 
 def _store_exception(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-    _handler_exceptions[threading.get_ident()] = error
+    _exceptions[threading.get_ident()] = error
 
 
 def call_site_callback(native: ModuleType) -> Any:

@@ -1,8 +1,7 @@
 """Collectives between hosts. A small array is sent with the comparison of the calls.
 
 A large array is reduced or collected inside each host. Leader i of each host then exchanges section
-i with the leaders of the other hosts, which uses all links and cores. Finally the sections are
-shared inside the host.
+i with the other leaders, which uses all links and cores. Then hosts share the sections.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class HostCalls:
         return rows * row_bytes(call.array) <= self._max_rank_bytes
 
     def has(self, call: Call, message: RankMessage) -> bool:
-        """Return whether ``message``, the result of the comparison, includes the result of the
-        call."""
+        """Return whether ``message``, from the comparison, includes the result of ``call``."""
         if call.compared or call.array is None:
             return False
         if call.verb in _GATHERS:

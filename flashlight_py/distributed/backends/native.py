@@ -254,8 +254,7 @@ class NativeBackend(Backend):
 
     def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
         """Return the Work of an asynchronous native call."""
-        # ``arrays`` (input, out, result, buffer) must live as long as the operation. ``place`` is
-        # the position of the call in the journal, ``number`` the count of collectives.
+        # ``arrays`` must outlive the operation; ``place`` in the journal; number of collectives.
         *arrays, root, peer, place, number = call
         work: Work = Done(arrays[2])
         if handle:
@@ -306,10 +305,10 @@ class NativeBackend(Backend):
     ) -> Work:
         """Start ``call`` in the library and return its Work.
 
-        The ranks compare the dtype and shape of ``like`` (default: the array of the call), and
-        ``root`` (default: the root, or the tag of a message). ``data`` and ``room`` replace the
-        addresses of the array and of ``output``. ``keep`` lives as long as the operation. The Work
-        returns ``result`` (default: the array of the call).
+        The ranks compare dtype and shape of ``like`` (default: the call's array) and ``root``
+        (default: the root or tag). ``data`` and ``room`` replace the addresses of the array and of
+        ``output``. ``keep`` lives as long as the operation. The Work returns ``result`` (default:
+        the array).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
         verb, array = call.verb, call.array
@@ -461,8 +460,7 @@ class NativeBackend(Backend):
         return Then(work, lambda _: check_out_rows(call.name, out, count, self.rank, self.size))
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
-        """Return the arguments ``data`` and ``keep`` of ``_launch`` for the row counts
-        ``table``."""
+        """Return ``data`` and ``keep`` for ``_launch``; ``table`` has row counts."""
         bytes_of_all = np.ascontiguousarray(table * row_bytes(array))
         table_pointer = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
         sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))

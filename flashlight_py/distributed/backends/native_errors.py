@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 NAMED = "\n"
 """Separator between the name of a dtype or barrier and the call site."""
 dtype_names: dict[int, str] = {}
-"""Names of dtypes that the library does not know, by their numbers. It has only dtypes of this
-process."""
+"""Names of dtypes that the library does not know, by number; only dtypes of this process."""
 
 # Maximum number of missing ranks whose calls in other groups are reported.
 _MOST_QUERIED = 64

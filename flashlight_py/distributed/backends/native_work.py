@@ -34,8 +34,7 @@ _SLICE_SECONDS = 0.1
 
 # Placeholders for a result that the library has received: rows of all ranks, or one part.
 GATHERED, SCATTERED = object(), object()
-# Placeholder for the outcome of a comparison. For some verbs it includes the row counts of all
-# ranks.
+# Placeholder for the result of a comparison, which may include the row counts of all ranks.
 COMPARED = object()
 _WITH_SHAPES = {
     code
@@ -70,10 +69,9 @@ def light_work(fast: Any) -> Any:
 class NativeWork(Work):
     """A native operation. It keeps its arrays (``kept``) alive.
 
-    ``wait`` returns ``result``. If ``result`` is a placeholder such as ``GATHERED``, ``wait`` first
-    creates the result. ``like``, ``out`` and ``root`` are arguments of the call. ``made`` is the
-    result of a gather if all ranks pass the same number of rows. A description may replace an
-    array.
+    ``wait`` returns ``result``, which it first creates if ``result`` is a placeholder such as
+    ``GATHERED``. ``like``, ``out`` and ``root`` are arguments of the call. ``made`` is the result
+    of a gather if all ranks pass as many rows. A description may replace an array.
     """
 
     id = 0  # position in the backend's journal if native code recorded the call

@@ -1,8 +1,7 @@
 """Communication of NumPy arrays between the processes of one host, through shared memory.
 
-The native code is in csrc/shm. A blocking operation runs on the thread of the caller. Asynchronous
-operations run on threads of the group: collectives one after another, messages in parallel with
-them.
+The native code is in csrc/shm. Blocking operations run on the thread of the caller, asynchronous
+ones on threads of the group: collectives one after another, messages in parallel.
 """
 
 from __future__ import annotations

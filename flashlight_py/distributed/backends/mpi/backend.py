@@ -291,8 +291,7 @@ class MpiBackend(Backend):
             self._break(operation, CollectiveTimeoutError(text))
 
     def interrupt(self, operation: Operation, error: BaseException) -> None:
-        """End the group after Ctrl-C or another exception ended a wait; other waits raise it
-        too."""
+        """End the group after an exception such as Ctrl-C ended a wait; other waits raise too."""
         with self.progress.lock:
             if not operation.ended:
                 reason = f"{type(error).__name__} in {operation.name}"

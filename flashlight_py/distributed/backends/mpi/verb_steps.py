@@ -238,8 +238,7 @@ class VerbSteps:
     def broadcast(self, data: Array, root: int) -> Steps:
         """Overwrite ``data`` with the data of ``root``."""
         if self._needs_pairs(data, 0):
-            # Each rank gets a part, then all ranks gather the parts (van de Geijn). Every link
-            # carries twice the size of the array.
+            # Scatter, then all_gather (van de Geijn): each link carries 2 sizes of the array.
             counts = self.shares(data.size)
             parts = _by_rank(data, counts)
             part = parts[self._rank]

@@ -275,8 +275,7 @@ class Communicator:
     def _check(self, verb: str, status: int) -> None:
         """Wait while ``status`` is ncclInProgress; end the communicator if it is a failure.
 
-        Before the wait has ended, NCCL allows no other call or stream operation
-        (ncclCommGetAsyncError).
+        During the wait NCCL allows no other call or stream operation (ncclCommGetAsyncError).
         """
         if status == self.lib.ncclInProgress:
             # ``on_wait`` detects a late rank at about the same time, and names the rank.
@@ -291,8 +290,7 @@ class Communicator:
     def _settle(self, seconds: float, on_wait: Callable[[], None] | None = None) -> int:
         """Return the state once nothing is in progress, or after ``seconds``.
 
-        The caller's lock blocks the watchdog. ``on_wait`` replaces its checks, and may end the
-        call.
+        ``on_wait`` replaces the watchdog, which waits for the caller's lock, and may end the call.
         """
         begin = checked = time.monotonic()
         while (state := self.poll()) == self.lib.ncclInProgress:

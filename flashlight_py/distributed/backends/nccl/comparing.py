@@ -91,8 +91,7 @@ class Comparisons:
         self.communicator.require(call.name)
 
     def refuse(self, call: Call) -> None:
-        """Make the other ranks raise, because ``call`` has invalid arguments (for a message: the
-        peer)."""
+        """Make other ranks raise for ``call``, whose arguments are invalid (message: the peer)."""
         if call.verb.is_message:
             self._cpu.start(call)
             return
@@ -197,8 +196,7 @@ class Comparisons:
         self._cpu.abort(error)
 
     def find_missing(self) -> tuple[type[DistributedError] | None, str]:
-        """Find missing ranks after NCCL has failed. Return an error class, or None, and a
-        sentence."""
+        """Find missing ranks after NCCL failed; return an error class or None, and a sentence."""
         seconds = min(self.communicator.timeout, _DIAGNOSIS_SECONDS)
         refusal = f"nothing more, because NCCL failed: {self.communicator.broken}"
         try:
@@ -217,8 +215,7 @@ class Comparisons:
         return None, f"No missing rank was found over {self._cpu.path}"
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
-        """Return the error of a lost rank or None. Wait up to ``seconds`` if NCCL has detected
-        one."""
+        """Return the error of a lost rank, or None; waits if only NCCL has detected a loss."""
         if isinstance(self.communicator.broken, PeerLostError):
             poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
         lost = self._cpu.lost("NCCL")

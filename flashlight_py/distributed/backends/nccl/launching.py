@@ -62,8 +62,7 @@ class Launcher:
     def launch(
         self, communicator: Any, is_group: bool, steps: Any, caller: int, done: int, waits: bool
     ) -> int:
-        """Wait for stream ``caller``, call NCCL, record event ``done``; ``waits``: then block
-        ``caller``.
+        """Wait for stream ``caller``, call NCCL, record ``done``; ``waits``: then block ``caller``.
 
         Return NCCL's status; ``done`` is recorded only after ncclSuccess. Raises like ``wait_for``.
         """
