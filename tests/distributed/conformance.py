@@ -414,7 +414,7 @@ class RandomOperations:
         try:
             work.wait(timeout)
         except fl.errors.CollectiveTimeoutError as error:
-            if "it goes on" not in str(error):
+            if "operation continues" not in str(error):
                 raise
             self.pending.append(started)
             return False
