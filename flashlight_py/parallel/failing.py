@@ -49,7 +49,7 @@ def fail(group: ProcessGroup, error: BaseException | None, given: Iterable[Array
         return any(call.startswith((_WORDS, PASS_FAILED)) for call in calls)
     setattr(error, _FAILED, (*told, group.journal.name))
     with contextlib.suppress(GroupClosedError):  # the others know why
-        reject_together(group, "backward", arrays=given, outcome="failed").refuse(error)
+        reject_together(group, "backward", arrays=given, outcome="failed").reject(error)
     return True
 
 

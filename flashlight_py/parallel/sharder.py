@@ -334,7 +334,7 @@ class HostSharder(Shards, GradientPass[HostUnit]):
         if error is not None:
             with contextlib.suppress(DistributedError):
                 self.memory.sum_between_hosts()
-                reject_together(self.group, "backward", outcome="failed").refuse(error)
+                reject_together(self.group, "backward", outcome="failed").reject(error)
 
 
 def _places(units: Iterable[HostUnit]) -> Iterator[tuple[Variable, HostPlace]]:
