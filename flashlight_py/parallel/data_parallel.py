@@ -110,7 +110,7 @@ def distribute_module_grads(
     """
     require_module(module)
     if leaves is None:
-        agreement.refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
+        agreement.reject_sharded("distribute_module_grads", module.params(), may_be_cut=True)
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     beside = [name for name, value in (*given.items(), ("reducer", reducer)) if value is not None]
     if leaves is not None:
@@ -157,7 +157,7 @@ def distribute_module_grads(
     if check_finite and isinstance(sync, GradientSync):
         sync.checked = {param: name for name, param in named.items()}
     install(module, sync, before_forward if buffers and leaves is None else None)
-    agreement.warn_of_differing("distribute_module_grads", digests, members)
+    agreement.warn_if_parameters_differ("distribute_module_grads", digests, members)
 
 
 def _buffer_of(param: Variable) -> Array:
@@ -393,5 +393,5 @@ def all_reduce_gradients(
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    agreement.refuse_sharded("all_reduce_gradients", module.params())
+    agreement.reject_sharded("all_reduce_gradients", module.params())
     reduce_used([param for param in module.params() if param.calc_grad], scale, group)

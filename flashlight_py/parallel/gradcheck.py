@@ -9,7 +9,7 @@ from flashlight_py.autograd.gradcheck import central_difference, difference
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import group_or_world, in_step
-from flashlight_py.parallel.agreement import of_all_ranks
+from flashlight_py.parallel.agreement import gather_json
 
 
 @in_step()
@@ -73,6 +73,6 @@ def gradcheck_over_ranks(
             grad = variables[at].grad  # zeros where it is missing
             found = 0.0 if grad is None else float(grad.reshape(-1)[element])
             problem = problem or difference(at, element, found, slope, tolerance)
-    problems = enumerate(of_all_ranks(problem, group))
+    problems = enumerate(gather_json(problem, group))
     if texts := [f"rank {rank}: {text}" for rank, text in problems if text]:
         raise AssertionError(f"gradcheck_over_ranks: {'; '.join(texts)}")

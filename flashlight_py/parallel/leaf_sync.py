@@ -24,7 +24,7 @@ from flashlight_py.distributed import InlineReducer, ProcessGroup
 from flashlight_py.distributed.internal import group_or_world, in_step
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import all_have, differences, of_all_ranks
+from flashlight_py.parallel.agreement import equal_on_all_ranks, differences, gather_json
 from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of, ranks_of
 from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
@@ -305,10 +305,10 @@ class LeafSync(GradientPass[Unit]):
         """Return what any rank has used, if all are in the same step. Collective."""
         if self.members.size == 1:
             return used
-        agreed, found = all_have(json.dumps(self._facts).encode(), self.members, *used)
+        agreed, found = equal_on_all_ranks(json.dumps(self._facts).encode(), self.members, *used)
         if agreed:
             return found
-        differing = ", ".join(differences(of_all_ranks(self._facts, self.members)))
+        differing = ", ".join(differences(gather_json(self._facts, self.members)))
         raise MismatchError(
             f"{self.where}: the ranks are not at the same batch: {differing}. Pass every rank "
             "the whole global batch, leave no loop over leaves before its end, and draw the same "

@@ -57,7 +57,7 @@ class DistributedOptimizer:
                 "DistributedOptimizer takes an optimizer of flashlight_py.optim, got "
                 f"{type(optimizer).__name__}"
             )
-        agreement.refuse_sharded("DistributedOptimizer", optimizer.params)
+        agreement.reject_sharded("DistributedOptimizer", optimizer.params)
         self._optimizer = optimizer
         self._average = bool(average)
         self._group = group
@@ -123,9 +123,9 @@ class DistributedOptimizer:
             arrays = [param.data for param in self.params]
             agreement.check_arrays_agree("DistributedOptimizer: parameters", arrays, members)
             digest = agreement.digest_of_values(self.params) if members.size > 1 else 0
-            digests = agreement.of_all_ranks(digest, members)
+            digests = agreement.gather_json(digest, members)
             self._agreed = True
-            agreement.warn_of_differing("DistributedOptimizer", digests, members)
+            agreement.warn_if_parameters_differ("DistributedOptimizer", digests, members)
         reduce_used(self.params, self._scale(), self._group)
         self._optimizer.step()
 

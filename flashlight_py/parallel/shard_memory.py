@@ -31,7 +31,7 @@ from flashlight_py.distributed.internal import (
     scale_in_place,
 )
 from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEverywhereError
-from flashlight_py.parallel.agreement import of_all_ranks
+from flashlight_py.parallel.agreement import gather_json
 from flashlight_py.parallel.gradient_pass import Unit
 
 LINE = 64  # bytes of a cache line, at which the parts of ranks begin
@@ -180,9 +180,9 @@ class HostMemory:
                 self.local.barrier()
         except Exception as error:
             if several:
-                of_all_ranks(f"{type(error).__name__}: {error}", group)
+                gather_json(f"{type(error).__name__}: {error}", group)
             raise
-        for rank, reason in enumerate(of_all_ranks("", group) if several else ()):
+        for rank, reason in enumerate(gather_json("", group) if several else ()):
             if reason:
                 lacks = reason.partition(":")[0].endswith("MemoryError")
                 raise (OutOfMemoryError if lacks else UnavailableEverywhereError)(

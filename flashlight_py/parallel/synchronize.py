@@ -125,7 +125,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    agreement.refuse_sharded("all_reduce_parameters", module.params(), may_be_cut=True)
+    agreement.reject_sharded("all_reduce_parameters", module.params(), may_be_cut=True)
     members = group_or_world(group)
     params = module.named_params()
     agreement.check_modules_agree(params, members)
@@ -162,7 +162,7 @@ class PeriodicAveraging(Structured):
     @in_step()
     def __init__(self, module: Module, every: int, *, group: ProcessGroup | None = None) -> None:
         require_module(module)
-        agreement.refuse_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
+        agreement.reject_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
         self._every = whole_number("PeriodicAveraging", "every", every, least=1)
         self._module = module
         self._group = group
@@ -281,10 +281,10 @@ def synchronize_for(
         except Exception as found:  # noqa: BLE001 - whatever it is, all ranks raise it
             error = found
         facts = error is not None, len(encoded)
-        agreed, (failed, number_bytes) = agreement.all_have(mine, members, *facts)
+        agreed, (failed, number_bytes) = agreement.equal_on_all_ranks(mine, members, *facts)
         if failed:  # on every rank, by what the first rank that failed reports
             report = [type(error).__name__, f"{where}: {error}"] if error else None
-            name, text = next(filter(None, agreement.of_all_ranks(report, members)))
+            name, text = next(filter(None, agreement.gather_json(report, members)))
             try:
                 raise _KINDS.get(name, DistributedError)(text) from error
             finally:
@@ -321,7 +321,7 @@ def _what_differs(noun: str, tree: object, root: int, members: ProcessGroup) -> 
     alike = kinds_by_path(plan_of(tree, sort_keys=True).facts)
     in_order = {**kinds_by_path(plan_of(tree).facts), **alike}  # as users know it
     mine = [root, {path: alike[path] for path in in_order if path in alike}]
-    roots, trees = zip(*agreement.of_all_ranks(mine, members), strict=True)
+    roots, trees = zip(*agreement.gather_json(mine, members), strict=True)
     if len(set(roots)) > 1:
         return (
             f"the ranks pass different roots ({agreement.by_rank(roots)}). Nothing was changed; "

@@ -34,7 +34,7 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.internal import as_array, is_of
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
-from flashlight_py.parallel.agreement import refuse_sharded
+from flashlight_py.parallel.agreement import reject_sharded
 from flashlight_py.parallel.optimizer import DistributedOptimizer
 
 NOTHING = "no array or number"
@@ -249,7 +249,7 @@ def is_immutable(value: object) -> bool:
 
 
 def _array_of(variable: Variable) -> Array:
-    refuse_sharded("synchronize", [variable])
+    reject_sharded("synchronize", [variable])
     if variable.has_history:
         raise ValueError(
             f"this Variable (shape {variable.shape}) was computed from others and needs a "
@@ -292,7 +292,7 @@ def _object(value: Any, parts: dict[str, Any]) -> Parts:
 def _state(value: Any) -> dict[str, Any] | None:
     """Return what an object consists of, by name; None for one that we know nothing of."""
     if isinstance(value, Module):
-        refuse_sharded("synchronize", value.params())
+        reject_sharded("synchronize", value.params())
         return dict(value.state_dict())
     if is_of(value, "torch.nn", "Module"):
         state = value.state_dict().items()  # with what is no tensor
@@ -300,7 +300,7 @@ def _state(value: Any) -> dict[str, Any] | None:
     if isinstance(value, DistributedOptimizer):
         return {"optimizer": value.optimizer}
     if isinstance(value, FirstOrderOptimizer):
-        refuse_sharded("synchronize", value.params)
+        reject_sharded("synchronize", value.params)
     if isinstance(value, FirstOrderOptimizer | LearningRateSchedule):
         return {name: part for name, part in vars(value).items() if name != "params"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
