@@ -85,7 +85,8 @@ def warn_if_parameters_differ(operation: str, digests: Sequence[int], group: Pro
     warnings.warn_explicit(
         f"{operation}: rank 0 of {group.size}: expected the same parameters on every rank, got "
         f"other values on rank(s) {', '.join(others)} than on rank 0. Only gradients are reduced, "
-        f"so the models would stay different. Call fl.broadcast_parameters(module) before {operation}",
+        "so the models would stay different. Call fl.broadcast_parameters(module) before "
+        f"{operation}",
         UserWarning,
         *caller(),
     )

@@ -43,8 +43,7 @@ class BatchNorm(LocalBatchNorm):
         self.sync = sync
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``x`` normalized, as a new variable. Training changes running statistics in place.
-        """
+        """Return ``x`` normalized, a new variable. Training updates running statistics."""
         if not self.sync or (self.track_statistics and not self.training):
             return super().forward(x)
         with refusing(group_or_world(None), "BatchNorm", given=[x], first=True):

@@ -226,8 +226,7 @@ class InEpochs:
 
     @property
     def consumed(self) -> int:
-        """Number of samples of the epoch that all ranks together have used. Iterating increases it.
-        """
+        """Number of samples of the epoch that all ranks together have used so far."""
         return self._consumed
 
     def set_consumed(self, samples: int) -> None:

@@ -17,7 +17,7 @@ from flashlight_py.distributed.internal import whole_number
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.parallel.gradient_pass import GradientPass, gradient_sync_of, ranks_of
+from flashlight_py.parallel.gradient_pass import GradientPass, ranks_of, require_gradient_pass
 from flashlight_py.parallel.synchronize import give_state, synchronize
 from flashlight_py.structure import changed
 
@@ -80,7 +80,7 @@ class Joined:
         try:
             while self._add_up(0, 0)[1]:
                 self._lasts = False
-                self._sync.give_zeros()
+                self._sync.send_zeros()
         except MismatchError as error:
             self._sync.fail()
             self._sync.end_failed()
@@ -135,7 +135,7 @@ def join(
     sync, group = getattr(module, "sync", None), ranks_of({"module": module})
     with group.in_step("join"):
         if isinstance(module, Module):
-            sync = gradient_sync_of(module, "join")
+            sync = require_gradient_pass(module, "join")
         if not isinstance(sync, GradientPass):
             name = type(module).__name__
             raise TypeError(f"join: expected a fl.nn.Module or a fl.tagi.DDPSequential, got {name}")

@@ -24,9 +24,9 @@ from flashlight_py.distributed import InlineReducer, ProcessGroup
 from flashlight_py.distributed.internal import group_or_world, in_step
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import equal_on_all_ranks, differences, gather_json
-from flashlight_py.parallel.failing import fail
-from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of, ranks_of
+from flashlight_py.parallel.agreement import differences, equal_on_all_ranks, gather_json
+from flashlight_py.parallel.failing import fail_pass
+from flashlight_py.parallel.gradient_pass import Bucket, GradientPass, pass_of, ranks_of
 from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
 from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.parallel.tree import put_buffer
@@ -99,7 +99,7 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     return sync.steps_leaves(sync.rows_of(arrays), arrays)
 
 
-class LeafSync(GradientPass[Unit]):
+class LeafSync(GradientPass[Bucket]):
     """Makes each step's gradients those of ``leaves`` leaves, added up in the order of their tree.
 
     ``params``: whose gradients; ``buffers``: names of the module's buffers that are to be the same
@@ -114,7 +114,7 @@ class LeafSync(GradientPass[Unit]):
         leaves: int,
         group: ProcessGroup | None,
     ) -> None:
-        super().__init__(InlineReducer(1.0, group=group), [Unit(params)])
+        super().__init__(InlineReducer(1.0, group=group), [Bucket(params)])
         self.leaves = leaves
         self.members = members = group_or_world(group)
         self.where = f"leaves: rank {members.rank} of {members.size}"
@@ -129,7 +129,7 @@ class LeafSync(GradientPass[Unit]):
         self._is_done = False  # whether its gradient is there
         self._error = ""  # what was wrong in a pass of this step
         self._failure: BaseException | None = None  # of the leaf's last pass
-        self.install()
+        self.register_hooks()
 
     def rows_of(self, arrays: tuple[Array, ...]) -> int:
         """Return how many rows the arrays of a global batch have; raises as ``leaves``."""
@@ -199,7 +199,7 @@ class LeafSync(GradientPass[Unit]):
         self._stack: list[range] = []  # the leaves whose sum is in each row
         self._error = ""
         self._is_open, self._is_reduced, self._failure = True, False, None
-        self._forget()
+        self._clear_gradients()
 
     @as_one
     def _count_step(self, rows: int, *arrays: Array) -> None:
@@ -224,16 +224,16 @@ class LeafSync(GradientPass[Unit]):
         error, self._failure = self._failure, None
         if not self._is_reduced:
             # The others are about to compare what they have used.
-            fail(self.members, error)
+            fail_pass(self.members, error)
             self._buffers.restore()
-            self._forget()
+            self._clear_gradients()
 
     def join_failed(self) -> None:
         """Autograd: the pass fails; see ``InPasses``."""
         if self._leaf >= 0 and not (self._running or self._is_reduced):
             self._join()
 
-    def _enter(self) -> None:
+    def _prepare(self) -> None:
         if self._leaf < 0:
             raise RuntimeError(
                 f"{self.where}: a backward pass outside of a loop over fl.leaves(module, ...), "
@@ -248,7 +248,7 @@ class LeafSync(GradientPass[Unit]):
             )
             raise RuntimeError(self._error)
 
-    def _give(self, unit: Unit, weight: float) -> None:
+    def _send_bucket(self, bucket: Bucket, weight: float) -> None:
         """Do nothing: a leaf's gradients are taken together."""
 
     def fail(self) -> None:

@@ -21,7 +21,7 @@ from flashlight_py.distributed import (
 )
 from flashlight_py.distributed.internal import EagerReducer, group_or_world, in_step, plan_buckets
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
-from flashlight_py.parallel.gradient_pass import GradientPass, Unit, shared_zeros, weigh_in_place
+from flashlight_py.parallel.gradient_pass import Bucket, GradientPass, shared_zeros, weigh_in_place
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.network import StateDict
@@ -210,19 +210,19 @@ class DDPSequential:
             all_reduce(array, op="avg", group=self.sync.reducer.group)
 
 
-class DeltaUnit(Unit):
+class DeltaBucket(Bucket):
     """A bucket of sums of so many layers."""
 
     def __init__(self, bucket: ParameterBucket, layers: int) -> None:
         super().__init__((), layers)
-        self.bucket = bucket
+        self.parameters = bucket
 
 
 # Ranks add up the sums without the factor of the variance, which is the same on every rank and
 # which the step multiplies: so the bits are, and one kernel takes the whole step. The number of
 # samples travels at the end of the last bucket: the bound of a step is that of all samples, also
 # where shares are unequal, and a message of its own would cost a small network a round trip.
-class DeltaSync(GradientPass[DeltaUnit]):
+class DeltaSync(GradientPass[DeltaBucket]):
     """Adds up the sums of a network's backward passes over the ranks, bucket by bucket.
 
     The network's ``learnt`` becomes how many samples the last pass had on all ranks together; where
@@ -243,7 +243,7 @@ class DeltaSync(GradientPass[DeltaUnit]):
             norm.add_up = functools.partial(all_reduce, group=group) if sync else None
         self._norms = norms if sync else []
         model.gather_parameters(functools.partial(self._make_buckets, limit))
-        self._buckets = model.buckets
+        self._parameter_buckets = model.buckets
         self._weight = 1.0
 
     def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[ParameterBucket]:
@@ -259,14 +259,14 @@ class DeltaSync(GradientPass[DeltaUnit]):
             parameters = [each for layer in bucket for each in layer.parameters_in_use]
             has_samples = int(bucket is planned[-1])  # the last element is their number
             room = ParameterBucket(parameters, on_device(device), sums, has_samples)
-            self._units.append(DeltaUnit(room, len(bucket)))
+            self._buckets.append(DeltaBucket(room, len(bucket)))
             for layer in bucket:
-                layer.on_sums = functools.partial(self._on_sums, self._units[-1])
-        return [unit.bucket for unit in self._units]
+                layer.on_sums = functools.partial(self._on_sums, self._buckets[-1])
+        return [each.parameters for each in self._buckets]
 
     def ranks_of_forward(self) -> ProcessGroup | None:
         """Return the ranks that add up statistics in a forward pass now, if any do."""
-        return self._all if self._norms and self._model.training else None
+        return self._members if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
         """Begin the pass here if the ranks add up statistics in the forward pass."""
@@ -281,12 +281,12 @@ class DeltaSync(GradientPass[DeltaUnit]):
             completed = True
         finally:
             try:
-                self._on_walked(completed)
+                self._on_computed(completed)
             finally:
                 self._on_end(completed)
 
     def _begin_backward(self) -> None:
-        if self._model.buckets is not self._buckets:
+        if self._model.buckets is not self._parameter_buckets:
             raise RuntimeError(
                 "backward: the network's parameters were moved after DDPSequential was made; move "
                 "it before, or wrap it again on every rank"
@@ -304,40 +304,40 @@ class DeltaSync(GradientPass[DeltaUnit]):
             self._weight = self.weigh(True)
         self._running = True
 
-    def _on_sums(self, unit: DeltaUnit, _: BaseLayer) -> None:
+    def _on_sums(self, bucket: DeltaBucket, _: BaseLayer) -> None:
         """A layer's sums are complete: pass on each bucket that is, in order."""
         if not self._running:
             raise RuntimeError(
                 "backward: this network is trained by a DDPSequential; call its backward(), "
                 "as it adds up over the ranks"
             )
-        self._on_ready(unit)
+        self._on_ready(bucket)
 
-    def _give_next(self) -> None:
-        self._give(self._units[self._given], self._weight)
-        self._given += 1
+    def _send_next(self) -> None:
+        self._send_bucket(self._buckets[self._sent], self._weight)
+        self._sent += 1
 
-    def _give(self, unit: DeltaUnit, weight: float) -> None:
-        unit.bucket.extra[...] = self._model.samples
-        weigh_in_place(unit.bucket.sums, weight)
-        self.reducer.add(unit.bucket.sums)
+    def _send_bucket(self, bucket: DeltaBucket, weight: float) -> None:
+        bucket.parameters.extra[...] = self._model.samples
+        weigh_in_place(bucket.parameters.sums, weight)
+        self.reducer.add(bucket.parameters.sums)
 
-    def _sent_next(self) -> list[Array]:
-        return [self._buckets[0].sums]
+    def _next_arrays(self) -> list[Array]:
+        return [self._parameter_buckets[0].sums]
 
     def _finish(self) -> None:
         self.reducer.finalize()
-        self._model.learnt = round(float(self._buckets[-1].extra[0]))
+        self._model.learnt = round(float(self._parameter_buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return 1, or what turns the mean over all ranks into that over those with data."""
         return ranks / training if self.averages else 1.0
 
-    def give_zeros(self) -> None:
+    def send_zeros(self) -> None:
         """Take part with no samples, on the way forward and on the way back."""
         for norm in self._norms:
             norm.forward_nothing()
-        super().give_zeros()
+        super().send_zeros()
 
 
 def _statistics(model: Sequential) -> list[Array]:
