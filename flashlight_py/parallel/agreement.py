@@ -20,7 +20,7 @@ from flashlight_py.errors import MismatchError
 
 _CORE_TYPE, _FEATURES = "BLAS core type", "CPU features that NumPy uses"
 _REMEDIES = {
-    _CORE_TYPE: "Set OPENBLAS_CORETYPE on every host to a type that all hosts support, as Haswell",
+    _CORE_TYPE: "Set OPENBLAS_CORETYPE=Haswell, or another type that all hosts support, everywhere",
     _FEATURES: "Set NPY_DISABLE_CPU_FEATURES on every host to the features that some host lacks",
 }
 

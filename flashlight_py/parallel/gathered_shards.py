@@ -159,8 +159,8 @@ class Flat(Bucket):
 class Reduction:
     """Gradients of one flat in one pass; each rank receives the mean of its row.
 
-    ``buffers`` are the memory of the gradients until they are sent. ``used`` are the parameters that
-    have a gradient on this rank.
+    ``buffers`` are the memory of the gradients until they are sent. ``used`` are the parameters
+    that have a gradient on this rank.
     """
 
     _part: Array  # set by send()
@@ -396,11 +396,13 @@ class GatheringSharder(Shards, GradientPass[Flat]):
 
     def _finish(self) -> None:
         self._settle()
-        used_locally = set().union(*(reduction.used_locally for reduction in self._reductions))
-        anywhere = used_on_any_rank((param in used_locally for param in self._params), self.group)
-        used_locally = set(itertools.compress(self._params, anywhere))
+        used_locally = set().union(*(reduction.used for reduction in self._reductions))
+        used_anywhere = used_on_any_rank(
+            (param in used_locally for param in self._params), self.group
+        )
+        used = set(itertools.compress(self._params, used_anywhere))
         for reduction in self._reductions:
-            reduction.add(used_locally)
+            reduction.add(used)
 
     def _next_arrays(self) -> list[Array]:
         return [flat.part for flat in self._buckets]

@@ -1,4 +1,4 @@
-"""An optimizer that reduces gradients over the ranks before it steps."""
+"""Optimizer that reduces gradients over the ranks before each step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,21 +19,23 @@ from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
 
 
 class DistributedOptimizer:
-    """Reduces the gradients of its parameters over the ranks, then lets ``optimizer`` step.
+    """An optimizer that reduces gradients over the ranks, then lets ``optimizer`` step.
 
-    Gradients travel in buckets of 20 MiB, after the backward pass;
-    :func:`flashlight_py.distribute_module_grads` overlaps the two. Everything else is the inner
-    optimizer's. Not collective to make.
+    Gradients are sent in buckets of 20 MiB after the backward pass.
+    :func:`flashlight_py.distribute_module_grads` sends them during the backward pass instead. All
+    other attributes and methods are those of the inner optimizer. The constructor is not
+    collective.
 
     Args:
-        optimizer: any of ``fl.optim``, or a subclass of ``fl.optim.FirstOrderOptimizer`` with
-            parameters of any shapes; the same on every rank.
-        average: whether the mean or the sum over the ranks is taken.
-        group: the process group, default the world.
+        optimizer: Optimizer of ``fl.optim``, or of a subclass of ``fl.optim.FirstOrderOptimizer``
+            with parameters of any shapes. It must be the same on every rank.
+        average: Whether gradients are averaged over the ranks instead of summed.
+        group: Process group. Default: the world.
 
     Raises:
-        TypeError: ``optimizer`` is none, or distributed already.
-        ValueError: a parameter's gradient is reduced by ``distribute_module_grads`` already, or a
+        TypeError: If ``optimizer`` is not an optimizer of ``fl.optim``, or is already a
+            DistributedOptimizer.
+        ValueError: If ``distribute_module_grads`` already reduces the gradient of a parameter, or a
             parameter is sharded.
 
     Example:
@@ -54,7 +56,7 @@ class DistributedOptimizer:
     ) -> None:
         if not isinstance(optimizer, FirstOrderOptimizer):
             raise TypeError(
-                "DistributedOptimizer takes an optimizer of flashlight_py.optim, got "
+                "DistributedOptimizer: expected an optimizer of flashlight_py.optim, got "
                 f"{type(optimizer).__name__}"
             )
         agreement.reject_sharded("DistributedOptimizer", optimizer.params)
@@ -62,7 +64,7 @@ class DistributedOptimizer:
         self._average = bool(average)
         self._group = group
         self._agreed = False
-        self._refuse_reduced_twice()
+        self._check_not_reduced_twice()
 
     @property
     def optimizer(self) -> FirstOrderOptimizer:
@@ -71,16 +73,16 @@ class DistributedOptimizer:
 
     @property
     def params(self) -> list[Variable]:
-        """The inner optimizer's parameters."""
+        """The parameters of the inner optimizer."""
         return self._optimizer.params
 
     @property
     def lr(self) -> float:
-        """The inner optimizer's learning rate; assignable at any time, at least 0.
+        """The learning rate of the inner optimizer, at least 0. It can be assigned at any time.
 
         Raises:
-            TypeError: not a number.
-            ValueError: negative.
+            TypeError: If the assigned value is not a number.
+            ValueError: If the assigned value is negative.
         """
         return self._optimizer.lr
 
@@ -89,35 +91,36 @@ class DistributedOptimizer:
         self._optimizer.lr = value
 
     def zero_grad(self) -> None:
-        """Drop the gradient of every parameter."""
+        """Set the gradient of every parameter to None."""
         self._optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state; its arrays are the optimizer's own, not copies."""
+        """Return the state of the inner optimizer. Its arrays are not copies."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy ``state`` into the inner optimizer, in place.
 
         Raises:
-            ValueError: it does not fit; nothing was changed.
+            ValueError: If ``state`` does not match the optimizer. Nothing is changed.
         """
         self._optimizer.load_state_dict(state)
 
     @in_step()
     def step(self) -> None:
-        """Reduce the gradients over the ranks, in place, and change the parameters by them.
+        """Reduce the gradients over the ranks, in place, and update the parameters.
 
-        Collective, blocking. A gradient that is None on this rank and not on another counts as
-        zeros; one that is None on every rank stays so, and its parameter is skipped. The first step
-        warns, on rank 0, where ranks have started from different parameters.
+        Collective, blocking. A gradient that is None on this rank but not on every rank counts as
+        zeros. A parameter whose gradient is None on every rank is skipped. In the first step, rank
+        0 warns if the ranks have different parameter values.
 
         Raises:
-            ValueError: a parameter's gradient is reduced by ``distribute_module_grads`` already.
-            MismatchError: the ranks' parameters differ (compared in the first step).
-            DistributedError: as :func:`flashlight_py.all_reduce`.
+            ValueError: If ``distribute_module_grads`` already reduces the gradient of a parameter.
+            MismatchError: If shapes or dtypes of the parameters differ between ranks (compared in
+                the first step).
+            DistributedError: As :func:`flashlight_py.all_reduce`.
         """
-        self._refuse_reduced_twice()
+        self._check_not_reduced_twice()
         members = group_or_world(self._group)
         if not self._agreed:
             arrays = [param.data for param in self.params]
@@ -133,39 +136,45 @@ class DistributedOptimizer:
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 
-        For rules that change parameters by other arrays than gradients. Collective, blocking.
+        It is meant for optimization rules that apply arrays other than gradients. Collective,
+        blocking.
 
         Args:
-            updates: arrays of any shapes and floating or complex dtypes (integers too, unless
-                ``average``); as many on every rank, of the same shapes and dtypes.
+            updates: Arrays of any shapes and of floating or complex dtypes (or integers, if
+                ``average`` is False). Number, shapes and dtypes must be the same on every rank.
 
         Raises:
-            ValueError: the same array is given twice, or as :func:`flashlight_py.all_reduce`.
-            TypeError: as :func:`flashlight_py.all_reduce`.
-            MismatchError: the ranks' updates differ; names the first one that does.
-            DistributedError: as :func:`flashlight_py.all_reduce`.
+            ValueError: If the same array is passed twice, or as :func:`flashlight_py.all_reduce`.
+            TypeError: As :func:`flashlight_py.all_reduce`.
+            MismatchError: If the ranks pass different updates. The message contains the first
+                difference.
+            DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         updates = list(updates)
-        what, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
-        arrays = [as_array(what, update) for update in updates]
+        operation = "DistributedOptimizer.reduce"
+        op = ReduceOp.AVG if self._average else ReduceOp.SUM
+        arrays = [as_array(operation, update) for update in updates]
         for array in arrays:
-            check_reduction(what, array.dtype, op, 1.0)
+            check_reduction(operation, array.dtype, op, 1.0)
         if len({id(array) for array in arrays}) < len(arrays):
-            raise ValueError(f"{what}: the same array was given twice")
-        agreement.check_arrays_agree(f"{what}: updates", arrays, group_or_world(self._group))
+            raise ValueError(
+                f"{operation}: expected distinct arrays, got the same array twice. Pass each array "
+                "once"
+            )
+        agreement.check_arrays_agree(f"{operation}: updates", arrays, group_or_world(self._group))
         reduce_all(arrays, self._scale(), self._group)
         return updates
 
     def _scale(self) -> float:
         return 1.0 / group_or_world(self._group).size if self._average else 1.0
 
-    def _refuse_reduced_twice(self) -> None:
+    def _check_not_reduced_twice(self) -> None:
         for number, param in enumerate(self.params):
             if is_synchronised(param):
                 raise ValueError(
-                    f"DistributedOptimizer: parameter {number} (shape {param.shape}) is of a "
-                    "module under distribute_module_grads, so its gradient is reduced already "
-                    "when backward() returns; use one of both"
+                    "DistributedOptimizer: expected parameters without gradient reduction, got "
+                    f"parameter {number} (shape {param.shape}) of a module under "
+                    "distribute_module_grads. Use only one of both"
                 )
 
     def __repr__(self) -> str:

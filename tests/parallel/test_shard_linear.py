@@ -136,7 +136,7 @@ def test_refusals(rank: int, size: int) -> None:
         row(fl.input(np.ones((1, 6), np.float32)))
     with pytest.raises(fl.errors.MismatchError, match=r"0 to \d of 6"):
         fl.distribute_module_grads(layer)
-    with pytest.raises(ValueError, match="cut by shard_linear"):
+    with pytest.raises(ValueError, match="a part that shard_linear has cut"):
         fl.broadcast_parameters(layer)
     assert "cut by column: [" in repr(layer)
 

@@ -131,7 +131,8 @@ def test_trees_that_differ_are_refused_on_every_rank(rank: int, size: int, what:
     again = fl.synchronize([rank])  # the group goes on
     assert again == [0]
     message = str(caught.value)
-    assert message.startswith(f"[synchronize] rank {rank} of 3: the trees differ at ")
+    words = "expected the same structure on every rank, got a difference at "
+    assert message.startswith(f"[synchronize] rank {rank} of 3: {words}")
     where = path.replace("tree", 'tree["rest"]', 1)
     assert f" {where} (rank(s) 0: " in message
     assert f"; rank(s) 1, 2: {kind}). Nothing was changed" in message
@@ -168,7 +169,7 @@ def test_what_one_rank_cannot_send_raises_on_all(rank: int, size: int, what: str
 @on_ranks(("shm", 2))
 def test_roots_that_differ_are_refused(rank: int, size: int) -> None:
     tree = [np.full(3, rank)]
-    words = r"different roots \(rank\(s\) 0: 0; rank\(s\) 1: 1\)"
+    words = r"same root on every rank, got rank\(s\) 0: 0; rank\(s\) 1: 1\."
     with pytest.raises(fl.errors.MismatchError, match=words):
         fl.synchronize(tree, root=rank)
     assert (tree[0] == rank).all()
