@@ -143,9 +143,9 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
 class PeriodicAveraging(Structured):
     """Average of the ranks' parameters every ``every`` steps; between averages ranks train alone.
 
-    The algorithm is also known as local SGD and is meant for ranks on a slow network. Use it without
+    The algorithm is known as local SGD and is meant for ranks on a slow network. Use it without
     ``distribute_module_grads``. On every rank, call ``step()`` after each step of the optimizer.
-    Each rank keeps its own optimizer state. The constructor is collective, and so is ``step`` when
+    Each rank keeps its own optimizer state. The constructor is collective, and ``step`` is when
     it averages. Call ``step`` outside of captured steps: a step that contains it is not captured.
 
     Args:
@@ -256,8 +256,9 @@ def sync_meter(meter: Meter, *, group: ProcessGroup | None = None) -> Any:
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     if not isinstance(meter, Meter):
-        name = type(meter).__name__
-        raise TypeError(f"sync_meter: expected a flashlight_py.meter.Meter, got {name}")
+        raise TypeError(
+            f"sync_meter: expected a flashlight_py.meter.Meter, got {type(meter).__name__}"
+        )
     return meter.value_of(all_reduce(meter.state(), group=group))
 
 
