@@ -211,7 +211,7 @@ def test_load_uses_the_checkpoint_that_a_job_saves_meanwhile(
     """``keep=1`` removes the listed checkpoint. A listing may miss entries renamed meanwhile."""
     place, name = {
         "in the listing": (Path, "iterdir"),
-        "before the manifest": (runs, "read"),
+        "before the manifest": (runs, "read_checkpoint"),
         "before the state": (directory, "read_durable"),
     }[moment]
     function: Any = getattr(place, name)

@@ -166,7 +166,7 @@ def test_senseless_places_are_refused(
 
 def test_wrong_indices_raise() -> None:
     part = fl.DistributedDataContainer([1, 2, 3], 1, 2)
-    with pytest.raises(IndexError, match=r"DistributedDataContainer holds 1 .* index 1 is out"):
+    with pytest.raises(IndexError, match=r"DistributedDataContainer: index must be .* got 1 for 1 "):
         part[1]
     with pytest.raises(IndexError):
         part[-2]
