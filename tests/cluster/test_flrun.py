@@ -150,5 +150,5 @@ def test_flight_records_of_all_hosts_can_be_compared(
     folder = Path(told[0].rpartition(" ")[2])
     compare = cluster[0].run([*LAUNCH[:2], "flashlight_py.trace", "diff", folder])
     assert compare.returncode == 1
-    assert "4 of 4 ranks have left a record" in compare.stdout
-    assert "call 2: the ranks called different things" in compare.stdout
+    assert "records of 4 of 4 ranks" in compare.stdout
+    assert "call 2: the calls of the ranks differ" in compare.stdout
