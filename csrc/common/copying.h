@@ -23,13 +23,13 @@ inline void expect_to_write(const volatile void* line) {
 }
 
 // An ordinary store to a line that lies in a peer's cache first has to fetch and invalidate it: up
-// to 29 us for 64 KB where the cores are far apart (measured: docs/algorithms.md). Stores past the
+// to 29 us for 64 KB where the cores are far apart (measured: docs/shared-memory.md). Stores past the
 // caches do not: 1.7 us. Below this size the way through memory costs more than it saves.
 constexpr size_t kStreamBytes = 2048;
 
 // From here on the C library moves bytes by one instruction (rep movsb), which takes two to five
 // times as long where source and destination begin at different places of a line, as arrays and
-// slots do (measured: docs/algorithms.md). Below it is as good as anything.
+// slots do (measured: docs/shared-memory.md). Below it is as good as anything.
 constexpr size_t kLongBytes = 2048;
 
 #ifdef FL_HAS_SSE2

@@ -18,7 +18,7 @@ constexpr uint32_t kRunsAhead = 1u << 23;  // it may return before the others ha
 constexpr uint32_t kAny = 1u << 29;    // only verb and root are known
 
 // With a processor for each rank no more than this is given ahead: one core that writes what the other reads
-// next slows down what that reads now (measured: docs/algorithms.md).
+// next slows down what that reads now (measured: docs/shared-memory.md).
 constexpr size_t kAheadBytes = sized(1024, 32);
 
 // How long ranks that differ wait for each other's places.

@@ -36,9 +36,9 @@ class Backend(abc.ABC):
     packed_bytes = 32 << 10, 32 << 10  # all_reduce_multiple copies arrays up to this; with async_op
     count: Sequence[int] = (0,)  # collectives that users have called in this group
     team: object = None  # equal for the backends of which one group is composed
-    network: Any = None  # backend whose connections subgroups share; see ``Kin``
+    network: Any = None  # backend whose connections subgroups share; see ``Subgroup``
     memory: Any = None  # backend whose memory subgroups share
-    near: Sequence[int] = ()  # rank in ``memory`` of each of our ranks; -1: none
+    memory_ranks: Sequence[int] = ()  # rank in ``memory`` of each of our ranks; -1: none
 
     @abc.abstractmethod
     def start(self, call: Call) -> Work:

@@ -50,7 +50,7 @@ from flashlight_py.distributed.rendezvous.store import (
     Store,
     Waiting,
     host_identity,
-    not_arrived,
+    missing_text,
     this_process,
 )
 from flashlight_py.distributed.rendezvous.tcp_store import is_local
@@ -78,7 +78,7 @@ def nccl_library() -> tuple[str, str]:
     Raises:
         BackendUnavailableError: there is none.
     """
-    from flashlight_py.distributed.backends.nccl.library import load, version_text
+    from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 
-    library = load()
+    library = load_nccl()
     return version_text(library.version), library.path

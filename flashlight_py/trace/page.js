@@ -181,7 +181,7 @@ function drawEvent(pen, event, left, top, wide) {
   pen.fillStyle = colour(event);
   pen.globalAlpha = hasPointed(event) || !pointed ? 1 : 0.6;
   pen.fillRect(left, top, wide, ROW - 1);
-  if (event === pointed || isTogether(event)) {
+  if (event === pointed || isSameCall(event)) {
     pen.strokeStyle = css("--fore");
     pen.strokeRect(left + 0.5, top + 0.5, Math.max(1, wide - 1), ROW - 2);
   }
@@ -198,13 +198,13 @@ function drawEvent(pen, event, left, top, wide) {
   }
 }
 
-// The same call on other ranks.
-function isTogether(event) {
+// Whether an event is the pointed call on another rank.
+function isSameCall(event) {
   const one = pointed && pointed.args, other = event.args;
   return Boolean(one && one.number && event.cat === "collective" && one.number === other.number &&
                  one.group === other.group);
 }
-const hasPointed = (event) => event === pointed || isTogether(event) || event.cat === "span";
+const hasPointed = (event) => event === pointed || isSameCall(event) || event.cat === "span";
 
 // Pointing, zooming, panning -----------------------------------------------------------------
 

@@ -15,7 +15,7 @@ SLACK = 1500
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_init_and_shutdown_leave_a_process_as_it_was(
+def test_init_and_shutdown_release_memory_descriptors_and_threads(
     ranks: Ranks, tmp_path: Path, backend: str
 ) -> None:
     grown = growth(ranks, tmp_path, backend, CYCLES)

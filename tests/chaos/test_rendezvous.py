@@ -70,7 +70,7 @@ def await_file(folder: Path, kind: str, rank: Rank) -> Path:
 
 @pytest.mark.parametrize("how", [*SPOILS, "removed"])
 @pytest.mark.parametrize("connected", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_spoilt_announcement_is_no_matter(
+def test_file_store_replaces_a_damaged_announcement(
     ranks: Ranks, folder: Path, how: str, connected: bool
 ) -> None:
     """Rank 0 announces itself anew to those that have not connected."""
@@ -96,7 +96,9 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_an_error_on_every_rank(ranks: Ranks, small_disk: Path) -> None:
+def test_file_store_raises_on_every_rank_if_the_disk_is_full(
+    ranks: Ranks, small_disk: Path
+) -> None:
     filler = small_disk / "filler"
     filler.write_bytes(bytes(DISK * PAGE))
     assert ends([ranks.start(rank, 3, **plan(small_disk)) for rank in range(3)]) == {1}
@@ -107,7 +109,7 @@ def test_a_full_disk_is_an_error_on_every_rank(ranks: Ranks, small_disk: Path) -
     assert os.listdir(small_disk) == []
 
 
-def test_a_read_only_folder_is_named(ranks: Ranks, small_disk: Path) -> None:
+def test_file_store_names_a_read_only_folder(ranks: Ranks, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     assert ends([ranks.start(rank, 2, **plan(small_disk)) for rank in range(2)]) == {1}
     text = (small_disk.parent / "log").read_text()
@@ -115,7 +117,9 @@ def test_a_read_only_folder_is_named(ranks: Ranks, small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("by", [-HOUR, HOUR])
-def test_clocks_may_differ_by_an_hour(ranks: Ranks, folder: Path, by: float) -> None:
+def test_rendezvous_succeeds_if_clocks_differ_by_an_hour(
+    ranks: Ranks, folder: Path, by: float
+) -> None:
     """That of a process, as Python reads it, and those by which a file server dates its files."""
     host = ranks.start(0, 2, **plan(folder))
     file = await_file(folder, "run", host)

@@ -35,7 +35,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("backend", "fate"), PAIRS)
-def test_the_others_are_notified_in_time_and_nothing_is_left(
+def test_survivors_raise_in_time_and_leave_nothing_behind(
     ranks: Ranks, backend: str, fate: str
 ) -> None:
     for verb in sample(backend, fate):
@@ -46,7 +46,7 @@ def test_the_others_are_notified_in_time_and_nothing_is_left(
 @pytest.mark.parametrize(
     "fate", [pytest.param(f, marks=[] if f == "kill" else pytest.mark.slow) for f in FATES]
 )
-def test_an_mpi_job_ends_in_time(fate: str) -> None:
+def test_mpi_job_ends_in_time_after_a_fault(fate: str) -> None:
     pytest.importorskip("mpi4py")
     game = Round("mpi", "all_reduce", fate, seed=1)
     assert mpi_rounds.play(game).wrong == [], game.command

@@ -72,7 +72,7 @@ def step_until(rank: int, size: int, fate: str, folder: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", FATES)
-def test_a_rank_that_ends_in_a_step_leaves_no_wrong_parameters(fate: str, tmp_path: Any) -> None:
+def test_sharded_step_raises_torn_state_error_if_a_rank_dies(fate: str, tmp_path: Any) -> None:
     os.mkfifo(tmp_path / "checked")
     outcomes = run_outcomes(
         step_until, 3, fate, str(tmp_path), params={"TIMEOUT": 3}, deadline=15.0

@@ -23,7 +23,7 @@ MOST_STARTS = 20
 REFUSED = bytes(56)
 
 
-def test_strangers_are_no_ranks_while_hosts_compute(ranks: Ranks, tmp_path: Path) -> None:
+def test_strangers_do_not_join_while_hosts_compute(ranks: Ranks, tmp_path: Path) -> None:
     """They listen as long as they may connect. Of one host, ``test_security`` says more."""
     started = start_together(ranks, tmp_path, 3, "hierarchical", seconds=0.6)
     for rank in started:
@@ -80,7 +80,7 @@ def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int
 
 
 @pytest.mark.parametrize("each", [1, 2 * DESCRIPTORS])
-def test_strangers_while_ranks_connect_do_no_more_than_end_the_start(
+def test_strangers_can_only_fail_the_start_while_ranks_connect(
     ranks: Ranks, tmp_path: Path, each: int
 ) -> None:
     """They learn nothing; a flood of them may make the start fail, in time, on every rank."""

@@ -58,7 +58,7 @@ SLOW = [[1, 1], [1, 1, 1, 1], [3, 1], [1, 2, 1]]
 @pytest.mark.parametrize(
     "counts", [[2, 2], *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str
 )
-def test_hosts_move_no_byte_twice(counts: list[int]) -> None:
+def test_collectives_send_the_minimum_of_bytes_between_hosts(counts: list[int]) -> None:
     with Cluster(len(counts)) as cluster, cluster.ranks(counts) as ranks:
         found = {one: over_the_fewest(cluster, ranks, counts, *one) for one in CALLS}
     assert max(found.values()) < MOST, found
@@ -77,7 +77,7 @@ def exchanges(rank: int, size: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_small_calls_take_one_exchange(per_host: int) -> None:
+def test_small_collectives_take_one_exchange_between_hosts(per_host: int) -> None:
     delay = 0.05
     with Cluster(2, delay=delay) as cluster, cluster.ranks(per_host) as ranks:
         assert delay * 0.9 <= np.mean(ranks.run(exchanges)) < delay * 1.7

@@ -79,7 +79,7 @@ def begin(process: subprocess.Popen[str], ranks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", ["cut", "freeze"])
-def test_both_sides_of_a_host_that_is_lost_end(cluster: Cluster, fate: str) -> None:
+def test_flrun_ends_the_ranks_on_both_sides_of_a_lost_host(cluster: Cluster, fate: str) -> None:
     host = cluster[1]
     process = start(cluster, "h0:2,h1:2", write(cluster.folder, CALLING))
     begin(process, 4)
@@ -102,7 +102,7 @@ def test_both_sides_of_a_host_that_is_lost_end(cluster: Cluster, fate: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", ["cut", "kill"])
-def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) -> None:
+def test_flrun_counts_all_ranks_of_a_lost_host_as_lost(cluster: Cluster, fate: str) -> None:
     program = write(cluster.folder, CALLING)
     process = start(cluster, "h0:2,h2:2", "--min-n", 2, "--max-restarts", 1, program)
     begin(process, 4)
@@ -129,7 +129,7 @@ def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) 
 
 
 @pytest.mark.slow
-def test_a_host_that_cannot_be_reached_at_the_start(cluster: Cluster) -> None:
+def test_flrun_names_a_host_that_is_unreachable_at_the_start(cluster: Cluster) -> None:
     with cluster[1].cut_off() as began:
         done = start(cluster, "h0:1,h1:2", write(cluster.folder, SUM))
         _, errors = done.communicate(timeout=40)
@@ -138,7 +138,7 @@ def test_a_host_that_cannot_be_reached_at_the_start(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_flight_records_of_all_hosts_can_be_compared(
+def test_trace_diff_compares_flight_records_of_all_hosts(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those in folders of their own."""

@@ -200,7 +200,7 @@ def printed(outcomes: list[Outcome]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", list(WAYS))
-def test_ranks_start_without_a_parameter(network: Cluster, way: str) -> None:
+def test_init_succeeds_without_parameters_on_unusual_networks(network: Cluster, way: str) -> None:
     assert printed(WAYS[way](network)) == PRINTED
 
 
@@ -209,7 +209,7 @@ def test_ranks_start_without_a_parameter(network: Cluster, way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", ["localhost", "127.0.0.1"])
-def test_the_loopback_as_the_address_of_rank_0_is_named(cluster: Cluster, local: str) -> None:
+def test_init_names_a_loopback_address_of_rank_0(cluster: Cluster, local: str) -> None:
     outcomes = ranks(cluster, by_env, {"MASTER_ADDR": local}, TIMEOUT=3)
     assert [each.code for each in outcomes] == [1] * 4
     for each in outcomes[:PER_HOST]:
@@ -219,7 +219,7 @@ def test_the_loopback_as_the_address_of_rank_0_is_named(cluster: Cluster, local:
 
 
 @pytest.mark.slow
-def test_hosts_without_a_family_in_common_are_named_on_every_rank() -> None:
+def test_init_names_hosts_without_a_common_ip_version_on_every_rank() -> None:
     with Cluster(3, families=["46", "4", "6"]) as cluster:
         for each in ranks(cluster, by_env):
             assert each.code == 1
@@ -228,7 +228,7 @@ def test_hosts_without_a_family_in_common_are_named_on_every_rank() -> None:
 
 
 @pytest.mark.slow
-def test_an_interface_that_is_asked_for() -> None:
+def test_init_uses_the_requested_interface_or_rejects_it() -> None:
     """By the environment, or params, which go before; one that cannot work is refused."""
     with Cluster(2) as cluster:
         as_nat(cluster)
@@ -244,7 +244,7 @@ def test_an_interface_that_is_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_an_address_that_each_host_has_is_named() -> None:
+def test_init_names_an_address_that_every_host_has() -> None:
     with Cluster(2) as cluster:
         as_nat(cluster)
         outcomes = ranks(cluster, by_env, {"MASTER_ADDR": "10.0.2.15"}, TIMEOUT=3)
@@ -253,7 +253,7 @@ def test_an_address_that_each_host_has_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_rank_0_is_named_by_params(cluster: Cluster) -> None:
+def test_init_takes_the_address_of_rank_0_from_params(cluster: Cluster) -> None:
     as_debian(cluster)
     outcomes = ranks(
         cluster, by_env, {"MASTER_ADDR": "nowhere"}, MASTER_ADDR="h0", MASTER_PORT=29513
@@ -262,7 +262,7 @@ def test_rank_0_is_named_by_params(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_on_one_host_opens_no_port_to_others(cluster: Cluster) -> None:
+def test_init_on_one_host_opens_no_port_to_other_hosts(cluster: Cluster) -> None:
     """Where its launcher says that it is on one, or it meets at a file."""
     as_debian(cluster)
     watcher = cluster.folder / "watch.py"

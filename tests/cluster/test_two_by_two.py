@@ -28,12 +28,12 @@ def places(rank: int, size: int) -> tuple[str, int]:
     return os.uname().nodename, int(fl.all_reduce(np.array(rank)))
 
 
-def test_ranks_run_in_their_hosts(ranks: Any) -> None:
+def test_ranks_run_in_the_namespaces_of_their_hosts(ranks: Any) -> None:
     assert ranks.run(places) == [("h0", 6), ("h0", 6), ("h1", 6), ("h1", 6)]
 
 
 @on_ranks()
-def test_the_short_form_of_the_conformance_suite(rank: int, size: int) -> None:
+def test_two_hosts_of_two_ranks_pass_the_short_conformance_suite(rank: int, size: int) -> None:
     for verb in ("all_reduce", "reduce"):
         for dtype in ("float32", "float16", "int8"):
             conformance.every_op(rank, size, verb, dtype, "strided")

@@ -207,9 +207,9 @@ def test_a_failure_of_nccl_on_one_rank_is_reported_to_the_others(rank: int, size
             world.gpus.synchronize()
         assert type(caught.value) is fl.errors.DistributedError
         assert str(caught.value).startswith("[all_reduce] rank 0 of 2: NCCL ")
-        assert "over shared memory, so none is gone" in str(caught.value)
+        assert "over shared memory, so no rank is lost" in str(caught.value)
     else:
-        why = r"rank 0 called nothing more, as NCCL has failed there: \[all_reduce\] rank 0"
+        why = r"rank 0 called nothing more, because NCCL failed: \[all_reduce\] rank 0"
         with pytest.raises(fl.errors.MismatchError, match=why):
             finish(world, world.all_reduce, cp.zeros(3))
 

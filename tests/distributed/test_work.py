@@ -220,7 +220,7 @@ def test_record_is_no_failure() -> None:
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_comparison_of_mpi_is_the_cause_by_itself_alone(goes_on: bool) -> None:
-    operation = Operation(SimpleNamespace(place="a rank"), "send", 1.0)  # type: ignore[arg-type]
+    operation = Operation(SimpleNamespace(rank_text="a rank"), "send", 1.0)  # type: ignore[arg-type]
     late = limit_passed("late", 0.0) if goes_on else CollectiveTimeoutError("late")
     operation.comparison = EndsAtLimit(late)
     assert operation.cause() is (None if goes_on else late)

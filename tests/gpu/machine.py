@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.nccl.library import load, version_text
+from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 from flashlight_py.errors import BackendUnavailableError
 from tests.distributed.harness import run_ranks
 
@@ -37,7 +37,7 @@ def packages() -> Iterator[tuple[str, str]]:
 def nccl() -> str:
     """Return which NCCL this package uses, or why there is none; needs no GPU."""
     try:
-        library = load()
+        library = load_nccl()
     except BackendUnavailableError as error:
         return f"none: {error}"
     return f"{version_text(library.version)}, {library.path}"

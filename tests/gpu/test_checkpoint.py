@@ -37,7 +37,7 @@ def trained(rank: int, size: int, folder: Path, stop: int | None) -> list[np.nda
     return [fl.device.to_device(param.array, "cpu") for param in model.params()]
 
 
-def test_a_run_on_gpus_goes_on_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
+def test_gpu_run_continues_from_a_checkpoint_with_the_same_bits(ranks: Any, tmp_path: Path) -> None:
     expected = ranks.run(trained, tmp_path / "whole", None)
     ranks.run(trained, tmp_path / "stopped", 3)
     for got, whole in zip(ranks.run(trained, tmp_path / "stopped", None), expected, strict=True):

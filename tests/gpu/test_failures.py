@@ -124,7 +124,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mismatch_is_reported_on_every_rank(way: str, measured: Measured) -> None:
+def test_nccl_mismatch_raises_on_every_rank(way: str, measured: Measured) -> None:
     for found in map(measured, outcomes(*WAYS[way])):
         assert found.kind == "MismatchError", found
         assert "test_failures.py" in found.message
@@ -139,7 +139,7 @@ def raises_on_rank_1(rank: int, size: int) -> Failure:
     return failure_of(lambda: fl.all_reduce(x))
 
 
-def test_an_exception_ends_the_others_with_its_traceback(measured: Measured) -> None:
+def test_exception_of_a_rank_raises_peer_lost_error_with_its_traceback(measured: Measured) -> None:
     waiting, raised = outcomes(raises_on_rank_1)
     assert raised.error_type == "ValueError"
     found = measured(waiting)
@@ -157,7 +157,7 @@ def killed(rank: int, size: int, begin: Callable[[], Any]) -> Failure:
 
 
 @pytest.mark.parametrize(("size", "begin"), [(2, joined), (2, connected), (4, connected)])
-def test_a_killed_rank_is_named_by_the_survivors(
+def test_survivors_name_a_killed_rank(
     size: int, begin: Callable[[], Any], measured: Measured
 ) -> None:
     for rank, outcome in enumerate(outcomes(killed, begin, size=size)):
@@ -182,7 +182,7 @@ def stopped_for_a_while(rank: int, size: int) -> Failure:
     return found
 
 
-def test_a_stopped_rank_is_named_after_the_timeout(measured: Measured) -> None:
+def test_survivors_name_a_stopped_rank_after_the_timeout(measured: Measured) -> None:
     waiting, stopped = outcomes(stopped_for_a_while)
     found = measured(waiting)
     assert found.kind == "CollectiveTimeoutError", found
@@ -205,7 +205,7 @@ def never_joins(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("missing", [never_calls, never_joins])
-def test_a_rank_that_ends_without_calling_is_named(missing: Callable[..., None]) -> None:
+def test_survivors_name_a_rank_that_exits_without_the_call(missing: Callable[..., None]) -> None:
     late, idle = outcomes(missing)
     assert idle.ok, idle.report()
     assert late.error_type in ("CollectiveTimeoutError", "PeerLostError"), late.report()
@@ -224,7 +224,7 @@ def begins_anew(rank: int, size: int, meeting: str) -> float:
     return float(x[0])
 
 
-def test_the_processes_can_begin_anew(tmp_path: Any) -> None:
+def test_processes_can_initialize_again_after_a_failure(tmp_path: Any) -> None:
     for outcome in outcomes(begins_anew, str(tmp_path / "again")):
         assert outcome.ok, outcome.report()
         assert outcome.value == 3.0
@@ -243,7 +243,7 @@ def on_the_wrong_device(rank: int, size: int) -> str:
     return ""
 
 
-def test_an_array_on_another_device_is_refused(pool: Any) -> None:
+def test_all_reduce_rejects_an_array_on_another_device(pool: Any) -> None:
     import cupy
 
     if cupy.cuda.runtime.getDeviceCount() < 2:

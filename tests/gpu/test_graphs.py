@@ -240,7 +240,7 @@ PROGRAMS: dict[str, tuple[tuple[int, ...], Callable[..., None], tuple[Any, ...]]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_captured_steps(ranks: Any, name: str) -> None:
+def test_captured_steps_equal_eager_steps(ranks: Any, name: str) -> None:
     sizes, program, arguments = PROGRAMS[name]
     if ranks.size in sizes:
         ranks.run(program, *arguments)
@@ -261,7 +261,7 @@ def worlds(rank: int, size: int, meeting: Path) -> list[float]:
     return sums
 
 
-def test_graphs_end_with_their_world(tmp_path: Path) -> None:
+def test_graphs_are_destroyed_with_their_world(tmp_path: Path) -> None:
     outcomes = run_outcomes(worlds, 2, tmp_path, init=None, env=world(2)["env"], deadline=100.0)
     assert all(outcome.ok for outcome in outcomes), "\n".join(o.report() for o in outcomes)
     assert outcomes[0].value == outcomes[1].value
@@ -302,7 +302,7 @@ def ends_in_replays(rank: int, size: int, how: str) -> tuple[str, str, float]:
         ("leaves", "MismatchError", 4.0),
     ],
 )
-def test_a_rank_that_ends_in_replays_is_named(
+def test_survivors_name_a_rank_that_dies_during_replays(
     how: str, kind: str, seconds: float, record_property: Callable[[str, object], None]
 ) -> None:
     outcomes = run_outcomes(ends_in_replays, 2, how, deadline=60.0, **world(2, TIMEOUT=TIMEOUT))
@@ -340,7 +340,7 @@ def times(rank: int, size: int) -> dict[str, float]:
     return found
 
 
-def test_time_of_a_step(ranks: Any, record_property: Callable[[str, object], None]) -> None:
+def test_step_time_is_reported(ranks: Any, record_property: Callable[[str, object], None]) -> None:
     """Measures, and judges nothing."""
     if ranks.size < 4:
         for name, microseconds in ranks.run(times)[0].items():

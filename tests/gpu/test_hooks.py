@@ -33,7 +33,7 @@ def both_ways(rank: int, size: int, name: str) -> tuple[list[bytes], float]:
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
-def test_cupy_arrays_become_what_numpy_arrays_become(ranks: Any, name: str) -> None:
+def test_hooks_give_equal_results_for_cupy_and_numpy_arrays(ranks: Any, name: str) -> None:
     told = ranks.run(both_ways, name)
     assert all(bits == told[0][0] for bits, _ in told)
     assert max(worst for _, worst in told) <= TOLERANCE[name]

@@ -117,6 +117,6 @@ def jax_arrays(rank: int, size: int) -> None:
         ("jax", jax_arrays),
     ],
 )
-def test_arrays_of_other_libraries(ranks: Any, library: str, program: Any) -> None:
+def test_verbs_accept_arrays_of_other_libraries(ranks: Any, library: str, program: Any) -> None:
     pytest.importorskip(library)
     ranks.run(program)

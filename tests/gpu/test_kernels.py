@@ -44,7 +44,7 @@ RULES: dict[str, Callable[[list[fl.Variable]], Any]] = {
 
 @EVERY_FLOAT
 @pytest.mark.parametrize("rule", RULES)
-def test_optimizer_steps(dtype: str, rule: str) -> None:
+def test_optimizer_kernels_equal_their_formulas(dtype: str, rule: str) -> None:
     """Of several parameters, which share a launch."""
 
     def three_steps(*arrays: Any) -> Any:
@@ -67,7 +67,7 @@ def test_optimizer_steps(dtype: str, rule: str) -> None:
 
 
 @EVERY_FLOAT
-def test_relu_and_mean_squared_error(dtype: str) -> None:
+def test_relu_and_mean_squared_error_equal_numpy(dtype: str) -> None:
     def gradient(x: Any, target: Any) -> Any:
         variable = fl.param(x)
         loss = F.mean_squared_error(F.relu(variable), fl.no_grad(target))
@@ -85,7 +85,9 @@ def test_relu_and_mean_squared_error(dtype: str) -> None:
 
 @EVERY_FLOAT
 @pytest.mark.parametrize("shape", [(20, 1001), (1500, 1001)])
-def test_a_mean_of_many_squares(dtype: str, shape: tuple[int, int]) -> None:
+def test_mean_squared_error_of_many_elements_is_accurate(
+    dtype: str, shape: tuple[int, int]
+) -> None:
     """By many blocks, of any layout, and the same bits each time."""
     import cupy
 
@@ -103,7 +105,7 @@ def test_a_mean_of_many_squares(dtype: str, shape: tuple[int, int]) -> None:
 
 
 @EVERY_FLOAT
-def test_linear_with_relu(dtype: str) -> None:
+def test_linear_with_relu_equals_numpy(dtype: str) -> None:
     def value_and_gradients(x: Any, weight: Any, bias: Any) -> Any:
         params = [fl.param(array) for array in (x, weight, bias)]
         out = F.linear_relu(*params)
@@ -120,7 +122,7 @@ def test_linear_with_relu(dtype: str) -> None:
     np.testing.assert_allclose(got, expected, rtol=100 * TOLERANCE[dtype])
 
 
-def test_kernels_take_any_layout() -> None:
+def test_kernels_accept_any_memory_layout() -> None:
     import cupy
 
     grad = cupy.asarray(rows("float32", 4)).T

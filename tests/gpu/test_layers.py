@@ -58,13 +58,13 @@ def compare(function: Callable[..., Any], arrays: Callable[[], Any], dtype: str)
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("case", FUNCTIONS, ids=[case.name for case in FUNCTIONS])
-def test_functions(case: Case, dtype: str) -> None:
+def test_functions_on_the_gpu_equal_the_cpu(case: Case, dtype: str) -> None:
     compare(case.ours, lambda: [array.astype(dtype) for array in case.arrays], dtype)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_layers(row: Row, dtype: str) -> None:
+def test_layers_on_the_gpu_equal_the_cpu(row: Row, dtype: str) -> None:
     found = []
     for device in ("cpu", gpu()):
         module = made(row, dtype).to(device)
@@ -76,13 +76,13 @@ def test_layers(row: Row, dtype: str) -> None:
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=[case.name for case in CONVOLUTIONS])
-def test_convolutions(case: Conv, dtype: str) -> None:
+def test_convolutions_on_the_gpu_equal_the_cpu(case: Conv, dtype: str) -> None:
     compare(lambda *v: convolved([*v], case), lambda: arrays_of(case, dtype), dtype)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("options", [options for options, _ in POOLS], ids=str)
-def test_pools(options: dict[str, Any], dtype: str) -> None:
+def test_pools_on_the_gpu_equal_the_cpu(options: dict[str, Any], dtype: str) -> None:
     compare(lambda x: F.pool2d(x, **options), lambda: [images(dtype)], dtype)
 
 
@@ -129,7 +129,7 @@ def losses(
 
 @pytest.mark.parametrize("half", [None, "float16"])
 @pytest.mark.parametrize("make", [gpt, convolutional])
-def test_models_train_as_on_the_cpu(make: Any, half: str | None) -> None:
+def test_models_on_the_gpu_train_like_on_the_cpu(make: Any, half: str | None) -> None:
     """In half precision too: products are rounded at other places there."""
     expected, got = (losses(make, half, device) for device in ("cpu", gpu()))
     assert got[-1] < got[0]

@@ -50,7 +50,7 @@ def element_of_a_product() -> float:
 
 
 @on_ranks()
-def test_computation_overlaps_and_the_host_does_not_wait(rank: int, size: int) -> None:
+def test_all_reduce_overlaps_computation_without_blocking_the_host(rank: int, size: int) -> None:
     cupy = verbs.cupy()
     x = warmed_up(rank)
     # CUDA loads a kernel when it is first used, and may wait for all that runs to do so: for the
@@ -75,7 +75,7 @@ def test_computation_overlaps_and_the_host_does_not_wait(rank: int, size: int) -
 
 
 @on_ranks()
-def test_the_current_stream_is_honoured(rank: int, size: int) -> None:
+def test_verbs_use_the_current_stream(rank: int, size: int) -> None:
     """The array is still being written on the user's stream when the collective is called."""
     cupy = verbs.cupy()
     warmed_up(rank)
@@ -91,7 +91,7 @@ def test_the_current_stream_is_honoured(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_backward_does_not_make_the_host_wait_for_the_others(rank: int, size: int) -> None:
+def test_backward_does_not_block_the_host_on_other_ranks(rank: int, size: int) -> None:
     """With rank 1 held back before its pass, rank 0's host comes through the whole of its own."""
     verbs.cupy()
     device = fl.distributed.use_local_device()

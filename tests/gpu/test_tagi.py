@@ -47,7 +47,7 @@ def train(rank: int, size: int, device: str, network: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_what_ranks_learn_equals_one_process_on_the_cpu(ranks: Any, network: str) -> None:
+def test_tagi_on_gpus_learns_like_one_process_on_the_cpu(ranks: Any, network: str) -> None:
     expected = train(0, 1, "cpu", network)
     for found in ranks.run(train, "cuda", network):
         for name, arrays in expected.items():

@@ -48,7 +48,7 @@ def train(rank: int, size: int, device: str, kind: str, sharded: bool = False) -
 @pytest.mark.parametrize(
     ("kind", "sharded"), [("sgd", False), ("nesterov", False), ("adam", False), ("adam", True)]
 )
-def test_parameters_equal_those_of_one_process_on_the_cpu(
+def test_training_on_gpus_equals_one_process_on_the_cpu(
     ranks: Any, kind: str, sharded: bool
 ) -> None:
     expected = train(0, 1, "cpu", kind)
@@ -86,7 +86,7 @@ def state_after_a_step(rank: int, size: int, device: str) -> tuple[Any, Any]:
     return [fl.device.to_device(array, "cpu") for array in arrays], state["steps"]
 
 
-def test_states_are_those_of_the_whole(ranks: Any) -> None:
+def test_state_dicts_of_shards_equal_the_full_state(ranks: Any) -> None:
     """Saved and loaded whole, wherever the parts lie."""
     expected, steps = state_after_a_step(0, 1, "cpu")
     for got, count in ranks.run(state_after_a_step, "cuda"):
@@ -108,12 +108,12 @@ def leave_one_out(rank: int, size: int) -> list[bool]:
     return [layer.weight.grad is not None for layer in layers]
 
 
-def test_parameters_that_no_rank_used_have_no_gradient(ranks: Any) -> None:
+def test_gradient_is_none_if_no_rank_used_the_parameter(ranks: Any) -> None:
     for used in ranks.run(leave_one_out):
         assert used == [True] * (len(used) - 1) + [False]
 
 
-def test_moving_a_module_there_and_back_keeps_its_values() -> None:
+def test_module_keeps_its_values_after_a_round_trip_to_the_gpu() -> None:
     model = fl.nn.Linear(3, 4)
     before = [param.array.copy() for param in model.params()]
     model.to("cuda:0")

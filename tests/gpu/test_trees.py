@@ -51,7 +51,5 @@ def synchronize_with_the_cpu(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("what", [synchronize, synchronize_with_the_cpu])
-def test_arrays_on_gpus_become_the_roots_if_all_ranks_have_them_there(
-    ranks: Any, what: Any
-) -> None:
+def test_synchronize_sends_gpu_arrays_if_all_ranks_have_gpu_arrays(ranks: Any, what: Any) -> None:
     ranks.run(what)

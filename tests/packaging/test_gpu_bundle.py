@@ -24,9 +24,7 @@ STAGES += ["training", "layers", "overlap", "kernels", "streams"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_bundle_is_complete_and_goes_as_far_as_it_can_without_a_gpu(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_bundle_runs_without_network_until_it_needs_a_gpu(wheel: Path, tmp_path: Path) -> None:
     """A bare environment with NumPy, and no index: nothing fails before the first CUDA call."""
     bundle, bare, home = tmp_path / "gpu_bundle", tmp_path / "bare", tmp_path / "home"
     run(sys.executable, ROOT / "scripts" / "gpu_bundle", bundle, "--wheel", wheel)
@@ -60,7 +58,7 @@ def test_bundle_is_complete_and_goes_as_far_as_it_can_without_a_gpu(
     assert {file.name for file in home.iterdir()} <= {".rustup"}  # pip asks rustc for its version
 
 
-def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_bundle_does_not_overwrite_a_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     command = [sys.executable, ROOT / "scripts" / "gpu_bundle", tmp_path]
     done = launcher.run([*command, "--wheel", __file__], code=1)
@@ -105,7 +103,7 @@ threading.Event().wait()
 
 
 @pytest.mark.slow
-def test_what_fails_or_hangs_stops_nothing_else_and_leaves_nothing(
+def test_run_continues_after_stages_that_fail_or_hang(
     program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stage(name: str, seconds: int, source: str) -> object:
@@ -137,7 +135,7 @@ def test_what_fails_or_hangs_stops_nothing_else_and_leaves_nothing(
     assert f"\n  child {child}\nhangs: timed out" in printed
 
 
-def test_results_are_printed_when_they_are_made(
+def test_run_prints_results_at_once(
     program: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
@@ -156,7 +154,7 @@ def test_results_are_printed_when_they_are_made(
     assert output.read_text() == source
 
 
-def test_stages_without_time_are_not_begun(
+def test_run_skips_stages_without_remaining_time(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "import threading; threading.Event().wait()"
@@ -169,7 +167,7 @@ def test_stages_without_time_are_not_begun(
     assert outcomes == ["timed out", "not begun: no time is left"]
 
 
-def test_a_contender_that_cannot_be_installed_is_named(
+def test_run_names_a_contender_that_cannot_be_installed(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = "nccl4py is not measured: ERROR: No matching distribution found for nccl4py"
@@ -179,7 +177,7 @@ def test_a_contender_that_cannot_be_installed_is_named(
     assert missing in capsys.readouterr().out
 
 
-def test_stages_are_chosen_by_name(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_selects_stages_by_name(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
     def run_stage(stage: object, *_: object) -> object:
@@ -195,7 +193,7 @@ def test_stages_are_chosen_by_name(program: ModuleType, monkeypatch: pytest.Monk
         program.main()
 
 
-def test_all_stages_together_take_at_most_eight_minutes(program: ModuleType) -> None:
+def test_stage_times_sum_to_at_most_eight_minutes(program: ModuleType) -> None:
     assert [stage.name for stage in program.STAGES] == STAGES
     words = [word for stage in program.STAGES for word in stage.command]
     files = [f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py")]
@@ -204,7 +202,7 @@ def test_all_stages_together_take_at_most_eight_minutes(program: ModuleType) -> 
 
 
 @pytest.mark.parametrize("script", ["gpu_kernels.py", "all_reduce.py", "overlap.py"])
-def test_benchmarks_say_that_there_is_no_gpu(script: str) -> None:
+def test_gpu_benchmarks_exit_with_a_reason_without_a_gpu(script: str) -> None:
     device = [] if script.startswith("gpu_") else ["--device", "cuda"]
     command = [sys.executable, ROOT / "benchmarks" / script, *device]
     done = launcher.run(command, code=77, env=environment(CUDA_VISIBLE_DEVICES=""))

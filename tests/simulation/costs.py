@@ -49,7 +49,7 @@ class Growing(NamedTuple):
 def _derived(_: Any, roster: store.Roster, make: Callable[..., Any], *__: Any) -> float:
     if "key" in make.__name__:
         return PROVE_BYTE * len(roster.body) + PACK * len(roster)
-    each = DERIVE + (CHOOSE if make is topology._chosen else 0.0)
+    each = DERIVE + (CHOOSE if make is topology._addresses_of_ranks else 0.0)
     return each * len(roster) + LOAD_BYTE * len(roster.body)
 
 

@@ -24,7 +24,7 @@ from flashlight_py.distributed.api import groups
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.groups.membership import Joiner, Membership
-from flashlight_py.distributed.rendezvous.store import Kin, Store
+from flashlight_py.distributed.rendezvous.store import Store, Subgroup
 from flashlight_py.distributed.start import joining
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.distributed.verbs import RECV, SEND
@@ -52,13 +52,13 @@ class _World(Joined):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.network = self.memory = self
-        self.places, self.near = range(size), _Near(rank // _PER_HOST)
+        self.network_ranks, self.memory_ranks = range(size), _Near(rank // _PER_HOST)
         self._listener = system.create_server(("", _PORT + rank % _PER_HOST), backlog=4096)
         self._wires: dict[int, Any] = {}
 
-    def kin(self, ranks: Sequence[int], count: int, *_: Any) -> Kin:
+    def subgroup(self, ranks: Sequence[int], count: int, *_: Any) -> Subgroup:
         """Return that ``ranks`` are to be a group on these connections, or in this memory."""
-        return Kin(self, ranks, count, False)
+        return Subgroup(self, ranks, count, False)
 
     def part(self, store: Store, _: float) -> Backend:
         return Joined(store.rank, store.size)

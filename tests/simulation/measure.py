@@ -142,7 +142,7 @@ def of_ranks(n: int = 512) -> dict[str, float]:
         "TAKE": seconds_of(lambda: Places(peers[0]).take(entries), 5) / n,
         "PACK": seconds_of(lambda: Roster.of(texts), 20) / n,
         "DERIVE": reading - byte * len(texts[0]),
-        "CHOOSE": seconds_of(lambda: topology._chosen(choices), 5) / n,
+        "CHOOSE": seconds_of(lambda: topology._addresses_of_ranks(choices), 5) / n,
         "LOAD_BYTE": byte,
         "PROVE_BYTE": seconds_of(lambda: proof(b"key", body), 20) / len(body),
         "PROVEN": seconds_of(lambda: proof(b"key", b"12345", b"54321")),
@@ -175,7 +175,7 @@ def of_beginnings() -> dict[str, float]:
         "MAP": of_joining(_MANY, lambda store: ShmBackend(store, 9.0)),
         "JOINED": alone,
         "NATIVE_CONNECT": (many - alone) / (_MANY - 1),
-        "OPEN": seconds_of(lambda: topology._why_unreadable(("", file.path, "x" * 32, ""), "")),
+        "OPEN": seconds_of(lambda: topology._read_problem(("", file.path, "x" * 32, ""), "")),
     }
 
 

@@ -126,12 +126,12 @@ def ask_for_the_time(rank: int, size: int) -> int:
     backend = current_world().group.backend()
     assert profiling.offset_to_rank_0(backend) == 0  # one host, one clock
     if rank == 0:
-        profiling._answer(backend, 1)
+        profiling._send_times(backend, 1)
         return 0
     real = profiling.time
     profiling.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + 3_600 * 10**9)  # type: ignore[assignment]
     try:
-        return profiling._ask(backend)
+        return profiling._measure_offset(backend)
     finally:
         profiling.time = real
 

@@ -11,8 +11,8 @@ from harness.roles.flashlight_cuda import FlashlightCuda
 
 __all__ = ["SameCommunicator", "join"]
 
-TYPES = {"float32": 7, "float64": 8}  # of ncclDataType_t
-SUM = 0  # of ncclRedOp_t
+TYPES = {"float32": 7, "float64": 8}  # values of ncclDataType_t
+SUM = 0  # value of ncclRedOp_t
 
 
 class SameCommunicator(FlashlightCuda):
@@ -46,5 +46,5 @@ class SameCommunicator(FlashlightCuda):
 
 
 def join(place: Place) -> SameCommunicator:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return SameCommunicator(place)

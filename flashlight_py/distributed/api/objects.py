@@ -257,7 +257,7 @@ class _Move:
 
     def end(self, first: Array) -> list[Any] | None:
         """Return the objects of the ``first`` frames, and of what comes later."""
-        rank, frames = self._members.rank, read_frames(first, most=len(self._sources))
+        rank, frames = self._members.rank, read_frames(first, limit=len(self._sources))
         self._raise_problems(frames)
         if any(frame.kind == LATER for frame in frames):
             later = iter(read_frames(self._later(frames[0])))

@@ -193,17 +193,17 @@ class Membership:
         if count is None and (parent.network or parent.memory):
             count = int(store.exchange(b"%d" % next(groups_so_far))[0])
         if parent.network is not None:
-            store.kin = parent.network.kin(members, count, parent.network is parent)
+            store.subgroup = parent.network.subgroup(members, count, parent.network is parent)
         if parent.memory is not None:
-            first = (parent.network or parent.memory).places[members[0]]
-            near = [parent.near[member] for member in members]
-            store.near = parent.memory.kin(near, count, first)
+            first = (parent.network or parent.memory).network_ranks[members[0]]
+            near = [parent.memory_ranks[member] for member in members]
+            store.memory_subgroup = parent.memory.subgroup(near, count, first)
         backend = self.backend() if joiner is None else joiner.join(store)
         child = type(self)(backend, ranks, joiner)
         self._children[weakref.ref(child, self._children.pop)] = None
         try:
             # One that closes the group at once must not do so while others still connect to it.
-            if store.kin is None or not store.kin.is_all:
+            if store.subgroup is None or not store.subgroup.is_flat:
                 store.exchange(b"")
         except BaseException:
             child.close()

@@ -27,8 +27,8 @@ from flashlight_py.distributed.rendezvous.store import (
     Peer,
     Store,
     host_identity,
+    shared_process_error,
     this_process,
-    why_not_apart,
 )
 from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.joining import connect, joiner
@@ -346,7 +346,7 @@ class Facts(NamedTuple):
         hosts, bits, addresses = zip(*rows, strict=True)
         shared = topology.shared_addresses(zip(hosts, addresses, strict=True))
         peers = (Peer(*json.loads(text)[4]) for text in texts)
-        twins = why_not_apart(peers) if len(set(hashes)) < len(hashes) else ""
+        twins = shared_process_error(peers) if len(set(hashes)) < len(hashes) else ""
         return cls(hosts, near, bits, addresses, shared, twins, json.loads(texts[0])[1])
 
 

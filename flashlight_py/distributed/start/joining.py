@@ -35,9 +35,9 @@ def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
     """Return what joins the ranks of a group, its GPUs, and those of one with another timeout."""
 
     def join_gpus(cpu: Backend) -> Backend:
-        from flashlight_py.distributed.backends.nccl.joining import join_gpus
+        from flashlight_py.distributed.backends.nccl.joining import connect_gpus
 
-        return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
+        return connect_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
 
     def limited(seconds: float) -> Joiner:
         return joiner(rule, replace(settings, timeout=seconds, joining=settings.joining_seconds))
@@ -49,7 +49,7 @@ def connect(store: Store, settings: Settings) -> Choice:
     """Join the ranks of ``store``. Collective; every rank makes the same choice."""
     if store.size == 1:
         return Choice(SingleBackend(), "the world is this process alone")
-    if store.kin is not None and store.kin.is_all and settings.backend != "mpi":
+    if store.subgroup is not None and store.subgroup.is_flat and settings.backend != "mpi":
         return Choice(_gloo(store, settings), "that of the group that it is made of")
     topology.exchange_process_info(store, settings.checks)
     if settings.backend != "mpi":
@@ -60,7 +60,7 @@ def connect(store: Store, settings: Settings) -> Choice:
 
     wing = import_module("flashlight_py.distributed.backends.mpi.joining")
     how = settings.timeout, settings.checks, settings.mpi_cuda_aware
-    backend = wing.join(store, join_cpus, *how)
+    backend = wing.connect_mpi(store, join_cpus, *how)
     return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
 
 
@@ -113,7 +113,7 @@ def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choi
     if (local := near.index(store.rank)) < len(sharing.across):
         leading = SubStore(store, sharing.across[local])
         between = _gloo(leading, limits, is_watched=True, at_once=True)
-    elif store.kin is None:
+    elif store.subgroup is None:
         store.exchange(b"")
     backend = HierarchicalBackend(
         store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
@@ -135,9 +135,9 @@ def _gloo(
     is_watched: bool = False,
     at_once: bool = False,
 ) -> Backend:
-    """Connect by Gloo, on one host by the loopback; one exchange, none if the store has kin."""
-    if store.kin is not None:
-        part: Backend = store.kin.whole.part(store, settings.timeout)
+    """Connect by Gloo, on one host by the loopback; one exchange, none for a subgroup."""
+    if store.subgroup is not None:
+        part: Backend = store.subgroup.parent.part(store, settings.timeout)
         return part
     _native.load("gloo")
     one_host = all(host == store.hosts[0] for host in store.hosts)
