@@ -83,7 +83,6 @@ class _Sums(Meter):
         return sums
 
     def _all_sums(self) -> State:
-        """Return the sums of host and device together."""
         if self._device_sums is None:
             return self._sums
         return self._merged(to_device(self._device_sums, "cpu"))
@@ -210,9 +209,7 @@ class CountMeter(_Sums):
             IndexError: If ``category`` is not in [0, number of categories).
         """
         if not 0 <= category < len(self._sums):
-            raise IndexError(
-                f"CountMeter.add: category must be in [0, {len(self._sums)}), got {category}"
-            )
+            raise IndexError(f"category must be in [0, {len(self._sums)}), got {category}")
         self._sums[category] = self._sums[category] + count
 
     def value_of(self, state: State) -> list[int]:
@@ -237,8 +234,7 @@ class MSEMeter(_Sums):
         """
         if output.shape != target.shape:
             raise ValueError(
-                "MSEMeter.add: output and target must have the same shape, got "
-                f"{output.shape} and {target.shape}"
+                f"MSEMeter.add: shapes must be equal, got {output.shape} and {target.shape}"
             )
         difference = output.astype(np.float64) - target
         self._add((difference * difference).sum(), 1)
@@ -252,8 +248,7 @@ class MSEMeter(_Sums):
 class TimeMeter(_Sums):
     """A stopwatch in seconds, initially stopped; with ``unit`` it gives seconds per unit.
 
-    For several synchronised meters, the value is the mean of their seconds, or with ``unit`` all
-    seconds divided by all units.
+    Several synchronised meters give the mean of their seconds, or all seconds over all units.
     """
 
     def __init__(self, unit: bool = False) -> None:
@@ -338,17 +333,14 @@ class TopKMeter(_Sums):
             )
         classes = output.shape[1]
         if classes < self._k:
-            raise ValueError(
-                f"TopKMeter.add: expected scores of at least k={self._k} classes, got {classes}"
-            )
+            raise ValueError(f"TopKMeter.add: expected at least {self._k} classes, got {classes}")
         xp, on_device = array_module(output), is_cupy(target)
         is_valid = (target >= 0) & (target < classes)
         if on_device:
             target = xp.where(is_valid, target, 0)
         elif not is_valid.all():
             raise ValueError(
-                f"TopKMeter.add: targets must be in [0, {classes}), got {int(target.min())} to "
-                f"{int(target.max())}"
+                f"targets must be in [0, {classes}), got {int(target.min())} to {int(target.max())}"
             )
         scores = xp.take_along_axis(output, target[:, None], axis=1)
         correct = (~(output <= scores)).sum(axis=1) < self._k

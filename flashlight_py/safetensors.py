@@ -28,23 +28,21 @@ _PLAIN = (type(None), bool, int, float, str)
 def flatten_tree(tree: object) -> tuple[Any, Arrays]:
     """Return the structure of ``tree`` for JSON, and its arrays by name, without copies.
 
-    Raises:
-        TypeError: If a value is not a container, an array or a number. The message contains its
-            path.
+    Raises TypeError, with a path, if a value is not a container, an array or a number.
     """
     arrays: Arrays = {}
     return _flatten(tree, "", arrays), arrays
 
 
-def rebuild_tree(structure: Any, arrays: Mapping[str, Array]) -> Any:
+def rebuild(structure: Any, arrays: Mapping[str, Array]) -> Any:
     """Return the tree that was passed to ``flatten_tree``, with the arrays of ``arrays``."""
     if isinstance(structure, list):
-        return [rebuild_tree(value, arrays) for value in structure]
+        return [rebuild(value, arrays) for value in structure]
     if not isinstance(structure, dict):
         return structure
     kind = next(iter(structure), "")
     if not kind.startswith("$"):
-        return {key: rebuild_tree(value, arrays) for key, value in structure.items()}
+        return {key: rebuild(value, arrays) for key, value in structure.items()}
     return _REBUILD[kind](structure[kind], arrays)
 
 
@@ -52,10 +50,8 @@ _REBUILD: dict[str, Callable[[Any, Mapping[str, Array]], Any]] = {
     "$array": lambda name, arrays: arrays[name],
     "$scalar": lambda name, arrays: arrays[name][()],
     "$complex": lambda parts, _: complex(*parts),
-    "$tuple": lambda items, arrays: tuple(rebuild_tree(items, arrays)),
-    "$dict": lambda items, arrays: {
-        rebuild_tree(k, arrays): rebuild_tree(v, arrays) for k, v in items
-    },
+    "$tuple": lambda items, arrays: tuple(rebuild(items, arrays)),
+    "$dict": lambda items, arrays: {rebuild(k, arrays): rebuild(v, arrays) for k, v in items},
 }
 
 
@@ -114,9 +110,7 @@ def pieces(tree: object) -> Iterator[Array]:
     """Yield the file that contains ``tree``, as byte arrays (uint8, one dimension) of any length.
 
     Arrays that are contiguous on the host are not copied. Other arrays are copied one at a time.
-
-    Raises:
-        TypeError: If a value cannot be stored; raised before the first piece.
+    Raises TypeError before the first piece if a value cannot be stored.
     """
     structure, arrays = flatten_tree(tree)
     # Wide elements are first, so that all arrays are aligned. The header length is a multiple of 8.
@@ -131,9 +125,7 @@ def pieces(tree: object) -> Iterator[Array]:
 def from_bytes(file: Array) -> Any:
     """Return the tree in ``file`` (uint8, one dimension); its arrays are views of ``file``.
 
-    Raises:
-        ValueError: If ``file`` is not a safetensors file.
-        BackendUnavailableError: If the file contains bfloat16 and ml_dtypes is not installed.
+    Raises ValueError for other files, and BackendUnavailableError if bfloat16 needs ml_dtypes.
     """
     try:
         (length,) = _LENGTH.unpack(file[: _LENGTH.size].tobytes())
@@ -149,7 +141,7 @@ def from_bytes(file: Array) -> Any:
         raise ValueError(f"expected a safetensors file, got invalid content: {error!r}") from error
     if "structure" not in metadata:
         return arrays  # written by another program
-    return rebuild_tree(json.loads(metadata["structure"]), arrays)
+    return rebuild(json.loads(metadata["structure"]), arrays)
 
 
 def _header(structure: Any, arrays: Arrays, names: list[str]) -> bytes:

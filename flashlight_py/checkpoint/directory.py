@@ -53,11 +53,7 @@ def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
 
 
 def read_durable(file: Path, expected: Content) -> Array:
-    """Return the content of ``file`` as a one-dimensional uint8 array.
-
-    Raises:
-        ValueError: If length or digest differ from ``expected``.
-    """
+    """Return the content of ``file`` (uint8); raise ValueError if length or digest differ."""
     with open(file, "rb") as stream:
         present = os.fstat(stream.fileno()).st_size
         if present != expected.nbytes:
@@ -110,8 +106,7 @@ FORMAT = 1
 class Manifest:
     """Content of the manifest file: the step, number of ranks, saved parts and state file.
 
-    ``parts`` are the arguments of ``save`` that were passed. ``ranks`` is the number of ranks that
-    saved.
+    ``parts`` are the passed arguments of ``save``, and ``ranks`` is the number of ranks that saved.
     """
 
     step: int
@@ -127,11 +122,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, file: bytes) -> "Manifest":
-        """Return the manifest of a file that ``encode`` has made.
-
-        Raises:
-            ValueError: If the file is damaged, or a later version wrote another format.
-        """
+        """Return the manifest; raise ValueError if ``file`` is damaged or of a later version."""
         try:
             decoded = json.loads(file)
             content = dict(decoded["manifest"])
@@ -141,10 +132,7 @@ class Manifest:
         if not is_intact:
             raise ValueError("its manifest is damaged: its SHA-256 differs from the written one")
         if content.pop("format") != FORMAT:
-            raise ValueError(
-                f"expected format {FORMAT}, got the later format of flashlight_py "
-                f"{content['version']}. Install this version"
-            )
+            raise ValueError(f"got a later format. Install flashlight_py {content['version']}")
         parts, state = tuple(content.pop("parts")), Content(**content.pop("state"))
         return cls(parts=parts, state=state, **content)
 
@@ -168,9 +156,8 @@ def publish(
 ) -> Path:
     """Write a checkpoint with the bytes of ``state``, and return its path.
 
-    The directory gets its final name when its content is on the disk. If an exception occurs,
-    nothing remains. All checkpoints except the newest ``keep`` are removed. If a removal fails, a
-    warning is logged.
+    The directory gets its final name when its content is on the disk. After an exception nothing
+    remains. Only the newest ``keep`` checkpoints are kept; a failed removal is logged.
     """
     missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -206,17 +193,11 @@ def read_checkpoint(checkpoint: Path) -> tuple[Manifest, Array]:
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """Return entries of ``directory`` with names of checkpoints, newest first.
-
-    The list is empty if the directory does not exist.
-    """
+    """Return entries of ``directory`` named like checkpoints, newest first; [] if missing."""
     try:
-        # A single listing of a large folder may miss a checkpoint that is replaced during the
-        # listing.
+        # One listing of a large folder may miss a checkpoint that is replaced at the same time.
         listings = (list(directory.iterdir()) for _ in range(5))
-        paths = (
-            [entry for entry in listing if _NAME.fullmatch(entry.name)] for listing in listings
-        )
+        paths = ([path for path in listing if _NAME.fullmatch(path.name)] for listing in listings)
         return sorted(next(filter(None, paths), []), key=_number, reverse=True)
     except OSError as error:
         nearest = next(entry for entry in (directory, *directory.parents) if os.path.lexists(entry))

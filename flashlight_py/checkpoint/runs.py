@@ -79,8 +79,8 @@ def save(
 
     A checkpoint is a directory ``<number>-step-<step>``. It contains ``state.safetensors``, which
     other tools can read, and ``manifest.json`` with lengths and digests. The directory is renamed
-    to this name when its content is on the disk. No pickle is used. CuPy arrays are copied to the
-    host. Only one job at a time may save into a directory.
+    to this name when its content is on the disk. Pickle is not used, and CuPy arrays are copied to
+    the host. Only one job at a time may save into a directory.
 
     Args:
         path: Directory, created if it does not exist. The path of rank 0 is used.
@@ -88,18 +88,16 @@ def save(
             such objects. Its arrays may have any shape and a boolean, integer, floating (up to 64
             bits), bfloat16 or complex dtype.
         optimizer: Like ``module``, for example ``fl.optim.AdamOptimizer``.
-        sampler: Like ``module``, for example ``fl.DistributedSampler``, with the same progress on
-            all ranks.
+        sampler: Like ``module``, for example ``fl.DistributedSampler``, equal on all ranks.
         schedule: Like ``module``, for example ``fl.optim.CosineAnnealingLR``.
-        rng: True for the package's random numbers (dropout, initialisation). Or a generator of
+        rng: True for the package's random numbers (dropout, initialisation), or a generator of
             NumPy or CuPy, or a list, tuple or dict of generators, whose states are saved as well.
         step: Step of the training, at least 0, the same on every rank.
         extra: Any other state: dicts, lists, tuples, arrays, numbers, strings, None.
-        keep: Number of checkpoints to keep, at least 1. Older checkpoints are removed. If an older
-            entry is a link, only the link is removed. A failed removal is logged as a warning.
-            Other entries of the directory are not touched.
+        keep: Number of checkpoints to keep, at least 1. Older ones are removed; from a link only
+            the link is removed. A failed removal is a warning. Other entries are not touched.
         group: Group that saves together. Default: the world. The other ranks wait while rank 0
-            writes, so the write must not take longer than the timeout of the group.
+            writes, so writing must not take longer than the timeout of the group.
 
     Returns:
         The path of the new checkpoint.
@@ -107,8 +105,8 @@ def save(
     Raises:
         TypeError: If an argument has the wrong type, or contains an object that cannot be saved.
         ValueError: If ``step`` or ``keep`` is too small.
-        MismatchError: If the ranks pass different steps, different parts, or samplers with
-            different progress. Every rank raises, and nothing is written.
+        MismatchError: If the ranks pass different steps, parts or states of samplers. Every rank
+            raises, and nothing is written.
         CheckpointError: If rank 0 cannot write, for example to a full disk. Every rank raises.
         DistributedError: As :func:`flashlight_py.all_reduce`.
 
@@ -122,13 +120,8 @@ def save(
     """
     whole_number("save", "step", step)
     whole_number("save", "keep", keep, least=1)
-    by_name = {
-        "module": module,
-        "optimizer": optimizer,
-        "sampler": sampler,
-        "schedule": schedule,
-    }
-    parts = check_parts("save", rng, **by_name)
+    passed = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
+    parts = check_parts("save", rng, **passed)
     step = int(step)  # JSON accepts only Python's integers, not NumPy's
     members = group_or_world(group)
     states: dict[str, Any] = {}
@@ -158,8 +151,7 @@ def save(
 class Checkpoint(NamedTuple):
     """A loaded checkpoint: its step, its path on rank 0, and the saved ``extra``.
 
-    ``ranks`` is the number of ranks that saved it. ``skipped`` contains one text for each newer
-    checkpoint that was skipped, with the reason.
+    ``ranks`` is the number of ranks that saved it. ``skipped`` has the reason for each newer one.
     """
 
     step: int
@@ -188,22 +180,18 @@ def load(
     Collective, blocking. Only rank 0 reads, and it broadcasts the state, so the other ranks need no
     access to ``path``. If a checkpoint is truncated or damaged, the logger ``flashlight_py`` warns
     with the reason, and the previous checkpoint is used. If another job replaces a checkpoint
-    during the call, the newer checkpoint is used. ``path`` may also be a single checkpoint, which
-    must then be intact.
+    during the call, the newer one is used. ``path`` may also be a single intact checkpoint.
 
     Arrays are copied into the arrays of the module and the optimizer, in place, also to another
-    device. The number of ranks may differ from the number that saved. If a rank has no saved random
-    state, it keeps its current one, with a warning. The call needs as much memory as the checkpoint
-    has bytes.
+    device. The number of ranks may differ from the number that saved; a rank without a saved random
+    state keeps its own, with a warning. The call needs as much memory as the checkpoint has bytes.
 
     Args:
-        path: Directory that was passed to :func:`flashlight_py.save`, or a checkpoint in it. The
-            path of rank 0 is used.
+        path: Directory that was passed to :func:`flashlight_py.save`; rank 0's path is used.
         module: Module of the same structure as the saved module. None: it is not loaded.
-        optimizer, sampler, schedule: Like ``module``. The schedule must belong to this optimizer.
-        rng: As passed to ``save``. Its generators and the generators of the package are set in
-            place. For a ``module`` that was distributed with ``leaves``, every rank gets the random
-            state of rank 0.
+        optimizer, sampler, schedule: Like ``module``; the schedule belongs to this optimizer.
+        rng: As passed to ``save``. Its generators and those of the package are set in place. For a
+            ``module`` that was distributed with ``leaves``, every rank gets rank 0's state.
         group: Group that loads together. Default: the world.
 
     Returns:
@@ -212,21 +200,15 @@ def load(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the checkpoint does not contain a requested part, or a part does not match:
-            another shape or number of parameters. Earlier parts, in the order of the arguments,
-            have then been changed.
-        MismatchError: If the ranks load different parts. Every rank raises, and nothing is changed.
+        ValueError: If a requested part was not saved or does not match (shape or number of
+            parameters). Earlier parts, in the order of the arguments, have then been changed.
+        MismatchError: If the ranks load different parts. Every rank raises; nothing is changed.
         CheckpointError: If there are checkpoints but none is intact, or ``path`` is a file, cannot
-            be read, or is a broken link, as to a disk that is not mounted. Every rank raises.
+            be read, or is a broken link (a disk that is not mounted). Every rank raises.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
-    by_name = {
-        "module": module,
-        "optimizer": optimizer,
-        "sampler": sampler,
-        "schedule": schedule,
-    }
-    parts = check_parts("load", rng, **by_name)
+    passed = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
+    parts = check_parts("load", rng, **passed)
     members = group_or_world(group)
     part_names = [*parts, *(["rng"] if rng else [])]
     Attempt("load", members).agree({"parts": part_names})
@@ -260,9 +242,7 @@ def _newest_intact(path: Path, context: str) -> tuple[_IntactCheckpoint | None, 
     """Return the newest intact checkpoint and its state; log a warning for each skipped one."""
     reasons: dict[Path, str] = {}
     # The folder is listed again after each failure, because a job may have replaced the checkpoint.
-    while untried := [
-        path_tried for path_tried in checkpoints_in(path) if path_tried not in reasons
-    ]:
+    while untried := [entry for entry in checkpoints_in(path) if entry not in reasons]:
         newest = untried[0]
         try:
             manifest, state = read_checkpoint(newest)
@@ -318,25 +298,25 @@ def _restore(
 
 def check_parts(operation: str, rng: object, **parts: Part | None) -> dict[str, Stateful]:
     """Return the parts that are not None; raise TypeError if a part or ``rng`` has a wrong type."""
-    passed: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    parts_by_name: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
     nested_parts: dict[str, Any] = {}
-    for name, part in list(passed.items()):
+    for name, part in list(parts_by_name.items()):
         if part and isinstance(part, (list, tuple, dict)):
-            passed[name] = _Several(part)
-            nested_parts |= {f"{name} {at!r}": nested for at, nested in passed[name].parts.items()}
-    for name, part in {**passed, **nested_parts}.items():
+            parts_by_name[name] = _Several(part)
+            nested_parts |= {
+                f"{name} {at!r}": nested for at, nested in parts_by_name[name].parts.items()
+            }
+    for name, part in {**parts_by_name, **nested_parts}.items():
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(part, method, None)):
-                raise TypeError(
-                    f"{operation}: {name} must have {method}(), got a {type(part).__name__} "
-                    "without it"
-                )
+                kind = type(part).__name__
+                raise TypeError(f"{operation}: {name} must have {method}(), got a {kind}")
     if rng is not None:
         try:
             generator_states(rng)
         except TypeError as error:
             raise TypeError(f"{operation}: rng: {error}") from error
-    return passed
+    return parts_by_name
 
 
 def context_of(operation: str, group: ProcessGroup) -> str:
@@ -365,10 +345,8 @@ class Attempt:
     def share(self, value: object = None) -> list[Any]:
         """Return the JSON values of all ranks, if no rank failed. Collective, blocking.
 
-        Raises:
-            PeerLostError, CollectiveTimeoutError: If a rank does not reach the call. The message
-                says that every rank must call "save" or "load".
-            DistributedError: As ``Work.wait`` and :meth:`end`.
+        Raises the errors of ``Work.wait`` and :meth:`end`. If a rank does not reach the call, the
+        message says that all ranks must call "save" or "load".
         """
         sent = json.dumps([self.failure, value]).encode()
         call = next(call for call in COMPOSED if call.startswith(f"{self._operation}("))
@@ -385,9 +363,8 @@ class Attempt:
         """Raise MismatchError if arguments differ between ranks. Collective, blocking."""
         if differing := differences(self.share(value)):
             raise errors.MismatchError(
-                f"{context_of(self._operation, self._group)}: expected the same arguments on "
-                f"every rank, got {', '.join(differing)}. Nothing was done. Pass the same "
-                "arguments on every rank"
+                f"{context_of(self._operation, self._group)}: expected equal arguments on every "
+                f"rank, got {', '.join(differing)}. Nothing was done. Pass equal arguments"
             )
 
     def end(self, failures: Sequence[Any]) -> None:
@@ -409,9 +386,7 @@ class Attempt:
 
 def generator_states(rng: object) -> dict[str, Any]:
     """Return the states of the package's generators and of the generators in ``rng``."""
-    user_states = {
-        name: random.state_of(generator) for name, generator in _generators_by_name(rng).items()
-    }
+    user_states = {name: random.state_of(x) for name, x in _generators_by_name(rng).items()}
     return {"package": random.state_dict(), "given": user_states}
 
 

@@ -45,8 +45,7 @@ class Dataset(abc.ABC):
         size = len(self)
         if not -size <= position < size:
             raise IndexError(
-                f"{type(self).__name__}: index must be in [-len, len), got {position} for {size} "
-                "sample(s)"
+                f"{type(self).__name__}: index must be in [-{size}, {size}), got {position}"
             )
         return self.get(position + size if position < 0 else position)
 
@@ -59,16 +58,13 @@ class Dataset(abc.ABC):
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
-    """Return one batch of ``samples``: each field stacked along a new first dimension.
+    """Return one batch: each field of ``samples`` stacked along a new first dimension.
 
-    Raises:
-        ValueError: If the samples differ in their number of fields, or in the shape of a field.
+    Raises ValueError if samples differ in their number of fields or in the shape of a field.
     """
     counts = {len(sample) for sample in samples}
     if len(counts) != 1:
-        raise ValueError(
-            f"batch: expected samples with the same number of fields, got {sorted(counts)}"
-        )
+        raise ValueError(f"batch: expected equal numbers of fields, got {sorted(counts)}")
     return tuple(starmap(_stack_field, enumerate(zip(*samples, strict=True))))
 
 
@@ -129,8 +125,7 @@ class TensorDataset(Dataset):
     def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
         """Return an iterator over views of up to ``batch_size`` rows, ending at row ``stop``.
 
-        The iterator runs no Python code per batch, which would take as long as a small training
-        step.
+        It runs no Python code per batch, which would take as long as a small training step.
         """
         starts = range(0, stop, batch_size)
         stops = [*starts[1:], stop] if starts else []
@@ -175,14 +170,11 @@ class BatchDataset(Dataset):
         if batch_size < 1:
             raise ValueError(f"BatchDataset: batch_size must be at least 1, got {batch_size}")
         if policy not in get_args(BatchPolicy):
-            raise ValueError(
-                f"BatchDataset: policy must be one of {get_args(BatchPolicy)}, got {policy!r}"
-            )
+            raise ValueError(f"policy must be one of {get_args(BatchPolicy)}, got {policy!r}")
         rest = len(dataset) % batch_size
         if rest and policy == "divisible_only":
             raise ValueError(
-                f"BatchDataset: the number of samples must be a multiple of batch_size "
-                f"{batch_size}, got {len(dataset)} samples. Pass another policy or batch_size"
+                f"BatchDataset: expected a multiple of {batch_size} samples, got {len(dataset)}"
             )
         self._dataset, self._batch_size, self._functions = dataset, batch_size, batch_functions
         self._stop = len(dataset) - (rest if policy == "skip_last" else 0)
@@ -221,9 +213,8 @@ class BatchDataset(Dataset):
 class ResampleDataset(Dataset):
     """The samples of ``dataset`` at ``indices``, in that order; an index may be repeated.
 
-    ``indices`` is a sequence of integers, or a function from [0, n) to an index of ``dataset``,
-    which is called once per sample. ``n`` can only be passed with a function. Default: the length
-    of ``dataset``.
+    ``indices`` is a sequence of integers, or a function from [0, n) to an index that is called once
+    per sample. ``n`` can only be passed with a function. Default: the length of ``dataset``.
 
     Raises:
         ValueError: If an index is not in [0, len(dataset)), or ``n`` is passed with a sequence.
@@ -236,9 +227,7 @@ class ResampleDataset(Dataset):
         if callable(indices):
             indices = [indices(i) for i in range(len(dataset) if n is None else n)]
         elif n is not None:
-            raise ValueError(
-                "ResampleDataset: expected n only with a function, got n with a sequence. Remove n"
-            )
+            raise ValueError("ResampleDataset: expected no n with a sequence of indices, got n")
         checked, size = np.array(indices), len(dataset)
         if checked.size == 0:
             checked = checked.astype(np.int64)
@@ -249,10 +238,7 @@ class ResampleDataset(Dataset):
             )
         wrong = checked[(checked < 0) | (checked >= size)]
         if wrong.size:
-            raise ValueError(
-                f"ResampleDataset: indices must be in [0, len(dataset)) = [0, {size}), got "
-                f"{wrong[0]}"
-            )
+            raise ValueError(f"ResampleDataset: indices must be in [0, {size}), got {wrong[0]}")
         self._dataset = dataset
         self._indices: Indices = checked.astype(np.int64)
 

@@ -27,35 +27,30 @@ class PrefetchDataset(Dataset):
     """The samples of ``dataset``, made in advance by ``threads`` workers during iteration.
 
     Order and content are those of ``dataset`` for any number of workers. If a sample raises an
-    error, the iteration raises it at that sample. The workers end with the iteration, also if the
-    iteration is not completed. With 0 workers, and for ``dataset[i]``, a sample is made when the
-    program requests it.
+    error, the iteration raises it at that sample. The workers end with the iteration, also if it is
+    not completed. With 0 workers, and for ``dataset[i]``, a sample is made when it is requested.
 
-    Threads suffice if ``get`` waits for files or computes in NumPy. Several threads call ``get`` at
-    the same time. Use processes for samples that are computed in Python. Each iteration starts new
-    processes ("spawn"), which takes some tenths of a second. The processes have no world. They
-    receive ``dataset`` and ``transform`` as a pickle, and import the main module of the program. So
-    the program must start its work under ``if __name__ == "__main__":``.
+    Threads suffice if ``get`` waits for files or computes in NumPy. Several threads call it at the
+    same time. Use processes for samples that are computed in Python. Each iteration starts new
+    processes ("spawn"), which takes some tenths of a second. They have no world, receive
+    ``dataset`` and ``transform`` as a pickle, and import the main module of the program. So the
+    program must start its work under ``if __name__ == "__main__":``.
 
     Args:
-        dataset: Dataset that makes the samples. If it has ``set_epoch``, the ``set_epoch`` of this
-            object calls it.
+        dataset: Dataset that makes the samples. Its ``set_epoch``, if defined, is called by ours.
         threads: Number of workers, at least 0.
         prefetch_size: Number of samples that are made in advance, at least 1.
         workers: ``"threads"`` or ``"processes"``.
-        transform: Function that is called with a sample and a random generator, for example for
-            augmentation. It returns the new sample. The random numbers depend only on seed, epoch
-            and index.
+        transform: Function of a sample and a random generator, for example for augmentation;
+            returns the new sample. The random numbers depend only on seed, epoch and index.
         seed: Seed of these random numbers, at least 0.
 
     Raises:
         ValueError: If a number is below its limit, or ``workers`` is unknown.
-        TypeError: If ``dataset`` or ``transform`` cannot be pickled; raised when an iteration
-            starts.
+        TypeError: If ``dataset`` or ``transform`` cannot be pickled, when an iteration starts.
         FileNotFoundError: If the current folder was deleted before processes start.
-        RuntimeError: If, during iteration, a process is killed, runs out of memory or cannot start,
-            or if it raises an exception that cannot be pickled or would end this process
-            (``sys.exit``).
+        RuntimeError: If, during iteration, a process is killed, runs out of memory, cannot start,
+            or raises an exception that cannot be pickled or would end this process (``sys.exit``).
 
     Example:
         >>> def noisy(sample, rng):
@@ -77,9 +72,7 @@ class PrefetchDataset(Dataset):
                 f"got threads={threads}, prefetch_size={prefetch_size} and seed={seed}"
             )
         if workers not in get_args(Workers):
-            raise ValueError(
-                f"PrefetchDataset: workers must be one of {get_args(Workers)}, got {workers!r}"
-            )
+            raise ValueError(f"workers must be one of {get_args(Workers)}, got {workers!r}")
         self._dataset, self._transform = dataset, transform
         self._threads, self._prefetch_size, self._workers = threads, prefetch_size, workers
         self._seed, self._epoch = seed, 0
@@ -144,10 +137,7 @@ class PrefetchDataset(Dataset):
         try:
             pickled = pickle.dumps(self, protocol=5)
         except Exception as error:
-            raise TypeError(
-                "PrefetchDataset: dataset and transform must be picklable for processes, got: "
-                f"{error}. Use threads, or functions defined in a module"
-            ) from error
+            raise TypeError(f"PrefetchDataset: cannot be pickled: {error}. Use threads") from error
         return ProcessPoolExecutor(size, spawn, _begin_worker, (pickled,)), _get_in_worker
 
 
@@ -174,7 +164,5 @@ def _get_in_worker(index: int) -> Sample:
         except Exception:  # noqa: BLE001 - user code
             problem = "raised an exception that cannot be pickled"
         if problem:
-            raise RuntimeError(
-                f"PrefetchDataset: sample {index} {problem}: {traceback.format_exc()}"
-            ) from None
+            raise RuntimeError(f"sample {index} {problem}: {traceback.format_exc()}") from None
         raise

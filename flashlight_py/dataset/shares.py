@@ -47,9 +47,8 @@ def batch_positions(index: int, n: int, batch_size: int) -> range:
 def weight_of_part(part: int, whole: int, parts: int) -> float:
     """Return the weight of the mean over one part of a batch in the mean over the batch.
 
-    Let c be the number of samples of a part and C the number of all parts. The average over the
-    parts of weight * mean is 1 / parts * sum(c * parts / C * mean). This is the sum over all
-    samples divided by C.
+    With c samples in a part and C in all parts, the average over the parts of weight * mean, 1 /
+    parts * sum(c * parts / C * mean), is the sum over all samples divided by C.
     """
     return part * parts / whole
 
@@ -60,20 +59,18 @@ def partition_by_round_robin(
     """Return the indices, of ``n`` samples, that belong to ``partition`` of ``partitions``.
 
     Batches of ``batch_size`` consecutive samples are assigned to the partitions in turn. The
-    remaining samples, which do not fill a round, are divided evenly if there is at least one per
-    partition. Otherwise they are dropped. So every partition has the same number of batches, as
-    processes need that communicate once per batch. With ``allow_empty`` nothing is dropped, and
-    some partitions may have one batch fewer. The rule is that of flashlight's
-    ``partitionByRoundRobin``. The result is a new ascending int64 array of shape (samples of the
-    partition,).
+    remaining samples are divided evenly if there is at least one per partition, and dropped
+    otherwise. So every partition has the same number of batches, as processes need that communicate
+    once per batch. With ``allow_empty`` nothing is dropped, and some partitions may have one batch
+    fewer. The rule is that of flashlight's ``partitionByRoundRobin``. The result is a new ascending
+    int64 array of shape (samples of the partition,).
 
     Raises:
         ValueError: If ``n`` < 0, ``batch_size`` < 1, or ``partition`` is not in [0, partitions).
     """
     if n < 0 or batch_size < 1 or not 0 <= partition < partitions:
         raise ValueError(
-            "partition_by_round_robin: expected n >= 0, batch_size >= 1 and partition in "
-            "[0, partitions), got "
+            "expected n >= 0, batch_size >= 1 and partition in [0, partitions), got "
             f"n={n}, partition={partition}, partitions={partitions}, batch_size={batch_size}"
         )
     rounds, rest = divmod(n, partitions * batch_size)

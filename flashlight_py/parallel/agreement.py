@@ -31,34 +31,30 @@ def check_modules_agree(
     with_values: bool = False,
     also: Iterable[str] = (),
 ) -> list[int]:
-    """Compare parameter names, shapes and dtypes over the ranks; return digests of their values.
+    """Compare parameters over the ranks, and return digests of their values. Collective, blocking.
 
-    ``also`` contains further strings to compare. The digests, one per rank, are 0 without
-    ``with_values``. Collective, blocking.
+    Names, shapes, dtypes and the strings ``also`` are compared. The digests, one per rank, are 0
+    without ``with_values``.
     """
     if group.size == 1:
         return [0]
     values = digest_of_values(params.values()) if with_values else 0
-    differ = "expected the same module on every rank, got modules that differ in parameter"
-    remedy = "Build the same module on every rank"
+    differ = "expected the same module on every rank, got a difference in parameter"
     words = [*also]
     for name, param in params.items():
         frozen = "" if param.calc_grad else ", frozen"
         placed = "" if param.placement is None else param.placement.words()
         words.append(f"{name}: {param.dtype} {tuple(param.shape)}{frozen}{placed}")
-    return check_entries_agree(differ, remedy, words, group, values)
+    return check_entries_agree(differ, "Build equal modules", words, group, values)
 
 
 def check_entries_agree(
     differ: str, remedy: str, entries: Sequence[str], group: ProcessGroup, values: int = 0
 ) -> list[int]:
-    """Compare ``entries`` over the ranks and return the ``values`` of every rank, in rank order.
+    """Compare ``entries`` over the ranks; return the ``values`` of all ranks. Collective, blocking.
 
-    Collective, blocking. ``differ`` describes the entries in the error.
-
-    Raises:
-        MismatchError: If ``entries`` differ between ranks. Every rank raises. The message contains
-            the index of the first different entry, the entry of each rank and ``remedy``.
+    If entries differ, every rank raises MismatchError. The message consists of ``differ``, the
+    first different index, the entry of each rank and ``remedy``.
     """
     of_ranks = gather_json([entries, values], group)
     if differing := differences([dict(enumerate(results)) for results, _ in of_ranks]):
@@ -84,9 +80,8 @@ def warn_if_parameters_differ(operation: str, digests: Sequence[int], group: Pro
         return
     warnings.warn_explicit(
         f"{operation}: rank 0 of {group.size}: expected the same parameters on every rank, got "
-        f"other values on rank(s) {', '.join(others)} than on rank 0. Only gradients are reduced, "
-        "so the models would stay different. Call fl.broadcast_parameters(module) before "
-        f"{operation}",
+        f"other values on rank(s) {', '.join(others)} than on rank 0. Only gradients are reduced. "
+        f"Call fl.broadcast_parameters(module) before {operation}",
         UserWarning,
         *caller(),
     )
@@ -113,10 +108,8 @@ def check_arrays_agree(operation: str, arrays: Sequence[Array], group: ProcessGr
         return
     kinds = [f"{array.dtype} {array.shape}" for array in arrays]
     if not equal_on_all_ranks(json.dumps(kinds).encode(), group)[0]:
-        remedy = "Pass the same shapes and dtypes on every rank"
-        words = "expected the same shapes and dtypes on every rank, got a difference at index"
-        differ = f"{operation}: {words}"
-        check_entries_agree(differ, remedy, kinds, group)
+        differ = "expected the same shapes and dtypes on every rank, got a difference at index"
+        check_entries_agree(f"{operation}: {differ}", "Pass equal arrays", kinds, group)
 
 
 def equal_on_all_ranks(data: bytes, group: ProcessGroup, *others: int) -> tuple[bool, list[int]]:
@@ -180,12 +173,10 @@ def reject_sharded(operation: str, params: Iterable[Variable], may_be_cut: bool 
 
 
 def check_arithmetic(operation: str, leaves: int, members: ProcessGroup) -> None:
-    """Set BLAS to one thread, and check that all ranks compute the same bits. Collective, blocking.
+    """Set BLAS to one thread, and compare all facts that affect bits. Collective, blocking.
 
-    Raises:
-        ValueError: If BLAS uses several threads on a rank and is not OpenBLAS. Every rank raises.
-        MismatchError: If NumPy, BLAS, CPU features or ``leaves`` differ between ranks. Every rank
-            raises.
+    Every rank raises ValueError if BLAS is not OpenBLAS and uses several threads on any rank, and
+    MismatchError with a remedy if the facts differ.
     """
     threads, core_type = blas.use_one_thread()
     if not threads:

@@ -17,18 +17,17 @@ from flashlight_py.structure import require
 class BatchNorm(LocalBatchNorm):
     """Normalization of each channel over the batch; see ``functions.batch_norm``.
 
-    In training, the statistics are computed from the batch. In evaluation, ``running_mean`` and
-    ``running_var`` are used. They start at 0 and 1. Each training batch sets them to ``(1 -
-    momentum) * running + momentum * new``. The new variance is divided by ``n - 1``.
+    Evaluation uses ``running_mean`` and ``running_var``, which start at 0 and 1. Each training
+    batch sets them to ``(1 - momentum) * running + momentum * new``; the new variance is divided by
+    ``n - 1``.
 
     Args:
         channels: Size of the second dimension of the input.
         momentum: Weight of a new batch in the running statistics.
-        eps: Number added to the variance before the square root.
         affine: Whether the module has a weight and a bias.
         track_statistics: Whether the module has running statistics.
-        sync: Whether statistics cover the batches of all ranks of the world. Each call in training
-            and its backward pass are then collective.
+        sync: Whether statistics cover the batches of all ranks of the world. Calls in training and
+            their backward passes are then collective.
 
     Raises:
         ValueError: If a size is below 1. A call raises it if the input has another number of

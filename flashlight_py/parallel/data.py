@@ -14,10 +14,7 @@ from flashlight_py.parallel.agreement import check_settings_agree
 
 
 class Share:
-    """Rank and size that select a share for the class ``label``.
-
-    ``is_of_group`` tells whether they come from ``group`` instead of the arguments.
-    """
+    """Rank and size of a share, for the class ``label``; from ``group`` if ``is_of_group``."""
 
     def __init__(
         self, label: str, rank: int | None, size: int | None, group: ProcessGroup | None
@@ -43,14 +40,10 @@ class Share:
         return {**vars(self), "is_of_group": of_world, "group": None}
 
     def require_world(self) -> None:
-        """Check that the share still fits the current world.
+        """Raise NotInitializedError if rank or size of the world have changed.
 
-        A process that is alone now (after a shutdown, or forked by a rank to load data) keeps its
-        share.
-
-        Raises:
-            NotInitializedError: If rank or size of the world have changed.
-            GroupClosedError: If the group of the share is closed.
+        Raise GroupClosedError if the group of the share is closed. A process that is alone now
+        (after a shutdown, or forked by a rank to load data) keeps its share.
         """
         rank, size = get_world_rank(), get_world_size()
         if not self.is_of_group or size == 1:
@@ -59,34 +52,32 @@ class Share:
             self.group.backend()
         elif (rank, size) != (self.rank, self.size):
             raise NotInitializedError(
-                f"{self._label}: expected the world in which it was made, as rank {self.rank} of "
-                f"{self.size}, got rank {rank} of {size}. Make a new {self._label} after "
-                "distributed_init"
+                f"{self._label}: expected the world of its creation, as rank {self.rank} of "
+                f"{self.size}, got rank {rank} of {size}. Make a new one after distributed_init"
             )
 
 
 class DistributedDataContainer(Dataset):
     """This rank's share of ``data``, any object with ``[]`` and either ``len`` or ``shape``.
 
-    A share is a contiguous run of elements. Share sizes differ by at most one, and the longer
-    shares come first. ``data`` is a list, an array (divided along its first dimension), a dataset
-    or a similar object. An element is read when it is used. If elements are tuples of arrays, the
-    container can be batched and prefetched like any dataset.
+    A share is a contiguous run of elements. Sizes differ by at most one, and the longer shares come
+    first. ``data`` may be a list, a dataset, or an array, which is divided along its first
+    dimension. An element is read when it is used. If elements are tuples of arrays, the container
+    can be batched and prefetched like any dataset.
 
     Not collective: ``data`` must have the same length on every rank. The samples of a step depend
-    on the number of ranks. Use :class:`flashlight_py.ShardedDataset` if they must not.
+    on the number of ranks; in :class:`flashlight_py.ShardedDataset` they do not.
 
     Args:
         data: Data to divide. Its length is read once.
         rank: Index of the share, in [0, size). Default: the rank in the group.
-        size: Number of shares. Default: the size of the group. Pass both ``rank`` and ``size`` or
-            neither.
-        group: Process group. Default: the world. It cannot be combined with ``rank`` and ``size``.
+        size: Number of shares. Default: the size of the group. Pass both or neither.
+        group: Process group, if ``rank`` and ``size`` are not passed. Default: the world.
 
     Raises:
         TypeError: If ``data`` has no length or no ``[]``, or is a mapping.
-        ValueError: If ``rank`` is not in [0, size), if only one of ``rank`` and ``size`` is passed,
-            if they are combined with a group, or if this process is not in the group.
+        ValueError: If ``rank`` is not in [0, size), ``rank``, ``size`` and ``group`` are combined
+            otherwise, or this process is not in the group.
         GroupClosedError: If the group is closed.
 
     Example:
@@ -111,8 +102,7 @@ class DistributedDataContainer(Dataset):
                 f"mapping {type(data).__name__}. Pass, for example, "
                 "TensorDataset(list(data.values()))"
             )
-        problem = "DistributedDataContainer: expected data with [] and a length, got "
-        problem += type(data).__name__
+        problem = f"DistributedDataContainer: data must have [] and len, got {type(data).__name__}"
         if not hasattr(data, "__getitem__"):
             raise TypeError(f"{problem}, which has no []")
         try:
@@ -148,8 +138,7 @@ class DistributedDataContainer(Dataset):
 
         Raises:
             IndexError: If ``index`` is not in [-len, len).
-            TypeError: If ``index`` is neither an integer nor a slice, or ``data`` does not support
-                slices.
+            TypeError: If ``index`` is not an integer or a slice, or ``data`` has no slices.
             NotInitializedError: If the world has changed since the container was made.
         """
         if not isinstance(index, slice):
@@ -179,9 +168,8 @@ class InEpochs:
     """Order of ``n`` samples in each epoch, and the number of samples used so far.
 
     The samples that all ranks together have used are always the first ``consumed`` of the epoch's
-    order. So this number describes the progress for any number of ranks. ``_begin`` is the first
-    position of this pass in the order: 0, or ``consumed`` of a loaded state. ``_left`` samples
-    follow it.
+    order. So this number is valid for any number of ranks. ``_begin`` is the first position of this
+    pass: 0, or ``consumed`` of a loaded state. ``_left`` samples follow it.
     """
 
     _label: str  # class name in error messages
@@ -232,9 +220,8 @@ class InEpochs:
     def set_consumed(self, samples: int) -> None:
         """Set the number of samples of the epoch that all ranks together have used. Not collective.
 
-        The number is only recorded for ``state_dict``; it does not change the position of
-        iterators. It stays until the epoch changes, a state is loaded, or this method is called
-        again.
+        Only ``state_dict`` uses the number; iterators do not move. It holds until the epoch
+        changes, a state is loaded, or this method is called again.
 
         Raises:
             TypeError: If ``samples`` is not an integer.
@@ -248,10 +235,9 @@ class InEpochs:
         self._consumed, self._is_set = samples, True
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Return n, shuffle, seed, epoch and consumed. Not collective.
+        """Return n, shuffle, seed, epoch and consumed, which JSON can store. Not collective.
 
-        The state can be stored as JSON. Ranks with the same progress return equal states, so the
-        state of one rank can be loaded on all ranks.
+        Ranks with the same progress return equal states, so one state can be loaded on all ranks.
         """
         return {**self._settings, "epoch": self._epoch, "consumed": self._consumed}
 
@@ -260,14 +246,13 @@ class InEpochs:
         """Continue where ``state`` was taken, with any number of ranks.
 
         Collective and blocking, unless rank and size were passed. Until ``set_epoch`` selects
-        another epoch, only the samples that were not consumed are used, and ``len`` counts only
-        them. ``DistributedSampler`` and ``ShardedDataset`` accept states of each other.
+        another epoch, only samples that were not consumed are used and counted by ``len``.
+        ``DistributedSampler`` and ``ShardedDataset`` accept states of each other.
 
         Raises:
             ValueError: If ``state`` lacks an entry or has another n, shuffle or seed.
             TypeError: If an entry of ``state`` is not an integer.
-            MismatchError: If the ranks load different states. Every rank raises, and nothing
-                changes.
+            MismatchError: If the ranks load different states. Every rank raises; nothing changes.
             NotInitializedError: If the world has changed since this object was made.
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
@@ -279,9 +264,7 @@ class InEpochs:
                     f"the {self._label} with the arguments of the saved run"
                 )
         if consumed > self._n:
-            raise ValueError(
-                f"{self._label}: the state's consumed must be in [0, {self._n}], got {consumed}"
-            )
+            raise ValueError(f"{self._label}: consumed must be in [0, {self._n}], got {consumed}")
         self._agree(epoch, consumed)
         self._go_to(epoch, consumed)
 
@@ -291,7 +274,6 @@ class InEpochs:
             self._consumed = self._begin + used
 
     def _at(self, positions: range) -> Indices:
-        """Return the sample indices at ``positions`` of the remaining samples."""
         self._share.require_world()
         start, stop = self._begin + positions.start, self._begin + positions.stop
         if self._order is None:
@@ -330,10 +312,9 @@ class DistributedSampler(InEpochs):
     number of ranks s.
 
     No sample occurs twice, and no sample is added as padding. Without ``drop_last``, every sample
-    occurs once, as evaluation needs. The ranks' numbers of samples then differ by at most one, and
-    the ranks may end after different numbers of steps. With ``drop_last``, every rank gets the same
-    number of samples, as training needs. The last n % size entries of the order are left out. If
-    shuffled, each epoch leaves out other samples.
+    occurs once, as evaluation needs. The ranks' numbers of samples then differ by at most one, so
+    ranks may end after different numbers of steps. With ``drop_last``, every rank gets the same
+    number of samples, as training needs. The last n % size entries of the order are left out.
 
     The constructor, ``set_epoch`` and ``load_state_dict`` are collective in the group, unless rank
     and size are passed. The ranks compare all arguments, the epoch and the consumed number.
@@ -345,16 +326,14 @@ class DistributedSampler(InEpochs):
     Args:
         n: Number of samples, the same on every rank.
         shuffle: Whether the order is random. Otherwise it is 0, 1, 2, ... in every epoch.
-        seed: Seed of the order, at least 0, the same on every rank. Seed and epoch give the same
-            order on every platform.
+        seed: Seed of the order, at least 0, the same on every rank and every platform.
         drop_last: Whether every rank gets exactly n // size samples.
         rank, size, group: As in :class:`flashlight_py.DistributedDataContainer`.
 
     Raises:
         TypeError: If ``n``, ``seed``, ``rank`` or ``size`` is not an integer.
         ValueError: If ``n`` or ``seed`` is negative, or as ``DistributedDataContainer``.
-        MismatchError: If the ranks pass different arguments. Every rank raises, and the message
-            contains ranks and values.
+        MismatchError: If the ranks pass different arguments, which the message contains.
         DistributedError: As :func:`flashlight_py.all_reduce`.
 
     Example:
@@ -419,14 +398,14 @@ class ShardedDataset(InEpochs, Dataset):
     The constructor, ``set_epoch`` and ``load_state_dict`` are collective, as in
     :class:`flashlight_py.DistributedSampler`. All other methods send nothing, and
     ``PrefetchDataset`` may call them in threads. A batch counts as used when iterating returns it,
-    also through a ``PrefetchDataset``. ``dataset[t]`` does not count. Batches are new arrays that
+    also through a ``PrefetchDataset``; ``dataset[t]`` does not count. Batches are new arrays that
     ``dataset.take`` makes: override ``take`` to pad samples of unequal shapes. After
-    ``load_state_dict``, with any number of ranks and any batch size, the items are the batches of
-    the remaining samples, counted from 0.
+    ``load_state_dict``, with any number of ranks and batch size, the items are the batches of the
+    remaining samples, counted from 0.
 
     Args:
         dataset: Dataset with the same samples on every rank. Its length is read once.
-        global_batch_size: Number of samples that all ranks together use in a step, at least 1.
+        global_batch_size: Number of samples that all ranks use in a step, at least 1.
         shuffle: Whether each epoch has its own random order.
         seed: Seed of the orders, at least 0, the same on every rank and platform.
         drop_last: Whether an incomplete last batch is left out.
@@ -435,8 +414,7 @@ class ShardedDataset(InEpochs, Dataset):
     Raises:
         TypeError: If ``dataset`` is not a Dataset, or a number is not an integer.
         ValueError: If ``global_batch_size`` < 1, or as ``DistributedSampler``.
-        MismatchError: If the ranks pass different arguments. Every rank raises, and the message
-            contains ranks and values.
+        MismatchError: If the ranks pass different arguments, which the message contains.
         DistributedError: As :func:`flashlight_py.all_reduce`.
 
     Example:
@@ -506,9 +484,8 @@ class ShardedDataset(InEpochs, Dataset):
         """Return the weight of this rank's part of global batch ``index``; 0 if the part is empty.
 
         The weight is rows of the part * size / rows of the batch. The average over ranks of weight
-        * (mean over the part) is then the mean over the global batch. ``distribute_module_grads``
-        and ``all_reduce_gradients(module, 1 / size)`` compute this average, so multiply the loss by
-        the weight.
+        * (mean over the part) is the mean over the batch. ``distribute_module_grads`` and
+        ``all_reduce_gradients(module, 1 / size)`` average, so multiply the loss by the weight.
 
         Raises:
             IndexError: If ``index`` is not in [-len, len).
@@ -518,14 +495,12 @@ class ShardedDataset(InEpochs, Dataset):
             position = range(len(self))[index]
         except IndexError:
             raise IndexError(
-                f"ShardedDataset.weight: index must be in [-len, len), got {index} for "
-                f"{len(self)} batch(es)"
+                f"weight: index must be in [-len, len), got {index} for {len(self)} batch(es)"
             ) from None
         batch, part = self._part(position)
         return shares.weight_of_part(len(part), len(batch), self._share.size)
 
     def _part(self, index: int) -> tuple[range, range]:
-        """Return the positions of global batch ``index`` and the positions of this rank's part."""
         batch = shares.batch_positions(index, self._left, self._batch_size)
         share = shares.contiguous_share(len(batch), self._share.rank, self._share.size)
         return batch, batch[share.start : share.stop]

@@ -26,8 +26,8 @@ from flashlight_py.distributed.internal import (
 from flashlight_py.nn import Module
 from flashlight_py.parallel import agreement
 from flashlight_py.parallel.gradient_pass import (
-    Bucket,
     GradientPass,
+    PassBucket,
     gradient_of,
     install_pass,
     reduce_used,
@@ -61,70 +61,59 @@ def distribute_module_grads(
     Collective. When ``backward()`` returns, every parameter's gradient is ``scale`` times the sum
     over ranks, in place. A parameter that a rank does not use counts as zeros. If no rank uses a
     parameter, its gradient is None and optimizers do not change it. Each rank must use at least one
-    parameter. Gradients become views into flat buckets, which are sent while the backward pass
-    runs. A second call replaces the first. The function uses the parameters' gradient hooks and
-    ``Module.before_forward``.
+    parameter. Gradients become views into flat buckets, which are sent during the pass. A second
+    call replaces the first. Gradient hooks and ``Module.before_forward`` are used.
 
-    Only gradients are reduced. Call :func:`flashlight_py.broadcast_parameters` before this function
-    to start all ranks from the same parameters. Rank 0 of the group warns if the parameters differ.
+    Only gradients are reduced. Call :func:`flashlight_py.broadcast_parameters` first to start all
+    ranks from the same parameters. Rank 0 of the group warns if the parameters differ.
 
-    If several synchronised passes run without ``zero_grad`` between them, each pass reduces the
-    accumulated sum again. The result is right with the default scale. With another scale, run all
-    passes but the last within :func:`no_sync`.
+    If several synchronised passes run without ``zero_grad``, each pass reduces the accumulated sum
+    again. The result is right with the default scale. With another scale, run all passes but the
+    last within :func:`no_sync`.
 
     Args:
         module: Module with the same structure on every rank.
         scale: Factor of the sums. Default: 1 / size of the group, which gives the mean.
-        reducer: Reducer that receives each gradient instead of the buckets. Its own scale and group
-            apply.
-        hook: Function that reduces the buckets instead of all_reduce, such as
-            ``fl.Float16Compression()``. Every rank must create an equal hook and use it for this
-            module only.
-        leaves: Number of parts that every global batch is divided into. The gradients of the parts
-            are added in a fixed order, so that the bits do not depend on the number of ranks. At
-            most ``leaves`` ranks have work. Backward passes run in a loop over
-            :func:`flashlight_py.leaves`, with NumPy arrays. BLAS uses one thread from this call on.
-            The random state and the buffers of rank 0 are copied to all ranks.
+        reducer: Reducer of each gradient instead of the buckets, with its own scale and group.
+        hook: Function that reduces the buckets instead of all_reduce, for example
+            ``fl.Float16Compression()``. Every rank must create an equal hook, for this module only.
+        leaves: Number of parts of every global batch. Their gradients are added in a fixed order,
+            so the bits do not depend on the number of ranks. At most ``leaves`` ranks have work.
+            Backward passes run in a loop over :func:`flashlight_py.leaves`, with NumPy arrays. BLAS
+            uses one thread from this call on. All ranks get the random state and buffers of rank 0.
         group: Process group. Default: the world.
         bucket_bytes: Maximum size of a bucket in bytes. Default:
-            ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB). A larger gradient gets its own
+            ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB). A larger gradient has its own
             bucket.
         ignore: Parameters and buffers that differ between ranks, by name (as in ``state_dict()``)
             or as Variables. They are not compared or sent, and keep their gradient hooks.
         broadcast_buffers: Whether ``module(x)`` in training first copies the buffers (see
-            ``Module.add_buffer``) of the group's rank 0 to every rank. This is collective and
-            blocking. It is skipped within ``no_sync`` and ``join``; ``join`` copies the buffers at
-            its end. With ``leaves``, buffers change by the mean of the changes of the leaves.
+            ``Module.add_buffer``) of the group's rank 0 to every rank, collective and blocking.
+            ``no_sync`` skips this, and ``join`` does it only at its end. With ``leaves``, buffers
+            change by the mean of the changes of the leaves.
         check_finite: Whether every pass checks gradients and their sums for NaN and infinity. With
-            ``hook`` or ``reducer`` the check costs an extra message. Such steps cannot be captured.
+            ``hook`` or ``reducer`` this costs a message. Such steps are not captured.
             ``amp.DynamicScaler`` detects and skips them itself.
 
     Raises:
         FloatingPointError: If ``check_finite`` is set and gradients are not finite. ``backward()``
-            raises it on every rank, names the ranks and parameters, and sets all gradients to None.
+            raises it on every rank, names ranks and parameters, and sets all gradients to None.
         TypeError: If ``module`` is not a Module, ``leaves`` is not an integer, ``hook`` is not
-            callable or does not support a dtype, or ``ignore`` contains an object of another type.
+            callable or lacks a dtype, or ``ignore`` contains an object of another type.
         ValueError: If ``reducer`` is combined with ``scale``, ``hook``, ``group`` or
-            ``bucket_bytes``; if ``leaves`` is combined with any of these except ``group``, or with
-            ``check_finite``, is below 1, is used with CuPy arrays, or BLAS cannot be set to one
-            thread; if ``bucket_bytes`` is not positive, ``ignore`` contains an unknown name, no
-            parameter can be trained, or a parameter is sharded and ``leaves`` is not passed.
-        MismatchError: If the modules of the ranks differ; the message contains the first different
-            parameter. With ``leaves``, also if NumPy, BLAS, core type or CPU features differ; the
-            message contains the hosts.
+            ``bucket_bytes``; if ``leaves`` is combined with one of them except ``group``, is below
+            1, or cannot be used with CuPy arrays or this BLAS; if ``bucket_bytes`` is not positive,
+            ``ignore`` contains an unknown name, no parameter can be trained, or a parameter is
+            sharded (without ``leaves``).
+        MismatchError: If the modules differ, with the first different parameter. With ``leaves``:
+            if NumPy, BLAS, core type or CPU features differ, with the hosts.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
     if leaves is None:
         agreement.reject_sharded("distribute_module_grads", module.params(), may_be_cut=True)
-    values: dict[str, object] = {
-        "scale": scale,
-        "hook": hook,
-        "group": group,
-        "bucket_bytes": bucket_bytes,
-    }
-    values["reducer"] = reducer
-    options = [name for name, value in values.items() if value is not None]
+    values = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
+    options = [name for name, value in (*values.items(), ("reducer", reducer)) if value is not None]
     if leaves is not None:
         leaves = whole_number("distribute_module_grads", "leaves", leaves, least=1)
         for name in (*options, *(["check_finite"] if check_finite else ())):
@@ -143,13 +132,9 @@ def distribute_module_grads(
         raise ValueError(f"distribute_module_grads: bucket_bytes must be positive, got {limit}")
     ignored = _names(module, ignore)
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
-    # the order in which a pass completes them
-    in_order = [param for param in named.values() if param.calc_grad][::-1]
+    in_order = [param for param in named.values() if param.calc_grad][::-1]  # as a pass ends them
     if not in_order:
-        raise ValueError(
-            "distribute_module_grads: expected a module with a trainable parameter, got none with "
-            "calc_grad. Set calc_grad on a parameter"
-        )
+        raise ValueError("distribute_module_grads: expected a parameter with calc_grad, got none")
     _check_arrays(named if leaves is not None else {}, hook, in_order)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
@@ -184,7 +169,7 @@ def _buffer_of(param: Variable) -> Array:
     return array_module(param.data).zeros(param.shape, param.dtype)  # type: ignore[no-any-return]
 
 
-class GradientBucket(Bucket):
+class GradientBucket(PassBucket):
     """Gradients that are sent as one array, ``flat``; each gradient is a view into it."""
 
     def __init__(self, params: Sequence[Variable], flat: Array) -> None:
@@ -198,10 +183,9 @@ class GradientBucket(Bucket):
 class GradientSync(GradientPass[GradientBucket]):
     """A pass that gives complete buckets to ``reducer``, which sums them in place.
 
-    ``flags`` is space for one number per parameter at the end of the last bucket. The numbers tell
-    which parameters a rank used. If ``flags`` is None, a separate message carries them.
-    ``averages`` tells whether the reducer returns the mean over the ranks. If ``checked`` is set,
-    it names the parameters whose gradients must be finite.
+    ``flags`` is space for one number per parameter at the end of the last bucket, which tells
+    whether a rank used it. None: a separate message tells this. ``averages``: the reducer returns
+    the mean over the ranks. ``checked``, if set, names parameters whose gradients must be finite.
     """
 
     checked: Mapping[Variable, str] | None = None
@@ -216,8 +200,7 @@ class GradientSync(GradientPass[GradientBucket]):
         super().__init__(reducer, buckets)
         self.averages, self.ends_with_message = averages, flags is None
         self._flags = flags
-        # names of parameters with NaN or infinity on this rank, in this pass
-        self._not_finite: list[str] = []
+        self._not_finite: list[str] = []  # names of parameters, on this rank in this pass
         self.register_hooks()
 
     def _send_bucket(self, bucket: GradientBucket, weight: float) -> None:
@@ -260,8 +243,7 @@ class GradientSync(GradientPass[GradientBucket]):
     def _require_finite(self) -> None:
         """Raise FloatingPointError on all ranks if a gradient or a sum is not finite.
 
-        All ranks see the same sums. Only a hook may hide the values of a rank, so with a hook the
-        ranks exchange their findings first.
+        All ranks see the same sums. A hook may hide values, so then the ranks exchange findings.
         """
         names, self._not_finite = self._not_finite, []
         wrong = bool(names) or not all(_is_finite(bucket.flat) for bucket in self._buckets)
@@ -306,8 +288,7 @@ def _bucketed(
 ) -> GradientSync:
     """Make all gradients views into flat buckets of at most ``limit`` bytes. Collective, blocking.
 
-    A bucket contains one dtype on one device. With a hook there are no flags, because a hook need
-    not compute a sum.
+    A bucket has one dtype on one device. A hook need not compute a sum, so it gets no flags.
     """
     nbytes, dtypes = [param.data.nbytes for param in params], [param.dtype for param in params]
     planned = [[params[i] for i in indices] for indices in plan_buckets(nbytes, limit, dtypes)]
@@ -321,9 +302,7 @@ def _bucketed(
             flat = shared_zeros(room, like.dtype, group)
         buckets.append(GradientBucket(bucket_params, flat))
     factor = 1.0 / group_or_world(group).size if scale is None else scale
-    parts = [
-        [p.grad_buffer for p in bucket.params if p.grad_buffer is not None] for bucket in buckets
-    ]
+    parts = [[p.grad_buffer for p in b.params if p.grad_buffer is not None] for b in buckets]
     reducer = EagerReducer(factor, group=group, hook=hook, parts=parts)
     return GradientSync(buckets, reducer, flat[size:] if hook is None else None, scale is None)
 
@@ -342,7 +321,6 @@ def _check_arrays(
 
 
 def _names(module: Module, ignore: Iterable[str | Variable]) -> frozenset[str]:
-    """Return the names of the ignored parameters and buffers of ``module``."""
     if isinstance(ignore, (str, Variable)):
         ignore = (ignore,)
     names = {param: name for name, param in module.named_params().items()}

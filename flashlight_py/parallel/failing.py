@@ -1,9 +1,8 @@
 """Failure of a backward pass on all ranks if it fails on one rank.
 
-The failing rank rejects its next collective, so that the other ranks raise in the call in which
-they wait for it. Some calls of the pass are started while gradients are computed, so no rank knows
-how many calls the other ranks have started. Therefore each rank calls ``end_together`` until all
-other ranks do as well.
+The failing rank rejects its next collective, so that the other ranks raise in this call. Some calls
+are started while gradients are computed, so no rank knows how many calls the other ranks have
+started. Therefore each rank calls ``end_together`` until all other ranks do.
 """
 
 import contextlib
@@ -29,9 +28,7 @@ _WORDS = "backward, and failed"
 
 # A sharded pass continues with zeros instead, and rejects its last call. It uses three groups, and
 # only at its last call all ranks have the same state.
-def fail_pass(
-    group: ProcessGroup, error: BaseException | None, given: Iterable[Array] = ()
-) -> bool:
+def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[Array] = ()) -> bool:
     """Make the pass that ``error`` ends fail on the other ranks at their next collective.
 
     The other ranks raise ``MismatchError``. Nothing is sent if they already know of the error. An
@@ -52,7 +49,7 @@ def fail_pass(
         return any(call.startswith((_WORDS, PASS_FAILED)) for call in calls)
     setattr(error, _FAILED, (*failed_groups, group.journal.name))
     with contextlib.suppress(GroupClosedError):  # the other ranks already know the reason
-        refusing(group, "backward", given=given, how="failed").refuse(error)
+        refusing(group, "backward", given=sent, how="failed").refuse(error)
     return True
 
 

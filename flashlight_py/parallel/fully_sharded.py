@@ -42,30 +42,28 @@ def fully_shard(
     the module and its optimizer are ordinary objects of this process.
 
     A module with less than 12 MiB of parameters is not sharded unless ``across_hosts`` is set. Each
-    rank keeps its own copy, as with :func:`flashlight_py.distribute_module_grads`, because ranks
-    would wait for each other longer than a separate step takes. Ranks that share no memory, for
-    example with Gloo alone, count as separate hosts. In that case only ``across_hosts`` saves
-    memory.
+    rank keeps its own copy, as with :func:`flashlight_py.distribute_module_grads`, because waiting
+    would take longer than a separate step. Ranks that share no memory, for example with Gloo alone,
+    count as separate hosts. In that case only ``across_hosts`` saves memory.
 
     Args:
-        module: Module with the same structure on every rank. Parameters that are CuPy arrays are
-            sharded over all ranks and gathered module by module for use (ZeRO-3);
-            docs/sharding-gpu.md lists the differences.
+        module: Module with the same structure on every rank. CuPy parameters are sharded over all
+            ranks and gathered module by module for use (ZeRO-3); see docs/sharding-gpu.md.
         group: Process group. Default: the world.
-        across_hosts: Whether each host stores optimizer state for, and steps, only its part of the
-            parameters, and sends this part to the other hosts, like ZeRO-1. ``grad`` is then
-            complete only in this part.
+        across_hosts: Whether each host steps, and stores optimizer state for, only its part of the
+            parameters, and sends it to the other hosts (ZeRO-1). ``grad`` is then complete only
+            there.
 
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If no parameter has ``calc_grad``, an array is not C-contiguous, or a weight was
-            cut by ``shard_linear``. For parameters on GPUs: if ``across_hosts`` is set, or they are
-            already sharded or have a gradient hook.
+            cut by ``shard_linear``. On GPUs: if ``across_hosts`` is set, or parameters are already
+            sharded or have a gradient hook.
         MemoryError, OSError: If memory cannot be allocated. No rank's module has changed. On GPUs
             some parameters may already be sharded: create the module again.
-        MismatchError: If modules or arguments differ between ranks, or another rank has raised one
-            of the errors above. The message contains the difference or the reason.
-        TornStateError: If the module was sharded before and a rank ended in the middle of a step.
+        MismatchError: If modules or arguments differ, or another rank has raised an error above.
+            The message contains the difference or the reason.
+        TornStateError: If the module was sharded before and a rank ended during a step.
         DistributedError: As :func:`flashlight_py.all_reduce`.
 
     Example:
@@ -81,16 +79,11 @@ def fully_shard(
     named = module.named_params()
     check_modules_agree(named, members)
     if not any(param.calc_grad for param in named.values()):
-        raise ValueError(
-            "fully_shard: expected a module with a trainable parameter, got none with calc_grad. "
-            "Set calc_grad on a parameter"
-        )
+        raise ValueError("fully_shard: expected a parameter with calc_grad, got none")
     if any(is_cupy(param.data) for param in named.values()):
         if across_hosts:
-            raise ValueError(
-                "fully_shard: across_hosts expected parameters on the CPU, got CuPy arrays. "
-                "Remove across_hosts: on GPUs everything is always sharded over all ranks"
-            )
+            remedy = "Remove across_hosts: on GPUs everything is sharded over all ranks"
+            raise ValueError(f"fully_shard: expected NumPy arrays, got CuPy arrays. {remedy}")
         with refusing(members, "fully_shard"):
             sync = shard_by_gathering(module, members)
             install_pass(module, sync, before_forward)

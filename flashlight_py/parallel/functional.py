@@ -149,17 +149,16 @@ def all_to_all(
 ) -> Variable:
     """Return the parts of all ranks' ``v`` for this rank: rank r gets part r of each ``v``.
 
-    The parts are concatenated in rank order. Gradient: part q of y_r is part r of x_q, hence part r
-    of dJ/dx_q = part q of g_r. An all_to_all of the gradients computes it.
+    Gradient: part q of y_r is part r of x_q, hence part r of dJ/dx_q = part q of g_r. An all_to_all
+    of the gradients computes it.
 
     Args:
         v: Variable whose dtype and dimensions except the first are the same on every rank.
-        rows: Number of rows of ``v`` for each rank. Default: equal parts; the first dimension is
-            then the same on every rank and a multiple of the number of ranks. All ranks pass
-            ``rows`` or no rank does.
+        rows: Number of rows of ``v`` for each rank, on all ranks or on none. Default: equal parts;
+            the first dimension is then the same everywhere, and a multiple of the number of ranks.
 
     Returns:
-        A new variable of shape ``(number of rows received, *v.shape[1:])``.
+        A new variable of shape ``(number of rows received, *v.shape[1:])``, in rank order.
 
     Raises:
         ValueError: If the first dimension cannot be divided as ``rows`` requires.
@@ -177,12 +176,11 @@ def all_to_all(
 def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Return the ``v`` of rank ``root`` on every rank.
 
-    Gradient: y_r = x_root on every rank r, hence dJ/dx_root = sum_r g_r, and 0 on other ranks. A
-    reduce of the gradients to the root computes it.
+    Gradient: y_r = x_root, hence dJ/dx_root = sum_r g_r, and 0 on other ranks. A reduce of the
+    gradients to the root computes it.
 
     Args:
-        v: Variable with the same shape and dtype on every rank. Only the values of the root are
-            used.
+        v: Variable with the same shape and dtype on every rank; only the root's values are used.
         root: Rank in the group.
 
     Returns:
@@ -199,8 +197,7 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
 
     with refusing(call.group, "functional.broadcast", given=[v]):
         root = check_rank(call.group.size, "functional.broadcast", "root", root)
-    # record() comes first because it makes all ranks wait for each other. From a broadcast, the
-    # root may return before another rank has raised.
+    # record() is first: in it all ranks wait. The root of a broadcast may return too early.
     result = copy_of(v.data)
     variable = call.record(v, result, vjp=sum_for_root)
     call.group.broadcast(result, root)
@@ -332,9 +329,7 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
     array = v.data
     group.send(array, dst, tag)
     xp, dtype = array_module(array), array.dtype
-    allocate = functools.partial(
-        xp.empty, array.shape, dtype
-    )  # allocated when the gradient arrives
+    allocate = functools.partial(xp.empty, array.shape, dtype)  # when the gradient arrives
     message = _GradientMessage(group, RECV, dst, tag)
     token = xp.zeros((), dtype if is_floating(dtype) else np.float32)
     return record_in_order(token, (v, functools.partial(message.receive, allocate)))
@@ -422,7 +417,6 @@ class _GradientMessage(InPasses):
 
 @as_one
 def _receive(group: ProcessGroup, like: Any, src: int, tag: int) -> Array:
-    """Receive into a new array."""
     if isinstance(like, tuple) and len(like) == 2:
         return group.recv(np.empty(*like), src, tag)
     array = like.data if isinstance(like, Variable) else like

@@ -1,15 +1,14 @@
 """Sharding by gathering (ZeRO-3): each rank stores parts and gathers parameters for use.
 
 It is meant for ranks that cannot read each other's memory, such as GPUs. When a module reads its
-parameters, they are gathered. At the same time the parameters that followed them in the last pass
-are prefetched. Parameters that were read earlier are freed. A backward pass reads parameters again.
-The gradients of a module are reduced as soon as they are complete, and each rank keeps its part.
+parameters, they are gathered, and the parameters that followed them in the last pass are
+prefetched. Parameters that were read earlier are freed. A backward pass reads parameters again. The
+gradients of a module are reduced as soon as they are complete, and each rank keeps its part.
 
 Modules are not wrapped: reading a parameter gathers it, so every module works. Memory is saved by
-operations that read their operands again in the backward pass instead of keeping them. These are
-``linear``, ``linear_relu`` and ``matmul``. After other operations, such as a product with a vector,
-the module's parameters stay in memory until the backward pass has used them. The results are the
-same.
+operations that read their operands again in the backward pass instead of keeping them: ``linear``,
+``linear_relu`` and ``matmul``. After other operations, such as a product with a vector, parameters
+stay in memory until the backward pass has used them. The results are the same.
 
 NumPy and CuPy arrays both work.
 """
@@ -32,7 +31,12 @@ from flashlight_py.distributed import InlineReducer, ProcessGroup, Work
 from flashlight_py.distributed.internal import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim.optimizer import Placement, Shards
-from flashlight_py.parallel.gradient_pass import Bucket, GradientPass, remove_pass, used_on_any_rank
+from flashlight_py.parallel.gradient_pass import (
+    GradientPass,
+    PassBucket,
+    remove_pass,
+    used_on_any_rank,
+)
 from flashlight_py.parallel.synchronize import give_state
 
 # Number of elements to which the length of a part is rounded up: 64 bytes of float32.
@@ -45,10 +49,7 @@ def shard_by_gathering(module: Module, group: ProcessGroup | None = None) -> Gat
     params = module.named_params()
     for name, param in params.items():
         if param.placement is not None:
-            raise ValueError(
-                f"fully_shard: expected parameters that are not sharded, got {name!r}, which is. "
-                "Call fully_shard once per module"
-            )
+            raise ValueError(f"fully_shard: got sharded parameter {name!r}. Call fully_shard once")
     remove_pass(module)
     for name, param in params.items():
         if param.hook is not None or param.buffer is not None:
@@ -80,7 +81,7 @@ def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
             yield Flat(params, group, row)
 
 
-class Flat(Bucket):
+class Flat(PassBucket):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
     Rank r keeps row r as ``part``. Between ``start`` and ``release`` all parameters are available
@@ -159,8 +160,7 @@ class Flat(Bucket):
 class Reduction:
     """Gradients of one flat in one pass; each rank receives the mean of its row.
 
-    ``buffers`` are the memory of the gradients until they are sent. ``used`` are the parameters
-    that have a gradient on this rank.
+    ``buffers`` hold them until they are sent. ``used`` are parameters with a gradient on this rank.
     """
 
     _part: Array  # set by send()
@@ -313,7 +313,6 @@ class GatheringSharder(Shards, GradientPass[Flat]):
         self._settled = 0  # number of reductions that have been waited for
 
     def _shard_params(self, flat: Flat) -> Flat:
-        """Turn the parameters of ``flat`` into sharded parameters."""
         for position, param in enumerate(flat.params):
             param.data = flat.part[:0]  # drops the reference to the full array
             param.grad = None
@@ -375,7 +374,6 @@ class GatheringSharder(Shards, GradientPass[Flat]):
             self._send_bucket(flat, 1.0)
 
     def _send_bucket(self, flat: Flat, weight: float) -> None:
-        """Start to reduce the gradients of ``flat``."""
         assert flat.reduction is not None
         flat.reduction.send()
         self._reductions.append(flat.reduction)
@@ -396,10 +394,8 @@ class GatheringSharder(Shards, GradientPass[Flat]):
 
     def _finish(self) -> None:
         self._settle()
-        used_locally = set().union(*(reduction.used for reduction in self._reductions))
-        used_anywhere = used_on_any_rank(
-            (param in used_locally for param in self._params), self.group
-        )
+        local = set().union(*(reduction.used for reduction in self._reductions))
+        used_anywhere = used_on_any_rank((param in local for param in self._params), self.group)
         used = set(itertools.compress(self._params, used_anywhere))
         for reduction in self._reductions:
             reduction.add(used)

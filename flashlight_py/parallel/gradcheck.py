@@ -23,30 +23,28 @@ def gradcheck_over_ranks(
 ) -> None:
     """Compare the gradients of J, the sum of all ranks' losses, with central differences.
 
-    It is meant for functions that use ``fl.functional``, and for small arrays, which are copied.
-    The loss of a rank is the sum of the result of ``function``, weighted by fixed numbers that
-    differ between ranks. Collective, blocking.
+    It is meant for functions that use ``fl.functional``, and for small arrays, which are copied. A
+    rank's loss is the sum of its result, weighted by fixed numbers of the rank. Collective,
+    blocking.
 
     Args:
-        function: Function of one variable per array, smooth within ``step``. It may differ between
-            ranks if the ranks make the same collective calls.
-        arrays: float64 arrays of this rank at which gradients are checked, of any shapes. May be
-            empty.
+        function: Function of one variable per array, smooth within ``step``. Ranks may pass
+            different functions that make the same collective calls.
+        arrays: float64 arrays of this rank, of any shapes. May be empty.
         step: Change of an element for the difference.
         tolerance: Largest allowed difference, relative to the larger gradient or 1.
         group: Process group. Default: the world.
 
     Raises:
         TypeError: If an array is not float64; other dtypes are too coarse for differences.
-        AssertionError: If a gradient differs on any rank. Every rank raises. The message contains
-            the rank, the input, the element and both numbers.
+        AssertionError: If a gradient differs on any rank. Every rank raises, with rank, input,
+            element and both numbers.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     for array in arrays:
         if array.dtype != "float64":
             raise TypeError(
-                f"gradcheck_over_ranks: expected float64 arrays, got {array.dtype}. Pass "
-                "array.astype(np.float64)"
+                f"gradcheck_over_ranks: expected float64 arrays, got {array.dtype}. Cast them"
             )
     group = group_or_world(group)
     variables = [param(array.copy()) for array in arrays]
@@ -62,9 +60,7 @@ def gradcheck_over_ranks(
     own_loss = loss()
     if own_loss.calc_grad:
         own_loss.backward()
-    cells = [
-        (at, element) for at, variable in enumerate(variables) for element in range(variable.size)
-    ]
+    cells = [(at, element) for at, x in enumerate(variables) for element in range(x.size)]
     problem = ""
     # One rank after the other changes its elements, and all ranks compute the objective.
     for owner, count in enumerate(group.all_gather(np.array([len(cells)])).tolist()):

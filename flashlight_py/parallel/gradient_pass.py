@@ -32,11 +32,10 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.failing import end_together, fail_pass
 from flashlight_py.structure import HoldsState, changed, count
 
-# positions in the order of creation, which is the same on all ranks
-_positions = itertools.count(1)
+_positions = itertools.count(1)  # in the order of creation, the same on all ranks
 
 
-class Bucket(HoldsState):
+class PassBucket(HoldsState):
     """Gradients that are sent together; ``pending`` of them are incomplete in this pass."""
 
     def __init__(self, params: Sequence[Variable], parts: int | None = None) -> None:
@@ -44,7 +43,7 @@ class Bucket(HoldsState):
         self.parts = self.pending = len(params) if parts is None else parts
 
 
-AnyBucket = TypeVar("AnyBucket", bound=Bucket)
+AnyBucket = TypeVar("AnyBucket", bound=PassBucket)
 
 
 class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
@@ -78,8 +77,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         self._module: Callable[[], Module | None] = lambda: None
         self._known_params: set[Variable] = set()
         self._new_params: dict[str, Variable] = {}  # parameters that no bucket contains
-        # structure counter and number of missing gradients at the last search
-        self._structure = self._pending = 0
+        self._structure = self._pending = 0  # at the last search for new parameters
 
     def register_hooks(self) -> None:
         """Set the gradient hooks of the parameters."""
@@ -98,9 +96,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
     def watch(self, module: Module) -> None:
         """Make later passes raise if they use parameters that ``module`` does not have now."""
         named = module.named_params().items()
-        self._known_params = {
-            param for name, param in named if param.calc_grad or name in self.ignored
-        }
+        self._known_params = {p for name, p in named if p.calc_grad or name in self.ignored}
         self._module, self._structure = weakref.ref(module), int(count[0])
         reference: weakref.ref[InPasses] = weakref.ref(self, watching.remove)
         watching.append(reference)
@@ -126,14 +122,13 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
 
     def _check_params(self) -> None:
         pending = sum(bucket.pending for bucket in self._buckets)
-        # a parameter in a list may have been replaced, which the structure counter misses
-        if pending != self._pending:
+        if pending != self._pending:  # a parameter in a list may have been replaced
             self._find_new_params()
         if self._new_params:
             raise ValueError(
-                "backward: expected the parameters that the module had when it was distributed, "
-                f"got {next(iter(self._new_params))!r}, which was assigned, added or unfrozen "
-                "later. Call distribute_module_grads or fully_shard again, and make a new optimizer"
+                f"backward: expected distributed parameters, got {next(iter(self._new_params))!r}, "
+                "which was assigned, added or unfrozen later. Call distribute_module_grads or "
+                "fully_shard again, and make a new optimizer"
             )
         self._pending = pending
 
@@ -209,11 +204,9 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         return 1.0 if self.weigh is None else self.weigh(self._sent == 0)
 
     def _used_params(self) -> list[bool]:
-        """Return for each parameter whether this rank used it in this pass."""
         return [param not in self._unused for param in self._params]
 
     def _reset(self) -> None:
-        """Restore the state from before the pass."""
         for bucket in self._buckets:
             bucket.pending = bucket.parts
         self._sent, self._running = 0, False
@@ -237,7 +230,6 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
 
     @property
     def _members(self) -> ProcessGroup:
-        """Return the group that the gradients are summed over."""
         return group_or_world(self.reducer.group)
 
     def check(self, operation: str) -> None:
@@ -362,8 +354,7 @@ def require_gradient_pass(module: Module, caller: str) -> GradientPass[Any]:
     sync = pass_of(module)
     if sync is None:
         raise ValueError(
-            f"{caller}: expected a distributed module, got one without gradient reduction. Call "
-            "distribute_module_grads or fully_shard on this module first"
+            f"{caller}: call distribute_module_grads or fully_shard on this module first"
         )
     if sync.leaves:
         raise ValueError(

@@ -31,8 +31,7 @@ class Trained(Protocol):
         """Copy the values of rank ``root`` to all ranks. Collective, blocking."""
 
 
-# Owners of a ``GradientPass`` can join: modules with their gradients, TAGI networks with their
-# sums.
+# Owners of a ``GradientPass`` can join: modules and TAGI networks.
 class Joined:
     """The object that ``with fl.join(module) as joined`` returns."""
 
@@ -106,34 +105,32 @@ def join(
     until all loops have ended. Every gradient is the average weighted by the counts passed to
     :meth:`Joined.count`: the sum of count * gradient over the ranks, divided by the sum of the
     counts. At the end, all parameters and buffers (and the optimizer's state) take the values of
-    the lowest rank that trained in every pass. Names that ``distribute_module_grads`` ignores are
-    not copied.
+    the lowest rank that trained in every pass, except names that ``distribute_module_grads``
+    ignores.
 
     With a module of :func:`flashlight_py.fully_shard`, all ranks step together. A rank whose loop
     has ended steps the module's optimizers after every pass of the other ranks. So call ``step()``
-    exactly once after each pass, with a constant learning rate and without ``clip_grad_norm``.
+    exactly once after each pass, with a constant learning rate and no ``clip_grad_norm``.
 
     If ``distribute_module_grads`` was called with a scale or a reducer, gradients are summed over
     the ranks that still have data and multiplied by its scale. Counts are ignored.
 
-    Every rank must use ``join``. In its body, ranks must not start collectives except the backward
-    passes of the module. Each synchronised pass needs one more blocking ``all_reduce``, of 16
-    bytes. Gradients that were accumulated in ``no_sync`` when a loop ends are not used. The end of
-    the ``with`` is collective and blocks. If the body raises, this rank leaves at once. The other
-    ranks raise ``PeerLostError`` when this rank exits, or ``CollectiveTimeoutError``.
+    Every rank must use ``join`` and, in its body, start no collectives except the backward passes
+    of the module. Each synchronised pass needs one more blocking ``all_reduce``, of 16 bytes.
+    Gradients accumulated in ``no_sync`` when a loop ends are not used. The end of the ``with`` is
+    collective and blocks. If the body raises, this rank leaves at once. The other ranks raise
+    ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
 
     Args:
-        module: Module that was passed to ``distribute_module_grads`` or ``fully_shard``, or a
-            ``fl.tagi.DDPSequential``. The sums of a DDPSequential are not weighted, and its
-            averages are over the ranks that still have data.
+        module: Module of ``distribute_module_grads`` or ``fully_shard``; or a
+            ``fl.tagi.DDPSequential``, whose sums are not weighted and whose averages are over the
+            ranks with data.
         optimizer: Optimizer whose state is synchronised at the end.
 
     Raises:
-        TypeError: If ``optimizer`` is not an optimizer of ``fl.optim``, or ``module`` has another
-            type.
-        ValueError: If neither ``distribute_module_grads`` nor ``fully_shard`` was called for the
-            module, if it was distributed with ``leaves``, if its parameters are gathered on GPUs,
-            or if another join is open on this rank.
+        TypeError: If ``optimizer`` is not of ``fl.optim``, or ``module`` has another type.
+        ValueError: If the module is not distributed, uses ``leaves``, or gathers parameters on
+            GPUs, or another join is open on this rank.
         MismatchError: If a rank starts another collective in the body, or does not use ``join``.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """

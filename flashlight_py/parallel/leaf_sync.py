@@ -26,7 +26,7 @@ from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import differences, equal_on_all_ranks, gather_json
 from flashlight_py.parallel.failing import fail_pass
-from flashlight_py.parallel.gradient_pass import Bucket, GradientPass, pass_of, ranks_of
+from flashlight_py.parallel.gradient_pass import GradientPass, PassBucket, pass_of, ranks_of
 from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
 from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.parallel.tree import put_buffer
@@ -42,7 +42,7 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     """Iterate over this rank's leaves of a global batch, and reduce the gradients at the end.
 
     The batch is divided along the first dimension into the number of leaves that was passed to
-    ``distribute_module_grads(module, leaves=...)``. A batch with fewer rows has one leaf per row.
+    ``distribute_module_grads(module, leaves=...)``, or into one leaf per row if it has fewer rows.
     Leaves are contiguous, their numbers of rows differ by at most one, and the longer leaves come
     first. Each rank gets contiguous leaves. If there are more ranks than leaves, the last ranks get
     no leaf and only join the reduction.
@@ -50,11 +50,10 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     The body of the loop calls ``backward()`` once per leaf, on a loss that is a mean over the
     leaf's rows. The pass of a rank's last leaf ends with the reduction, which is collective and
     blocking. Then every gradient is the gradient of the mean over the global batch, with the same
-    bits for any number of ranks. It replaces earlier gradients. In the body, the package's random
-    numbers belong to the leaf. After the loop, the generator continues as if one number had been
-    drawn. At the beginning of each leaf, the module's buffers have their values from the beginning
-    of the loop. After the loop they contain the mean over the leaves. Buffers that are not
-    floating-point, such as integers, get the values of the first leaf.
+    bits for any number of ranks, and replaces earlier gradients. In the body, the package's random
+    numbers belong to the leaf. Afterwards the generator continues as if one number had been drawn.
+    Each leaf starts with the buffers from the beginning of the loop. Afterwards they are the mean
+    over the leaves, or the values of the first leaf if they are not floating-point.
 
     Args:
         module: Module that was passed to ``distribute_module_grads`` with ``leaves``.
@@ -66,12 +65,12 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
 
     Raises:
         TypeError: If no array is passed, or an argument is not a NumPy array.
-        ValueError: If ``leaves`` was not passed to ``distribute_module_grads`` for this module, or
-            the arrays have no rows or different numbers of rows.
+        ValueError: If ``distribute_module_grads`` was called without ``leaves``, or the arrays have
+            no rows or different numbers of rows.
         RuntimeError: If a leaf has no backward pass or more than one, or another loop over leaves
             of the module is open.
-        MismatchError: If the ranks pass different batches (compared by size, dtype, first and last
-            row) or are in different steps. Every rank raises before any gradient is sent.
+        MismatchError: If the ranks pass different batches (by size, dtype, first and last row) or
+            are in different steps. Every rank raises before any gradient is sent.
         NotInitializedError: If the world has changed since the module was distributed.
         DistributedError: As :func:`flashlight_py.all_reduce`.
 
@@ -90,8 +89,7 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     sync = pass_of(module)
     if not isinstance(sync, LeafSync):
         raise ValueError(
-            "leaves: expected a module distributed with leaves, got one without. Call "
-            "distribute_module_grads(module, leaves=8) first"
+            "leaves: call distribute_module_grads(module, leaves=8) on this module first"
         )
     if group_or_world(sync.reducer.group) is not sync.members:
         raise NotInitializedError(
@@ -101,7 +99,7 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     return sync.leaves_of_step(sync.rows_of(arrays), arrays)
 
 
-class LeafSync(GradientPass[Bucket]):
+class LeafSync(GradientPass[PassBucket]):
     """A pass that adds the gradients of ``leaves`` leaves in the order of their tree.
 
     ``params`` are the trained parameters. ``buffers`` are the names of the buffers that are kept
@@ -116,7 +114,7 @@ class LeafSync(GradientPass[Bucket]):
         leaves: int,
         group: ProcessGroup | None,
     ) -> None:
-        super().__init__(InlineReducer(1.0, group=group), [Bucket(params)])
+        super().__init__(InlineReducer(1.0, group=group), [PassBucket(params)])
         self.leaves = leaves
         self.members = members = group_or_world(group)
         self.context = f"leaves: rank {members.rank} of {members.size}"
@@ -190,8 +188,7 @@ class LeafSync(GradientPass[Bucket]):
         self._own_leaves = contiguous_share(count, self.members.rank, self.members.size)
         self._rows_of_leaves = [contiguous_share(rows, leaf, self.leaves) for leaf in range(count)]
         sizes = [len(rows_of_leaf) for rows_of_leaf in self._rows_of_leaves]
-        # Leaves of equal size are scaled once at the end. Small dtypes are scaled earlier, because
-        # the unscaled sum could overflow.
+        # Leaves of equal size are scaled at the end, unless the sum could overflow a small dtype.
         is_narrow = any(row_set.dtype.itemsize < 4 for row_set in self._rows)
         is_even = len(set(sizes)) == 1 and not is_narrow
         self._weights = None if is_even else [size / rows for size in sizes]
@@ -209,12 +206,10 @@ class LeafSync(GradientPass[Bucket]):
         """Draw the seed of this step, and record the facts that all ranks must share."""
         random.use(None)
         self._key = int(random.generator().integers(1 << 62))
-        self._step_facts: dict[str, Any] = {"rows": rows, "step": self._steps}
-        self._step_facts["random numbers"] = self._key
+        self._facts: dict[str, Any] = {"rows": rows, "step": self._steps}
+        self._facts["random numbers"] = self._key
         if self.members.size > 1:
-            self._step_facts.update(
-                {f"array {n}": describe_batch(array) for n, array in enumerate(arrays)}
-            )
+            self._facts |= {f"array {n}": describe_batch(x) for n, x in enumerate(arrays)}
         self._steps += 1
 
     @as_one
@@ -251,7 +246,7 @@ class LeafSync(GradientPass[Bucket]):
             )
             raise RuntimeError(self._error)
 
-    def _send_bucket(self, bucket: Bucket, weight: float) -> None:
+    def _send_bucket(self, bucket: PassBucket, weight: float) -> None:
         """Do nothing: the gradients of a leaf are processed together in ``_finish``."""
 
     def fail(self) -> None:
@@ -308,12 +303,11 @@ class LeafSync(GradientPass[Bucket]):
         """Return which parameters any rank has used, if all ranks agree on the step."""
         if self.members.size == 1:
             return used
-        agreed, any_used = equal_on_all_ranks(
-            json.dumps(self._step_facts).encode(), self.members, *used
-        )
+        facts = json.dumps(self._facts).encode()
+        agreed, any_used = equal_on_all_ranks(facts, self.members, *used)
         if agreed:
             return any_used
-        differing = ", ".join(differences(gather_json(self._step_facts, self.members)))
+        differing = ", ".join(differences(gather_json(self._facts, self.members)))
         raise MismatchError(
             f"{self.context}: expected the same batch and step on every rank, got {differing}. "
             "Pass the whole global batch on every rank, run each loop over leaves to its end, and "
@@ -357,12 +351,10 @@ class LeafBuffers(HoldsState):
         """Save the values of the buffers at the beginning of the step."""
         for name, value in self._current().items():
             if isinstance(value, np.ndarray):
-                # in place: replays of a captured step use this array
-                self._before[name][...] = value
+                self._before[name][...] = value  # replays of a captured step use this array
             else:
                 self._before[name] = np.array(value)
-        # values of the other buffers after the first leaf, on rank 0
-        self._first: dict[str, Array] = {}
+        self._first: dict[str, Array] = {}  # other buffers after the first leaf, on rank 0
 
     def restore(self) -> None:
         """Restore the values from the beginning of the step."""

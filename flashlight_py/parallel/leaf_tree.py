@@ -26,8 +26,7 @@ Steps: TypeAlias = "list[tuple[int, int]]"
 Subtree: TypeAlias = "tuple[list[tuple[int, int]], Steps]"
 
 _LINE = 64  # elements; shares of two ranks do not share a cache line
-# bytes of each array per step, so that partial sums stay in a second-level cache
-_BLOCK_BYTES = 64 << 10
+_BLOCK_BYTES = 64 << 10  # of each array per step; partial sums stay in a second-level cache
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:
@@ -91,9 +90,7 @@ def reduction(count: int, ranks: int, per_host: int) -> tuple[list[list[Subtree]
         subtrees = []
         for node in on_host:
             positions = [position for position, leaves in sums.items() if leaves.start in node]
-            subtrees.append(
-                (positions, additions([sums[position] for position in positions], count))
-            )
+            subtrees.append((positions, additions([sums[p] for p in positions], count)))
         hosts.append(subtrees)
         everywhere += on_host
     return hosts, additions(everywhere, count)
@@ -113,9 +110,8 @@ def fold(
 ) -> None:
     """Add flat arrays in the order ``steps`` and write ``scale`` times the sum to ``targets``.
 
-    All arrays have one dtype and length. All targets receive the same result. One target may be
-    one of the sources. Each sum is rounded once to the dtype, and the result once more if
-    ``scale`` is not 1.
+    Dtypes and lengths are equal. All targets get the same result; one may be a source. Each sum is
+    rounded once to the dtype, and the result once more if ``scale`` is not 1.
     """
     first = targets[0]
     block = max(1, _BLOCK_BYTES // first.itemsize)
@@ -138,11 +134,10 @@ def fold(
 
 
 def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the ranks of this host, and the ranks with the same position on all hosts.
+    """Return ranks of this host, and the ranks with the same position on all hosts.
 
     The second group is None for a single host. If hosts have unequal numbers of ranks, or ranks
-    that are not consecutive, all hosts count as one host without shared memory. Collective and
-    blocking if there are several hosts.
+    that are not consecutive, all count as one host without shared memory. Collective, blocking.
     """
     hosts = hosts_of(members)
     per_host = len(hosts[0])
@@ -184,12 +179,12 @@ class Rows(HoldsState):
         shape = depth, self._width
         backend, store = local.backend(), store_of(members)
         with local.journal.recording("shared_empty", like=(dtype, shape)):
-            self._rows_of_ranks = made_together(store, lambda: shared_arrays(backend, shape, dtype))
-        self._position = local.rank if len(self._rows_of_ranks) > 1 else 0
-        self.rows = self._rows_of_ranks[self._position]
-        if members.all_reduce(np.array(len(self._rows_of_ranks)), op="min") < local.size:
-            self._rows_of_ranks, self._position, self._across = [self.rows], 0, members
-        self.is_shared = len(self._rows_of_ranks) > 1
+            self._by_rank = made_together(store, lambda: shared_arrays(backend, shape, dtype))
+        self._position = local.rank if len(self._by_rank) > 1 else 0
+        self.rows = self._by_rank[self._position]
+        if members.all_reduce(np.array(len(self._by_rank)), op="min") < local.size:
+            self._by_rank, self._position, self._across = [self.rows], 0, members
+        self.is_shared = len(self._by_rank) > 1
         self.rows[...] = 0
         ends = np.cumsum([0, *sizes]).tolist()
         self._views = [
@@ -206,7 +201,6 @@ class Rows(HoldsState):
         return dict(zip(self._names, self._views[row][len(self.params) :], strict=True))
 
     def scale(self, row: int, factor: float) -> None:
-        """Multiply a row by ``factor``, in place."""
         with np.errstate(all="ignore"):
             np.multiply(self.rows[row], self.dtype.type(factor), out=self.rows[row])
 
@@ -218,24 +212,17 @@ class Rows(HoldsState):
     def add_up(self, count: int, scale: float) -> None:
         """Set row 0 of every rank to ``scale`` times the sum of all ``count`` leaves.
 
-        Collective and blocking if there are several hosts. With shared rows, every rank must write
-        its own rows before any rank calls this method. No rank may use the rows until all calls
-        have returned.
+        Collective and blocking if there are several hosts. Every rank must write its shared rows
+        before any rank calls this, and no rank may use them until all calls have returned.
         """
-        hosts, last_steps = reduction(count, self._members.size, len(self._rows_of_ranks))
-        share = self._width // len(self._rows_of_ranks)
-        share_slice = slice(self._position * share, (self._position + 1) * share)
-        positions = [
-            self._position,
-            *(p for p in range(len(self._rows_of_ranks)) if p != self._position),
-        ]
-        targets = [self._rows_of_ranks[position][0, share_slice] for position in positions]
+        hosts, last_steps = reduction(count, self._members.size, len(self._by_rank))
+        share = self._width // len(self._by_rank)
+        columns = slice(self._position * share, (self._position + 1) * share)
+        own_first = [self._position, *(p for p in range(len(self._by_rank)) if p != self._position)]
+        targets = [self._by_rank[position][0, columns] for position in own_first]
         subtrees = [
-            (
-                [self._rows_of_ranks[position][row, share_slice] for position, row in positions],
-                steps,
-            )
-            for positions, steps in hosts[self._members.rank // len(self._rows_of_ranks)]
+            ([self._by_rank[position][row, columns] for position, row in positions], steps)
+            for positions, steps in hosts[self._members.rank // len(self._by_rank)]
         ]
         across = self._across
         if across is None:

@@ -21,22 +21,19 @@ from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
 class DistributedOptimizer:
     """An optimizer that reduces gradients over the ranks, then lets ``optimizer`` step.
 
-    Gradients are sent in buckets of 20 MiB after the backward pass.
-    :func:`flashlight_py.distribute_module_grads` sends them during the backward pass instead. All
-    other attributes and methods are those of the inner optimizer. The constructor is not
-    collective.
+    Gradients are sent in buckets of 20 MiB after the backward pass;
+    :func:`flashlight_py.distribute_module_grads` sends them during the pass instead. Other
+    attributes are those of the inner optimizer. The constructor is not collective.
 
     Args:
-        optimizer: Optimizer of ``fl.optim``, or of a subclass of ``fl.optim.FirstOrderOptimizer``
-            with parameters of any shapes. It must be the same on every rank.
+        optimizer: Optimizer of ``fl.optim`` or a subclass of ``fl.optim.FirstOrderOptimizer``, the
+            same on every rank, with parameters of any shapes.
         average: Whether gradients are averaged over the ranks instead of summed.
         group: Process group. Default: the world.
 
     Raises:
-        TypeError: If ``optimizer`` is not an optimizer of ``fl.optim``, or is already a
-            DistributedOptimizer.
-        ValueError: If ``distribute_module_grads`` already reduces the gradient of a parameter, or a
-            parameter is sharded.
+        TypeError: If ``optimizer`` has another type, or is already a DistributedOptimizer.
+        ValueError: If a parameter is sharded, or ``distribute_module_grads`` reduces its gradient.
 
     Example:
         >>> weight = fl.param(np.ones(3))
@@ -110,14 +107,13 @@ class DistributedOptimizer:
     def step(self) -> None:
         """Reduce the gradients over the ranks, in place, and update the parameters.
 
-        Collective, blocking. A gradient that is None on this rank but not on every rank counts as
-        zeros. A parameter whose gradient is None on every rank is skipped. In the first step, rank
-        0 warns if the ranks have different parameter values.
+        Collective, blocking. A gradient that is None only on some ranks counts as zeros there. A
+        parameter whose gradient is None on every rank is skipped. In the first step, rank 0 warns
+        if the ranks have different parameter values.
 
         Raises:
             ValueError: If ``distribute_module_grads`` already reduces the gradient of a parameter.
-            MismatchError: If shapes or dtypes of the parameters differ between ranks (compared in
-                the first step).
+            MismatchError: If shapes or dtypes of parameters differ between ranks (first step only).
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         self._check_not_reduced_twice()
@@ -136,32 +132,26 @@ class DistributedOptimizer:
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 
-        It is meant for optimization rules that apply arrays other than gradients. Collective,
-        blocking.
+        For optimization rules that apply other arrays than gradients. Collective, blocking.
 
         Args:
-            updates: Arrays of any shapes and of floating or complex dtypes (or integers, if
-                ``average`` is False). Number, shapes and dtypes must be the same on every rank.
+            updates: Floating or complex arrays (integers too, unless ``average``) of any shapes.
+                Number, shapes and dtypes must be the same on every rank.
 
         Raises:
             ValueError: If the same array is passed twice, or as :func:`flashlight_py.all_reduce`.
             TypeError: As :func:`flashlight_py.all_reduce`.
-            MismatchError: If the ranks pass different updates. The message contains the first
-                difference.
+            MismatchError: If the ranks pass different updates; with the first difference.
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         updates = list(updates)
-        operation = "DistributedOptimizer.reduce"
-        op = ReduceOp.AVG if self._average else ReduceOp.SUM
-        arrays = [as_array(operation, update) for update in updates]
+        verb, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
+        arrays = [as_array(verb, update) for update in updates]
         for array in arrays:
-            check_reduction(operation, array.dtype, op, 1.0)
+            check_reduction(verb, array.dtype, op, 1.0)
         if len({id(array) for array in arrays}) < len(arrays):
-            raise ValueError(
-                f"{operation}: expected distinct arrays, got the same array twice. Pass each array "
-                "once"
-            )
-        agreement.check_arrays_agree(f"{operation}: updates", arrays, group_or_world(self._group))
+            raise ValueError(f"{verb}: expected distinct arrays, got the same array twice")
+        agreement.check_arrays_agree(f"{verb}: updates", arrays, group_or_world(self._group))
         reduce_all(arrays, self._scale(), self._group)
         return updates
 

@@ -33,40 +33,36 @@ def shard_linear(
     ``"column"`` divides the outputs. Every rank passes the same input, ``[..., in]``, and gets its
     part of the result, ``[..., sizes[rank]]``. ``"row"`` divides the inputs. Every rank passes its
     part, ``[..., sizes[rank]]``, and all ranks get the same result, ``[..., out]``. A column layer,
-    an elementwise function and a row layer with the same sizes need one ``all_reduce`` in the
-    forward pass. They need one in the backward pass if the input has a gradient. The bias of a
-    column layer is divided with its weight. The bias of a row layer is kept on every rank and added
-    once.
+    an elementwise function and a row layer of the same sizes need one ``all_reduce`` forward, and
+    one backward if the input has a gradient. The bias of a column layer is divided with its weight.
+    The bias of a row layer is kept on every rank and added once.
 
-    Every rank must call ``backward()`` on the same loss, not on a share of the loss. It gets the
-    gradients of the original layer: for a weight its part, for the input the full gradient.
-    Parameters that are not divided stay equal on all ranks only if the losses of all ranks are
-    equal.
+    Every rank must call ``backward()`` on the same loss, not on a share of it. It gets the
+    gradients of the original layer: its part for a weight, the full gradient for the input. Only
+    then parameters that are not divided stay equal on all ranks.
 
-    The state dicts of the layer and of optimizers contain full arrays and can be loaded on any
-    number of ranks. So ``state_dict`` is collective, like ``fl.save``. Create optimizers and
-    gradient hooks after this call. Ranks with the same part may train on different data: call
-    ``distribute_module_grads(module, group=...)`` with the group of these ranks. ``clip_grad_norm``
-    includes the parts of all ranks and becomes collective. Copies of the layer belong to the same
-    group.
+    State dicts of the layer and of optimizers contain full arrays for any number of ranks, so
+    ``state_dict`` is collective, like ``fl.save``. Create optimizers and gradient hooks after this
+    call. Ranks with the same part may train on different data with
+    ``distribute_module_grads(module, group=...)`` of their group. ``clip_grad_norm`` includes the
+    parts of all ranks and becomes collective. Copies of the layer belong to the same group.
 
-    Collective, blocking. Calling a row layer is collective in the forward pass, and calling a
-    column layer in the backward pass.
+    Collective, blocking. Calling a row layer is collective forward, a column layer backward.
 
     Args:
         layer: Layer with the same values on every rank.
         how: ``"column"`` or ``"row"``.
-        sizes: Number of outputs (inputs) of each rank, at least 0, the same on every rank. Their
-            sum is the size of the layer. Default: sizes that differ by at most one.
+        sizes: Number of outputs (inputs) of each rank, at least 0, the same on every rank. The sum
+            is the size of the layer. Default: sizes that differ by at most one.
         group: Group of the ranks that share the layer. Default: the world.
 
     Returns:
-        ``layer``, whose class is now a subclass of Linear.
+        ``layer``, now of a subclass of Linear.
 
     Raises:
         TypeError: If ``layer`` is not a Linear, or is already divided.
-        ValueError: If ``how`` has another value, or ``sizes`` does not contain one integer per rank
-            with the right sum.
+        ValueError: If ``how`` has another value, or ``sizes`` is not one integer per rank with the
+            right sum.
         MismatchError: If the ranks pass different arguments, layers or values. Every rank raises.
         DistributedError: As :func:`flashlight_py.all_reduce`.
 
@@ -122,9 +118,8 @@ class ShardedLinear(Linear):
         with refusing(members, "shard_linear", given=[x]):
             if x.shape[-1:] != (size,):
                 raise ValueError(
-                    "shard_linear: a row layer expected this rank's part of its input, of shape "
-                    f"[..., {size}], got {x.shape}. Pass the result of a column layer of the same "
-                    "sizes"
+                    f"shard_linear: expected this rank's part of a row layer's input, [..., {size}]"
+                    f", got {x.shape}. Pass the result of a column layer of the same sizes"
                 )
             part = F.linear(x, self.weight)
         array = members.all_reduce(part.data)  # in place, because the array is new

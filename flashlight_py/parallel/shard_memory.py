@@ -1,10 +1,9 @@
 """Memory of a sharded module that all ranks of a host share.
 
 All parameters of a dtype are stored in one flat array, and their gradients in another flat array of
-the same order. Each array exists once per host, in memory that all ranks of the host map. The
-arrays are divided into chunks. Rank r of a host sums and steps part r of each chunk. Each rank
-passes gradients through two staging buffers of one chunk each. The first ranks of all hosts sum and
-send data between hosts.
+the same order, once per host, in memory that all its ranks map. The arrays are divided into chunks.
+Rank r of a host sums and steps part r of each chunk. Each rank passes gradients through two staging
+buffers of one chunk. The first ranks of all hosts sum and send data between hosts.
 """
 
 import contextlib
@@ -33,16 +32,15 @@ from flashlight_py.distributed.internal import (
 )
 from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEverywhereError
 from flashlight_py.parallel.agreement import gather_json
-from flashlight_py.parallel.gradient_pass import Bucket
+from flashlight_py.parallel.gradient_pass import PassBucket
 
 LINE = 64  # bytes of a cache line; parts of ranks begin at multiples
 
 
-class HostBucket(Bucket):
+class HostBucket(PassBucket):
     """Parameters that are sent together, with offsets ``starts`` in flat array ``name``.
 
-    ``chunks`` are slices of this array that fit into a staging buffer. The last chunk may be longer
-    than the parameters.
+    ``chunks`` are slices of this array, each for one staging buffer. The last one may be too long.
     """
 
     def __init__(
@@ -101,8 +99,7 @@ def plan(
     return buckets, end
 
 
-# Names that ranks compare when they wait for each other, because a rank may be in another pass or
-# in a step.
+# Names that waiting ranks compare, because a rank may be in another pass or in a step.
 BACKWARD = "backward of a sharded module"
 STEP = "optimizer.step of a sharded module"
 # Bytes of staging buffers of all ranks of a host, and limits of one buffer.
@@ -120,9 +117,8 @@ class HostMemory:
 
     ``hosts`` are the ranks of each host, and ``host`` is the number of this host. ``local`` is the
     group of this host's ranks. ``between`` is the group of the ranks with the same position on all
-    hosts, or None. With ``across`` each host steps its own part and sends it to the other hosts. A
-    rank that is alone on its host needs no staging buffer. The constructor is collective and
-    blocking.
+    hosts, or None. With ``across`` each host steps its part and sends it to the others. A rank
+    alone on its host needs no staging buffer. The constructor is collective and blocking.
     """
 
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:
@@ -190,9 +186,8 @@ class HostMemory:
             if reason:
                 is_memory_error = reason.partition(":")[0].endswith("MemoryError")
                 raise (OutOfMemoryError if is_memory_error else UnavailableEverywhereError)(
-                    f"[fully_shard] rank {group.rank} of {group.size}: expected success on every "
-                    f"rank, got an error on rank {rank}: {reason}. No module has changed. Fix the "
-                    "error and call fully_shard again"
+                    f"[fully_shard] rank {group.rank} of {group.size}: rank {rank} failed: "
+                    f"{reason}. No module has changed. Fix this and call fully_shard again"
                 )
 
     def new_flat(self, length: int, dtype: DTypeLike) -> Array:
@@ -254,14 +249,10 @@ class HostMemory:
         total += add_up(arrays, self._scale, np.empty_like(total))
 
     def check(self, operation: str) -> None:
-        """Check that no rank has ended while it changed parameters.
+        """Raise TornStateError if a rank ended or failed while it changed parameters.
 
-        Counters differ while ranks are in ``changing``, or after a rank ended in it. So the check
-        first waits for another thread of this rank that changes parameters.
-
-        Raises:
-            RuntimeError: If this thread itself is changing parameters.
-            TornStateError: If a rank ended or failed in the middle of a change.
+        Counters also differ while ranks are in ``changing``, so the check first waits for a change
+        by another thread of this rank. Within a change of this thread, it raises RuntimeError.
         """
         if not self._are_inconsistent():
             return
@@ -299,7 +290,7 @@ class HostMemory:
                 yield
                 if self.across:
                     meet(local, STEP)
-                    for between, host, part in self._exchanged_parts(self.params):
+                    for between, host, part in self._exchanges(self.params):
                         between.broadcast(part, root=host)
                 marks[local.rank] += 1
                 self._unwritten = 0
@@ -335,15 +326,13 @@ class HostMemory:
             return
         meet(self.local, BACKWARD)
         scale = 1.0 / self.group.size
-        for between, host, part in self._exchanged_parts(self.grads):
+        for between, host, part in self._exchanges(self.grads):
             if self.across:
                 between.reduce(part, root=host, scale=scale)
             else:
                 between.all_reduce(part, scale=scale)
 
-    def _exchanged_parts(
-        self, flats: Mapping[str, Array]
-    ) -> Iterator[tuple[ProcessGroup, int, Array]]:
+    def _exchanges(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
         """Yield group, root host and array of each part that this rank sends between hosts."""
         if self.between is None:
             return

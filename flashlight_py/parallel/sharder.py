@@ -32,16 +32,16 @@ from flashlight_py.parallel.gradient_pass import GradientPass, used_on_any_rank,
 from flashlight_py.parallel.shard_memory import FROZEN, HostBucket, HostMemory
 from flashlight_py.structure import as_one
 
-# A gradient, or two matrices whose product is the gradient.
-Gradient: TypeAlias = "Array | tuple[Array, Array]"
+# Gradients of a bucket: arrays, pairs of matrices whose product is the gradient, or None.
+Gradients: TypeAlias = "Sequence[Array | tuple[Array, Array] | None]"
 
 
 class HostPlacement(Placement, GradSink):
     """Position of one parameter in the memory of its host, and receiver of its gradient.
 
-    ``total`` is the view of the sum over ranks. ``unsent`` is this rank's new contribution if
-    ``total`` already contains a sum of earlier passes. Otherwise this rank's gradient is
-    ``Variable.grad`` until it is sent.
+    ``total`` is the view of the sum over ranks. ``unsent`` is this rank's contribution to a later
+    pass if ``total`` has a sum. Otherwise this rank's gradient is ``Variable.grad`` until it is
+    sent.
     """
 
     shards: HostSharder
@@ -136,9 +136,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         sent = [bucket for bucket in self.memory.buckets if not bucket.name.endswith(FROZEN)]
         super().__init__(InlineReducer(1.0, group=group), sent)
         for bucket in self.memory.buckets:
-            bucket.placements = [
-                HostPlacement(self, bucket, number) for number in range(len(bucket.params))
-            ]
+            bucket.placements = [HostPlacement(self, bucket, n) for n in range(len(bucket.params))]
         self._states: dict[tuple[str, str, int], Array] = {}
         self._taken: Counter[tuple[int, str]] = Counter()
         # Optimizers that all ranks step together, in the order of creation.
@@ -262,33 +260,25 @@ class HostSharder(Shards, GradientPass[HostBucket]):
             if param.grad is not placement.total:
                 param.grad = None
 
-    def _pack_weighed(
-        self, bucket: HostBucket, gradients: Sequence[Gradient | None], weight: float
-    ) -> None:
+    def _pack_weighed(self, bucket: HostBucket, grads: Gradients, weight: float) -> None:
         if not weight:
-            gradients = [None] * len(gradients)  # the mean over a batch without samples is NaN
-        self._unused.update(
-            p for p, grad in zip(bucket.params, gradients, strict=True) if grad is None
-        )
-        self._pack(bucket, gradients, weight, self._adds(bucket))
+            grads = [None] * len(grads)  # the mean over a batch without samples is NaN
+        self._unused.update(p for p, grad in zip(bucket.params, grads, strict=True) if grad is None)
+        self._pack(bucket, grads, weight, self._adds(bucket))
 
     def _adds(self, bucket: HostBucket) -> bool:
         """Return whether a bucket's sums are added to the sums of earlier passes."""
         kept = [param.grad is placement.total for param, placement in _with_placements([bucket])]
         for placement, is_kept in zip(bucket.placements, kept, strict=True) if any(kept) else ():
-            for piece in (
-                () if is_kept else placement.owned_ranges
-            ):  # new sums are added to this rank's part
+            for piece in () if is_kept else placement.owned_ranges:  # sums are added to it
                 placement.total.reshape(-1)[piece] = 0
         return any(kept)
 
     @as_one
-    def _pack(
-        self, bucket: HostBucket, gradients: Sequence[Gradient | None], weight: float, adds: bool
-    ) -> None:
+    def _pack(self, bucket: HostBucket, grads: Gradients, weight: float, adds: bool) -> None:
         for chunk in bucket.chunks:
             staging = self.memory.staging(chunk, self.memory.grads[bucket.name], adds)
-            _fill(staging, chunk, bucket, gradients)
+            _fill(staging, chunk, bucket, grads)
             weigh_in_place(staging, weight)
             self.memory.add_up_chunk(bucket.name, chunk, adds)
 
@@ -350,17 +340,14 @@ class HostSharder(Shards, GradientPass[HostBucket]):
 
 
 def _with_placements(buckets: Iterable[HostBucket]) -> Iterator[tuple[Variable, HostPlacement]]:
-    """Yield the parameters of ``buckets`` with their placements."""
     for bucket in buckets:
         yield from zip(bucket.params, bucket.placements, strict=True)
 
 
-def _fill(
-    staging: Array, chunk: slice, bucket: HostBucket, gradients: Sequence[Gradient | None]
-) -> None:
+def _fill(staging: Array, chunk: slice, bucket: HostBucket, grads: Gradients) -> None:
     """Copy the gradients in ``chunk`` into ``staging``; write zeros for missing gradients."""
     end = chunk.start
-    for start, size, grad in zip(bucket.starts, bucket.sizes, gradients, strict=True):
+    for start, size, grad in zip(bucket.starts, bucket.sizes, grads, strict=True):
         low, high = max(start, chunk.start), min(start + size, chunk.stop)
         if low >= high:
             continue

@@ -37,22 +37,16 @@ _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Valu
 def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = None) -> SomeTree:
     """Set all arrays and numbers in ``tree`` to the values of rank ``root``.
 
-    Collective, blocking. ``tree`` may contain:
+    Collective, blocking. These objects are changed in place: arrays (NumPy, CuPy, tensors with
+    DLPack) of any shape, layout and dtype except ``object``; dicts, lists and dataclasses; modules
+    of ``fl.nn`` or PyTorch (parameters and buffers); a ``fl.Variable`` (its array); optimizers and
+    schedules of ``fl.optim`` (state and settings, not parameters). Numbers of exactly the types
+    bool, int, float, complex and NumPy scalars are replaced. Tuples and frozen dataclasses with
+    numbers are created again. Other objects, such as None, strings and functions, are not changed
+    and may differ.
 
-    - arrays (NumPy, CuPy, tensors with DLPack) of any shape, layout and dtype except ``object``;
-      changed in place
-    - dicts, lists and dataclasses; changed in place
-    - numbers of exactly the types bool, int, float, complex and NumPy scalars; replaced
-    - tuples and frozen dataclasses; created again if they contain numbers
-    - modules of ``fl.nn`` or PyTorch: their parameters and buffers
-    - ``fl.Variable``: its array
-    - optimizers and schedules of ``fl.optim``: their state and settings, without parameters
-
-    Other objects, such as None, strings and functions, are not changed and may differ between
-    ranks.
-
-    All arrays are sent in one packed transfer for the CPU and one for the GPU. Each transfer needs
-    a buffer as large as its arrays. An array or container that occurs several times is sent once.
+    All arrays are sent in one packed transfer for the CPU and one for the GPU, through buffers as
+    large as the arrays. An array or container that occurs several times is sent once.
 
     Args:
         tree: Tree with the same structure on every rank: container types, keys (in any order),
@@ -64,12 +58,12 @@ def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = N
         ``tree``, or a new object if ``tree`` is a number or immutable.
 
     Raises:
-        ValueError: If ``root`` is not a rank of the group. Every rank raises if, on any rank, an
-            array is read-only, a Variable is the result of a computation and needs a gradient, or a
-            parameter is sharded.
-        TypeError: If an array on any rank contains Python objects. Every rank raises.
-        MismatchError: If the trees differ. Every rank raises. The message contains the first
-            different path and its value on each rank. Nothing is changed.
+        ValueError: If ``root`` is not a rank of the group. On every rank, if any rank's tree has a
+            read-only array, a Variable computed from others that needs a gradient, or a sharded
+            parameter.
+        TypeError: On every rank, if an array of any rank contains Python objects.
+        MismatchError: On every rank, if the trees differ; with the first different path and its
+            values. Nothing is changed.
         DistributedError: As :func:`flashlight_py.all_reduce`. The tree is not changed.
 
     Example:
@@ -89,7 +83,7 @@ def broadcast_parameters(
     """Set every rank's parameters and buffers to the values of rank ``root``, in place.
 
     Collective, blocking; one packed transfer. Call it after ``distributed_init`` and before
-    training, because each rank may have drawn different initial parameters.
+    training, because ranks may have drawn different initial parameters.
     :func:`flashlight_py.all_reduce_parameters` computes the mean instead.
 
     Args:
@@ -99,10 +93,8 @@ def broadcast_parameters(
 
     Raises:
         TypeError: If ``module`` is not a Module.
-        ValueError: If ``root`` is not a rank of the group, an array is read-only, or a parameter is
-            sharded.
-        MismatchError: If the modules differ. The message contains the first different parameter or
-            buffer.
+        ValueError: If ``root`` is not a rank, an array is read-only, or a parameter is sharded.
+        MismatchError: If the modules differ; with the first different parameter or buffer.
         DistributedError: As :func:`flashlight_py.all_reduce`. Nothing is changed.
 
     Example:
@@ -118,9 +110,8 @@ def broadcast_parameters(
 def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) -> None:
     """Average every parameter over the ranks, in place, like flashlight.
 
-    Collective, blocking. Buffers are not changed. If each rank has drawn its own initial
-    parameters, call :func:`flashlight_py.broadcast_parameters` instead: the mean of n random draws
-    is too small.
+    Collective, blocking. Buffers are not changed. If ranks have drawn different initial parameters,
+    call :func:`flashlight_py.broadcast_parameters` instead: the mean of n draws is too small.
 
     Args:
         module: Module with the same structure on every rank.
@@ -129,7 +120,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If a parameter is sharded.
-        MismatchError: If the modules differ. The message contains the first different parameter.
+        MismatchError: If the modules differ; with the first different parameter.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
@@ -256,9 +247,7 @@ def sync_meter(meter: Meter, *, group: ProcessGroup | None = None) -> Any:
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     if not isinstance(meter, Meter):
-        raise TypeError(
-            f"sync_meter: expected a flashlight_py.meter.Meter, got {type(meter).__name__}"
-        )
+        raise TypeError(f"sync_meter: expected a fl.meter.Meter, got {type(meter).__name__}")
     return meter.value_of(all_reduce(meter.state(), group=group))
 
 
@@ -318,8 +307,7 @@ def synchronize_for(
 
 
 # Creating buffers for many small arrays takes as long as walking the tree, so buffers are kept.
-# They depend only on the description of the tree, keep no arrays alive, and stay valid if arrays
-# change.
+# They depend only on the description of the tree, and keep no arrays alive.
 _kept: dict[tuple[bytes, int], TreeBuffers] = {}
 
 
@@ -330,10 +318,7 @@ def _buffers_for(plan: Plan, number_bytes: int) -> TreeBuffers:
 
 def _difference(noun: str, tree: object, root: int, members: ProcessGroup) -> str:
     sorted_kinds = kinds_by_path(plan_of(tree, sort_keys=True).facts)
-    in_order = {
-        **kinds_by_path(plan_of(tree).facts),
-        **sorted_kinds,
-    }  # in the order that users know
+    in_order = {**kinds_by_path(plan_of(tree).facts), **sorted_kinds}  # in the users' order
     root_and_tree = [root, {path: sorted_kinds[path] for path in in_order if path in sorted_kinds}]
     roots, trees = zip(*agreement.gather_json(root_and_tree, members), strict=True)
     if len(set(roots)) > 1:

@@ -53,37 +53,33 @@ Answer: TypeAlias = tuple[dict[Any, Any], list[list[Leaf]]]
 # module. The pickle is sent only if it has changed. So changes of modes, ratios and buffers are
 # detected without a list of attributes.
 def split_parts(
-    value: Any, is_part: Callable[[Any], bool], description: str = ""
+    value: Any, is_part: Callable[[Any], bool], noun: str = ""
 ) -> tuple[bytes, list[Any]]:
     """Return a pickle of ``value`` with numbers instead of its parts, and the distinct parts.
 
-    ``what`` describes the value in error messages; it is empty in a worker.
+    ``noun`` names the value in error messages; it is empty in a worker.
     """
     parts: dict[int, tuple[int, Any]] = {}
 
     def stand_in(value: Any) -> int | None:
         return parts.setdefault(id(value), (len(parts), value))[0] if is_part(value) else None
 
-    form = dumps(
-        value, not description or _can_import_main(WHAT), stand_in, f"{WHAT}: {description} "
-    )
+    form = dumps(value, not noun or _can_import_main(WHAT), stand_in, f"{WHAT}: {noun} ")
     return form, [part for _, part in parts.values()]
 
 
 def join_parts(form: bytes, parts: Sequence[Any]) -> Any:
-    """Return the value of a pickle from ``take_apart``, with ``parts`` instead of the numbers."""
+    """Return the value of a pickle from ``split_parts``, with ``parts`` instead of the numbers."""
     unpickler = pickle.Unpickler(io.BytesIO(form))
     unpickler.persistent_load = parts.__getitem__  # type: ignore[method-assign]
     return unpickler.load()
 
 
 def is_data(value: Any) -> bool:
-    """Return whether ``value`` is a Variable or an array."""
     return isinstance(value, (Variable, np.ndarray)) or is_cupy(value)
 
 
 def array_of(part: Part) -> Array:
-    """Return the array of an input or a result."""
     return part.data if isinstance(part, Variable) else part
 
 
@@ -96,19 +92,11 @@ class WorkerMemory:
         self._map: mmap.mmap | None = None
 
     def put(self, arrays: Iterable[Array]) -> list[ArrayLayout]:
-        """Write ``arrays`` over the previous arrays; return their layout.
-
-        Raises:
-            MemoryError: If the shared memory cannot grow.
-            TypeError: If an array contains Python objects.
-        """
+        """Write ``arrays`` over the previous arrays; return their layout, or raise MemoryError."""
         arrays, places, size = list(arrays), [], 0
         for array in arrays:
             if array.dtype.hasobject:
-                raise TypeError(
-                    f"{WHAT}: expected arrays of numbers, got dtype {array.dtype} with Python "
-                    "objects. Convert the array to numbers"
-                )
+                raise TypeError(f"{WHAT}: expected numbers, got an array of dtype {array.dtype}")
             places.append((size, array.shape, array.dtype))
             size += (array.nbytes // _ALIGNMENT + 1) * _ALIGNMENT
         if size > os.fstat(self.fd).st_size:
@@ -128,7 +116,6 @@ class WorkerMemory:
         return arrays
 
     def close(self) -> None:
-        """Close the descriptor and drop the mapping."""
         os.close(self.fd)
         self._map = None
 
@@ -145,14 +132,13 @@ class WorkerShare:
             param.buffer = grad
         model.close()
         self._takes_output, self._number, self._module = takes_output, number, b""
-        # inputs and results by graph number
-        self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}
+        self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # inputs, results
 
     def __call__(self, link: Connection) -> None:
-        """Answer requests until ``link`` is closed.
+        """Answer requests until ``link`` is closed: with a failure or None, the answer, and the
+        output.
 
-        Each reply is a tuple: a failure or None, the answer, and the printed text. After a failure,
-        the answer is a pickle of the exception, or empty if it cannot be pickled.
+        After a failure, the answer is a pickle of the exception, or empty if it cannot be pickled.
         """
         while True:
             try:
@@ -300,9 +286,8 @@ class Team:
         self._answers: list[Any] = []  # to the last request
         self._is_waiting = False
         end_dropped()
-        self.resources = resources = _resources[weakref.ref(self, _dropped_teams.append)] = (
-            TeamResources()
-        )
+        self.resources = resources = TeamResources()
+        _resources[weakref.ref(self, _dropped_teams.append)] = resources
         self._workers = resources.workers
         variables = thread_variables(os.environ, count + 1, cores)
         with resources:
@@ -381,8 +366,7 @@ class Team:
     def _receive(self) -> None:
         """Receive the answers to the last request if they are pending, and print their text.
 
-        The answer of a share that raised is a RankFailedError, with the exception as its cause if
-        the exception can be pickled.
+        A share that raised answers a RankFailedError, whose cause is the exception if picklable.
         """
         if not (self._is_waiting and self.resources.is_open):
             return
@@ -397,8 +381,7 @@ class Team:
         for worker, (failure, answer, _), box, grads in shares:
             if failure is not None:
                 error = worker.error(failure.what, failure.traceback)
-                # unpickling runs user code; the message has the traceback anyway
-                with suppress(Exception):
+                with suppress(Exception):  # runs user code; the message has the traceback
                     error.__cause__ = pickle.loads(answer)
                 self._answers.append(error)
                 continue
@@ -468,14 +451,9 @@ class DataParallel(Module):
 
     def __init__(self, module: Module, nprocs: int | None = None) -> None:
         if not isinstance(module, Module):
-            raise TypeError(
-                f"{WHAT}: expected a flashlight_py.nn.Module, got {type(module).__name__}"
-            )
+            raise TypeError(f"{WHAT}: expected a fl.nn.Module, got {type(module).__name__}")
         if any(isinstance(child, DataParallel) for _, child in module._walk()):
-            raise ValueError(
-                f"{WHAT}: expected a module without {WHAT}, got one that contains a {WHAT}. Wrap "
-                "only the outermost module"
-            )
+            raise ValueError(f"{WHAT}: the module contains a {WHAT}. Wrap only the outermost one")
         self._cores = max(1, usable_cores() // get_local_size())
         self.nprocs = self._cores if nprocs is None else whole_number(WHAT, "nprocs", nprocs, 1)
         check_processes(f"{WHAT}: nprocs", self.nprocs, 3)
@@ -531,7 +509,6 @@ class DataParallel(Module):
             self._team = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the module and the number of processes."""
         return DataParallel, (self.module, self.nprocs), {"training": self.training}
 
     def __repr__(self) -> str:
@@ -550,9 +527,8 @@ class DataParallel(Module):
         for number, param in enumerate(params):
             if param.placement is not None:
                 raise ValueError(
-                    f"{WHAT}: expected parameters that are not sharded, got sharded parameter "
-                    f"{number} (shape {param.shape}). Use either {WHAT} or sharding with one rank "
-                    "per core"
+                    f"{WHAT}: expected unsharded parameters, got sharded parameter {number} (shape "
+                    f"{param.shape}). Use either {WHAT}, or sharding with one rank per core"
                 )
             if is_cupy(param.data):
                 raise TypeError(
@@ -593,14 +569,12 @@ def _rows(parts: Sequence[Part]) -> int:
 class WorkersGraph:
     """Graphs of the workers for forward pass ``number``; workers drop them after this object.
 
-    ``shares`` are the workers' rows of the batch. Only operations of the graph refer to this
-    object.
+    ``shares`` are the workers' rows of the batch. Only operations of the graph refer to the object.
     """
 
     def __init__(self, team: Team, number: int, shares: Sequence[slice]) -> None:
         self._team, self._number, self._shares = team, number, shares
-        # gradient rows of each result, one array per worker
-        self._rows: dict[int, list[Array]] = {}
+        self._rows: dict[int, list[Array]] = {}  # by result: the gradient rows of each worker
         self._answers: list[Answer] = []
         team.numbers[weakref.ref(self)] = number
 

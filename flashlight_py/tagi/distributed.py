@@ -21,7 +21,12 @@ from flashlight_py.distributed import (
 )
 from flashlight_py.distributed.internal import EagerReducer, group_or_world, in_step, plan_buckets
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
-from flashlight_py.parallel.gradient_pass import Bucket, GradientPass, shared_zeros, weigh_in_place
+from flashlight_py.parallel.gradient_pass import (
+    GradientPass,
+    PassBucket,
+    shared_zeros,
+    weigh_in_place,
+)
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.network import StateDict
@@ -210,7 +215,7 @@ class DDPSequential:
             all_reduce(array, op="avg", group=self.sync.reducer.group)
 
 
-class DeltaBucket(Bucket):
+class DeltaBucket(PassBucket):
     """A bucket of sums of so many layers."""
 
     def __init__(self, bucket: ParameterBucket, layers: int) -> None:

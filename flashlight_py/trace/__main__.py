@@ -34,9 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output: Path = options.output or source.with_suffix(".html")
         is_trace = output.suffix == ".json"
         output.write_text(json.dumps(trace) if is_trace else page(trace), encoding="utf-8")
-        _print_escaped(
-            f"{output}: open it {'at https://ui.perfetto.dev' if is_trace else 'in a browser'}"
-        )
+        viewer = "at https://ui.perfetto.dev" if is_trace else "in a browser"
+        _print_escaped(f"{output}: open it {viewer}")
     except (OSError, ValueError) as error:
         print(f"flashlight_py.trace: {error}", file=sys.stderr)
         return 2
@@ -50,6 +49,5 @@ def _print_escaped(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # the reader may close the pipe early, as head does
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may stop early, as head does
     sys.exit(main())

@@ -64,9 +64,7 @@ class Profile:
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         if journal.listener is not None:
-            raise RuntimeError(
-                "profile: expected no active profile, got one. Call its stop() first"
-            )
+            raise RuntimeError("profile: another profile is active. Call its stop() first")
         self._records, self._spans = [], []
         self._offset = offset_to_rank_0(group_or_world(self._group).backend())
         journal.listener = self._records.append
@@ -135,15 +133,13 @@ def profile(
     """Record the calls of all verbs, from the begin to the end of the context, in one file.
 
     Both ends are collective and blocking; ``start()`` and ``stop()`` do the same. Rank 0 of the
-    group writes the file ``path`` and replaces an existing file. The file is a Chrome trace of the
-    group's ranks, numbered as in the world. It contains their calls in all groups, in the time of
-    rank 0's clock. Perfetto and Chrome can display it, and ``python -m flashlight_py.trace view
-    trace.json`` converts it to a page. Each call has its verb, bytes, dtype, shape, line of user
-    code and the time it waited for other ranks. ``span(name)`` marks a part of the program.
-
-    During the recording a call takes about 10 us instead of 1 us, because it runs through Python.
-    GPU work is timed by the host, with an error below half a millisecond. The default group is the
-    world.
+    group writes the file ``path`` and replaces an existing file. It is a Chrome trace of the
+    group's ranks, numbered as in the world, with their calls in all groups, in the time of rank 0's
+    clock. Perfetto and Chrome can display it, and ``python -m flashlight_py.trace view trace.json``
+    converts it to a page. Each call has its verb, bytes, dtype, shape, line of user code and the
+    time it waited for other ranks. ``span(name)`` marks a part of the program. During the recording
+    a call takes about 10 us instead of 1 us, because it runs through Python. GPU work is timed by
+    the host, with an error below half a millisecond. The default group is the world.
 
     Example:
         >>> with fl.profile(folder / "trace.json") as taken:
@@ -158,9 +154,8 @@ def profile(
 def offset_to_rank_0(backend: Backend) -> int:
     """Return the nanoseconds from this rank's monotonic clock to rank 0's clock. Collective.
 
-    The result is 0 on rank 0's host. On other hosts, the rank asks rank 0 for its time and assumes
-    that the answer was sent halfway (F. Cristian, 1989). The error is at most half the duration of
-    the exchange.
+    0 on rank 0's host. On other hosts, the rank asks rank 0 for its time and assumes an answer
+    halfway (F. Cristian, 1989). The error is at most half the duration of the exchange.
     """
     identities = exchange_bytes(backend, host_identity().encode())
     remote_ranks = [rank for rank in range(backend.size) if identities[rank] != identities[0]]
@@ -267,8 +262,7 @@ def _find_late_ranks(by_rank: dict[int, list[_Event]]) -> None:
 def _threads(events: Sequence[_Event]) -> Iterator[tuple[str, Iterator[_Event]]]:
     """Yield the name of each thread of a rank, and its events in the order of their starts."""
     for name, overlapped in (("program", False), ("overlapped", True)):
-        same_kind = [event for event in events if event.overlapped == overlapped]
-        for thread in _separate(same_kind, nested=not overlapped):
+        for thread in _separate([e for e in events if e.overlapped == overlapped], not overlapped):
             yield name, _with_waiting(thread)
 
 
@@ -351,8 +345,5 @@ def read_trace(path: Path) -> dict[str, Any]:
     trace = json.loads(path.read_text(encoding="utf-8"))
     data = trace.get("otherData", {}) if isinstance(trace, dict) else {}
     if data.get("format") != FORMAT:
-        raise ValueError(
-            f"{path}: expected a trace of fl.profile in the format {FORMAT!r}, got "
-            f"{data.get('format')!r}. Pass a file that this version of fl.profile has written"
-        )
+        raise ValueError(f"{path}: expected {FORMAT!r} of fl.profile, got {data.get('format')!r}")
     return dict(trace)

@@ -45,10 +45,7 @@ def read_records(folder: Path) -> list[FlightRecord]:
     """Return the records of the newest job in ``folder``, by rank; raise ValueError without any."""
     records = [_read(path) for path in sorted(folder.glob("rank*.json"))]
     if not records:
-        raise ValueError(
-            f"{folder}: expected flight records (rank0.json, ...), got none. Pass the folder that "
-            "the launcher has printed"
-        )
+        raise ValueError(f"{folder}: expected flight records (rank0.json, ...), got none")
     newest = max(records, key=lambda record: record.until + record.offset).job
     return sorted((r for r in records if r.job == newest), key=lambda record: record.rank)
 

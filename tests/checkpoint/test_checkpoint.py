@@ -204,7 +204,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
         fl.save(folder, rng=[generator, 3])
     with pytest.raises(TypeError, match=r"extra\.a\.0 must consist of .* got a set"):
         fl.save(folder, extra={"a": [set()]})
-    with pytest.raises(TypeError, match="must be one of .* got object"):
+    with pytest.raises(TypeError, match=r"must be one of .* got object"):
         fl.save(folder, extra=np.array([None]))
     assert not folder.exists() or names(folder) == []
 

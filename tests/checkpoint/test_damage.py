@@ -110,7 +110,7 @@ def test_a_later_format_is_reported(two: Path, tmp_path: Path) -> None:
     file = tmp_path / "000001-step-1" / "manifest.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(directory, "FORMAT", 2)
-        with pytest.raises(CheckpointError, match="got the later format"):
+        with pytest.raises(CheckpointError, match="got a later format"):
             fl.load(tmp_path)
     assert file.exists()
 

@@ -149,7 +149,7 @@ def test_processes_make_the_samples() -> None:
 
 ENDS: dict[str, tuple[type[Exception], str]] = {
     "raise": (LookupError, "broken"),
-    "strange": (RuntimeError, "sample 3 raised an exception that cannot be pickled: (?s:.*)StrangeError"),
+    "strange": (RuntimeError, "sample 3 raised an exception that cannot .*: (?s:.*)StrangeError"),
     "exit": (RuntimeError, "sample 3 would end this process: (?s:.*)<lambda>(?s:.*)SystemExit: 3"),
     "kill": (RuntimeError, "got the end of a worker process"),
 }
@@ -179,7 +179,7 @@ def test_an_error_is_raised_at_the_turn_of_its_sample(bad: int, workers: Any) ->
 def test_samples_that_cannot_travel() -> None:
     with pytest.raises(TypeError, match="pickle"):
         list(PrefetchDataset(Failing(2, 9, "unpicklable"), 1, 1, "processes"))
-    with pytest.raises(TypeError, match=r"PrefetchDataset: .* picklable.*lambda") as caught:
+    with pytest.raises(TypeError, match=r"PrefetchDataset: cannot be pickled.*lambda") as caught:
         list(PrefetchDataset(rows(), 1, 1, "processes", transform=lambda x, rng: x))
     assert caught.value.__cause__ is not None
 

@@ -43,7 +43,7 @@ def test_a_negative_index_counts_from_the_end() -> None:
 
 @pytest.mark.parametrize("index", [4, -5, 100])
 def test_an_index_out_of_range_is_an_index_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"got {index} for 4 sample"):
+    with pytest.raises(IndexError, match=rf"must be in \[-4, 4\), got {index}"):
         TensorDataset([X])[index]
 
 

@@ -233,9 +233,7 @@ def test_other_ways_to_reduce_refuse_a_module_with_leaves() -> None:
     with pytest.raises(ValueError, match="Use only one of both"):
         fl.DistributedOptimizer(optimizer_of(model, "sgd")).step()
     fl.distribute_module_grads(model)
-    with pytest.raises(
-        ValueError, match=r"leaves: .*Call distribute_module_grads\(module, leaves=8"
-    ):
+    with pytest.raises(ValueError, match=r"leaves: call distribute_module_grads\(module, leaves=8"):
         fl.leaves(model, np.ones((4, 12)))
 
 

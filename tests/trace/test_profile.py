@@ -38,7 +38,7 @@ def profiled(rank: int, size: int, path: str) -> bool:
             else:
                 fl.sendrecv(x, 0, out=x.copy(), src=0)
             work.wait()
-        with pytest.raises(RuntimeError, match="expected no active profile"):
+        with pytest.raises(RuntimeError, match="another profile is active"):
             fl.profile(path).start()
     assert journal.listener is None
     gc.collect()
