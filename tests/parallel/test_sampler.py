@@ -250,7 +250,7 @@ GOOD = {"n": 10, "shuffle": True, "seed": 0, "epoch": 2, "consumed": 4}
         ({"n": 11}, ValueError, "a state with n=10, got 11"),
         ({"seed": 1}, ValueError, "a state with seed=0, got 1"),
         ({"shuffle": False}, ValueError, "a state with shuffle=True, got False"),
-        ({"consumed": 11}, ValueError, r"the state's consumed must be in \[0, 10\], got 11"),
+        ({"consumed": 11}, ValueError, r"consumed must be in \[0, 10\], got 11"),
         ({"epoch": -1}, ValueError, "the state's epoch must be at least 0, got -1"),
         ({"epoch": "2"}, TypeError, "the state's epoch must be an integer, got str"),
     ],
@@ -333,7 +333,7 @@ def test_datasets_that_differ_raise_everywhere(rank: int, size: int, what: str, 
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.ShardedDataset(TensorDataset([np.arange(n)]), batch).set_epoch(epoch)
     message = str(caught.value)
-    assert message.startswith(f"rank {rank} of 2: the ranks pass a ShardedDataset ")
+    assert message.startswith(f"ShardedDataset: rank {rank} of 2: expected the same arguments")
     assert f"{what} (rank(s) 0: {value}; rank(s) 1: {value + 1})" in message
 
 
