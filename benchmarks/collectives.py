@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import MEANINGS
+from flashlight_py.distributed.calls.combining import RESULTS
 from flashlight_py.distributed.verbs import VERBS as TABLE
 from flashlight_py.distributed.verbs import Verb
 from harness.all_reduce_targets import COPY
@@ -42,11 +42,7 @@ from harness.collectives_targets import SEVERALLY, label, verdicts
 from harness.conductor import Case, Conductor, Contender
 from harness.launchers import Library
 from harness.options import collective_peers, common_arguments, ours, plan_of
-from harness.report import (
-    conclude,
-    ratio_table,
-    time_table,
-)
+from harness.report import conclude, ratio_table, time_table
 from harness.roles.verbs import SEVERAL
 from harness.statistics import Measurement
 
@@ -122,7 +118,7 @@ def _meaning(verb: Verb, rank: int, ranks: int) -> float | None:
     if verb.prefix and not verb.fills(rank, 0):
         return None
     call, given = Call(verb), [np.array(r + 1.0) for r in range(ranks)]
-    result = MEANINGS[verb](given, rank, call) if verb.fills(rank, call.root) else given[rank]
+    result = RESULTS[verb](given, rank, call) if verb.fills(rank, call.root) else given[rank]
     return float(result)
 
 

@@ -12,13 +12,14 @@ OPENS_AND_LISTS = """
 import ctypes, os, sys, threading
 from flashlight_py import libraries
 
-listing = threading.Thread(target=lambda: [[*libraries.mapped("blas")] for _ in range(500)])
+list_often = lambda: [[*libraries.loaded_libraries("blas")] for _ in range(500)]
+listing = threading.Thread(target=list_often)
 listing.start()
 for path in sys.argv[1:]:
     assert ctypes.PyDLL(None).dlopen(path.encode(), 2)
     os.remove(path)
 listing.join()
-assert len([*libraries.mapped("copy_of_a_library")]) == len(sys.argv) - 1
+assert len([*libraries.loaded_libraries("copy_of_a_library")]) == len(sys.argv) - 1
 """
 
 

@@ -8,10 +8,10 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.normalization import few_values
 from flashlight_py.device import array_module
-from flashlight_py.distributed.internal import group_or_world, refusing
+from flashlight_py.distributed.internal import group_or_world, reject_together
 from flashlight_py.nn.normalization import LocalBatchNorm
 from flashlight_py.parallel.functional import all_reduce
-from flashlight_py.structure import require
+from flashlight_py.structure import require_all
 
 
 class BatchNorm(LocalBatchNorm):
@@ -45,7 +45,7 @@ class BatchNorm(LocalBatchNorm):
         """Return ``x`` normalized, a new variable. Training updates running statistics."""
         if not self.sync or (self.track_statistics and not self.training):
             return super().forward(x)
-        with refusing(group_or_world(None), "BatchNorm", given=[x], first=True):
+        with reject_together(group_or_world(None), "BatchNorm", arrays=[x], first=True):
             return self._synchronized(self._of_channels(x))
 
     def _synchronized(self, x: Variable) -> Variable:
@@ -56,7 +56,7 @@ class BatchNorm(LocalBatchNorm):
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]
         if own < 2:  # with 2 values here, all ranks together have enough
-            require(count > 1, count, partial(few_values, "BatchNorm", x.shape))
+            require_all(count > 1, count, partial(few_values, "BatchNorm", x.shape))
         shape = (1, -1, *[1] * (x.ndim - 2))
         mean = sums[: self.channels] / count
         deviation = wide - F.reshape(mean, shape)

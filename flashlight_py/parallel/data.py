@@ -8,7 +8,7 @@ import numpy as np
 from flashlight_py.dataset import Dataset, shares
 from flashlight_py.dataset.dataset import Indices, Sample
 from flashlight_py.distributed import ProcessGroup, get_world_rank, get_world_size
-from flashlight_py.distributed.internal import group_or_world, in_step, whole_number
+from flashlight_py.distributed.internal import check_integer, group_or_world, in_step
 from flashlight_py.errors import NotInitializedError
 from flashlight_py.parallel.agreement import check_settings_agree
 
@@ -30,7 +30,10 @@ class Share:
                 f"{label}: expected both rank and size, or neither and an optional group, got "
                 f"rank={rank}, size={size}{' and a group' * bool(group)}"
             )
-        self.rank, self.size = whole_number(label, "rank", rank), whole_number(label, "size", size)
+        self.rank, self.size = (
+            check_integer(label, "rank", rank),
+            check_integer(label, "size", size),
+        )
         if self.rank >= self.size:
             raise ValueError(f"{label}: rank must be in [0, size), got rank={rank}, size={size}")
 
@@ -178,8 +181,8 @@ class InEpochs:
         self, n: int, shuffle: bool, seed: int, drop_last: bool, share: Share, **others: int
     ) -> None:
         self._share = share
-        self._n = whole_number(self._label, "n", n)
-        seed = whole_number(self._label, "seed", seed)
+        self._n = check_integer(self._label, "n", n)
+        seed = check_integer(self._label, "seed", seed)
         self._settings = {"n": self._n, "shuffle": bool(shuffle), "seed": seed}
         self._drop_last = bool(drop_last)
         self._others = {**others, "drop_last": self._drop_last}
@@ -207,7 +210,7 @@ class InEpochs:
             NotInitializedError: If the world has changed since this object was made.
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
-        epoch = whole_number(self._label, "epoch", epoch)
+        epoch = check_integer(self._label, "epoch", epoch)
         self._agree(epoch)
         if epoch != self._epoch:
             self._go_to(epoch, 0)
@@ -227,7 +230,7 @@ class InEpochs:
             TypeError: If ``samples`` is not an integer.
             ValueError: If ``samples`` is not in [0, number of samples].
         """
-        samples = whole_number(self._label, "samples", samples)
+        samples = check_integer(self._label, "samples", samples)
         if samples > self._n:
             raise ValueError(
                 f"{self._label}: samples must be in [0, n], got {samples} for n={self._n}"
@@ -295,7 +298,7 @@ class InEpochs:
                 f"{sorted(state)}"
             )
         value = int(state[name]) if isinstance(state[name], bool) else state[name]  # shuffle
-        return whole_number(self._label, f"the state's {name}", value)
+        return check_integer(self._label, f"the state's {name}", value)
 
     def _agree(self, epoch: int, consumed: int = 0) -> None:
         self._share.require_world()
@@ -444,7 +447,7 @@ class ShardedDataset(InEpochs, Dataset):
                 f"{self._label}: expected a flashlight_py.dataset.Dataset, got "
                 f"{type(dataset).__name__}. Pass arrays as TensorDataset([...])"
             )
-        batch = whole_number(self._label, "global_batch_size", global_batch_size, least=1)
+        batch = check_integer(self._label, "global_batch_size", global_batch_size, least=1)
         share = Share(self._label, rank, size, group)
         super().__init__(len(dataset), shuffle, seed, drop_last, share, global_batch_size=batch)
         self._dataset = dataset

@@ -16,9 +16,9 @@ from flashlight_py.distributed.internal import (
     Call,
     Verb,
     abort,
-    meet,
     reason_of,
-    refusing,
+    reject_together,
+    wait_for_ranks,
 )
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
 
@@ -44,12 +44,12 @@ def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[A
     failed_groups = getattr(error, _FAILED, ())
     if group.journal.name in failed_groups:
         return True
-    if group.journal.has_noted(error):
+    if group.journal.has_recorded(error):
         calls = error.calls if isinstance(error, MismatchError) and error.group_lives else ()
         return any(call.startswith((_WORDS, PASS_FAILED)) for call in calls)
     setattr(error, _FAILED, (*failed_groups, group.journal.name))
     with contextlib.suppress(GroupClosedError):  # the other ranks already know the reason
-        refusing(group, "backward", given=sent, how="failed").refuse(error)
+        reject_together(group, "backward", arrays=sent, outcome="failed").refuse(error)
     return True
 
 
@@ -73,7 +73,7 @@ def end_together(group: ProcessGroup) -> None:
     """
     while True:
         try:
-            meet(group, PASS_FAILED)
+            wait_for_ranks(group, PASS_FAILED)
         except MismatchError as error:
             if error.group_lives:
                 continue

@@ -8,7 +8,7 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import (
     ReduceOp,
     as_array,
-    check_reduction,
+    check_op_and_scale,
     group_or_world,
     in_step,
     reduce_all,
@@ -148,7 +148,7 @@ class DistributedOptimizer:
         verb, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
         arrays = [as_array(verb, update) for update in updates]
         for array in arrays:
-            check_reduction(verb, array.dtype, op, 1.0)
+            check_op_and_scale(verb, array.dtype, op, 1.0)
         if len({id(array) for array in arrays}) < len(arrays):
             raise ValueError(f"{verb}: expected distinct arrays, got the same array twice")
         agreement.check_arrays_agree(f"{verb}: updates", arrays, group_or_world(self._group))

@@ -26,9 +26,9 @@ from flashlight_py.distributed.internal import (
     add_up,
     hosts_of,
     map_zeros,
-    meet,
-    refusing,
+    reject_together,
     scale_in_place,
+    wait_for_ranks,
 )
 from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEverywhereError
 from flashlight_py.parallel.agreement import gather_json
@@ -175,7 +175,7 @@ class HostMemory:
         """Return a block that either ends on all ranks or raises on all of them. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
-            with refusing(self.local, "fully_shard", how="failed"):
+            with reject_together(self.local, "fully_shard", outcome="failed"):
                 yield
                 self.local.barrier()
         except Exception as error:
@@ -233,7 +233,7 @@ class HostMemory:
         if self._alone and not adds:
             scale_in_place(total, self._scale)
             return
-        meet(self.local, BACKWARD)
+        wait_for_ranks(self.local, BACKWARD)
         position = slice(part.start - chunk.start, part.stop - chunk.start)
         arrays = [array[position] for array in self.staging_of_ranks(chunk, total.dtype)]
         if not adds:
@@ -284,18 +284,18 @@ class HostMemory:
             self.check(operation)
             self._change = operation
             try:
-                meet(local, STEP)
+                wait_for_ranks(local, STEP)
                 self.protect(False)
                 marks[local.rank] += 1
                 yield
                 if self.across:
-                    meet(local, STEP)
+                    wait_for_ranks(local, STEP)
                     for between, host, part in self._exchanges(self.params):
                         between.broadcast(part, root=host)
                 marks[local.rank] += 1
                 self._unwritten = 0
                 self.protect(True)
-                meet(local, STEP)
+                wait_for_ranks(local, STEP)
             finally:
                 self._change = ""
 
@@ -324,7 +324,7 @@ class HostMemory:
         """Sum the gradients of all hosts; complete when all ranks of this host have returned."""
         if len(self.hosts) == 1:
             return
-        meet(self.local, BACKWARD)
+        wait_for_ranks(self.local, BACKWARD)
         scale = 1.0 / self.group.size
         for between, host, part in self._exchanges(self.grads):
             if self.across:

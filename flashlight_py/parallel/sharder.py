@@ -23,7 +23,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, is_last_contribution
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.distributed import InlineReducer, ProcessGroup
-from flashlight_py.distributed.internal import meet, refusing
+from flashlight_py.distributed.internal import reject_together, wait_for_ranks
 from flashlight_py.errors import DistributedError
 from flashlight_py.optim.cpu import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, Shards
@@ -220,8 +220,8 @@ class HostSharder(Shards, GradientPass[HostBucket]):
             parts.append(sums)
         return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
 
-    def meet(self) -> None:
-        meet(self.memory.local, "clip_grad_norm of a sharded module")
+    def wait_for_all(self) -> None:
+        wait_for_ranks(self.memory.local, "clip_grad_norm of a sharded module")
 
     def changing(self, what: str) -> AbstractContextManager[None]:
         return self.memory.changing(what)
@@ -311,7 +311,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         """Return the error that ends the pass, or None if another rank already knows of it."""
         error, group = sys.exc_info()[1], self.group
         if isinstance(error, Exception):
-            return None if group.size == 1 or group.journal.has_noted(error) else error
+            return None if group.size == 1 or group.journal.has_recorded(error) else error
         fail_pass(group, error)
         return None
 
@@ -336,7 +336,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         if error is not None:
             with contextlib.suppress(DistributedError):
                 self.memory.sum_between_hosts()
-                refusing(self.group, "backward", how="failed").refuse(error)
+                reject_together(self.group, "backward", outcome="failed").refuse(error)
 
 
 def _with_placements(buckets: Iterable[HostBucket]) -> Iterator[tuple[Variable, HostPlacement]]:

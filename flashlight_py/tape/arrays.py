@@ -20,55 +20,55 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from flashlight_py.autograd import Variable
-from flashlight_py.structure import here
+from flashlight_py.structure import thread_state
 
 Array = np.ndarray[Any, Any]
 
 
 def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
     """Return what NumPy's ``function`` returns, and note it."""
-    recording = here.recorder
+    recording = thread_state.recorder
     if recording is None:
-        return function(*plain(args), **plain(options))
+        return function(*unwrap(args), **unwrap(options))
     return recording.compute(function, args, options)
 
 
 _CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
 
 
-def mapped(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
+def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
     """Return ``value`` with ``change`` of all that tuples, lists and dicts in it consist of."""
     kind: Any = type(value)
     if kind in _CONSTANT:
         return value
     if issubclass(kind, tuple) or (kind is list and not only_tuples):
-        made = [mapped(each, change, only_tuples) for each in value]
+        made = [map_items(each, change, only_tuples) for each in value]
         is_same = kind is not list and all(map(operator.is_, made, value))  # some cannot be made
         return value if is_same else getattr(kind, "_make", kind)(made)
     if kind is dict and not only_tuples:
-        return {name: mapped(each, change) for name, each in value.items()}
+        return {name: map_items(each, change) for name, each in value.items()}
     return change(value)
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def items_in(value: Any) -> Iterator[Any]:
     """Yield what tuples, lists and dicts in ``value`` consist of."""
     kind: Any = type(value)
     if kind in (list, dict) or issubclass(kind, tuple):
         for each in value.values() if kind is dict else value:
-            yield from leaves(each)
+            yield from items_in(each)
     else:
         yield value
 
 
-def plain(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
     """Return ``value`` with arrays in the place of what stands for them."""
-    return mapped(value, lambda x: x.plain if type(x) in STAND_INS else x)
+    return map_items(value, lambda x: x.plain if type(x) in STAND_INS else x)
 
 
-def read(how: str, value: Any = None) -> Any:
+def reject_read(how: str, value: Any = None) -> Any:
     """Return ``value``, which the recording cannot go on with."""
-    if here.recorder is not None:
-        here.recorder.leave_reading(how)
+    if thread_state.recorder is not None:
+        thread_state.recorder.leave_reading(how)
     return value
 
 
@@ -81,7 +81,7 @@ class Recorded(NDArrayOperatorsMixin):
     def __init__(self, array: Array, noted: Any = None) -> None:
         _set_plain(self, array)
         keep(self, noted)
-        if (recorder := here.recorder) is not None:
+        if (recorder := thread_state.recorder) is not None:
             recorder.stand_ins.append(weakref.ref(self))
 
     __class__ = property(lambda _: np.ndarray)
@@ -96,15 +96,15 @@ class Recorded(NDArrayOperatorsMixin):
         if any(issubclass(each, Variable) for each in types):
             return NotImplemented
         if function in _SAY_NOTHING_OF_VALUES:
-            return function(*map(plain, args), **options)
+            return function(*map(unwrap, args), **options)
         if function in _HAVE_ANY_SHAPE or (function is np.where and len(args) == 1):
-            read(f"{function.__name__}(), whose result may have any shape,")
+            reject_read(f"{function.__name__}(), whose result may have any shape,")
         if function in _CALL_METHODS:
             return function._implementation(*args, **options)
         return compute(function, *args, **options)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        read("numpy.asarray()")
+        reject_read("numpy.asarray()")
         return np.array(self.plain, dtype) if copy or dtype is not None else self.plain
 
     def __getattr__(self, name: str) -> Any:
@@ -112,15 +112,15 @@ class Recorded(NDArrayOperatorsMixin):
             raise AttributeError(name)
         value = getattr(self.plain, name)  # which raises AttributeError as an array does
         if name in _READS:
-            read(name)
+            reject_read(name)
         if callable(value):
             return functools.partial(compute, getattr(np.ndarray, name), self)
         return Recorded(value) if isinstance(value, np.ndarray) and name != "base" else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if here.recorder is not None:
-            here.recorder.leave(f"{name} of an array is set")
-        setattr(self.plain, name, plain(value))
+        if thread_state.recorder is not None:
+            thread_state.recorder.leave(f"{name} of an array is set")
+        setattr(self.plain, name, unwrap(value))
 
     def __getitem__(self, where: Any) -> Any:
         parts = where if type(where) is tuple else (where,)
@@ -131,9 +131,11 @@ class Recorded(NDArrayOperatorsMixin):
             return _as_scalar(compute(np.copy, Recorded(self.plain[(*parts, ...)])))
         numbers = tuple([x.plain[()] if type(x) is RecordedScalar else x for x in parts])
         if _is_basic(numbers) and isinstance(self.plain[numbers], np.ndarray):
-            return read("an index", Recorded(self.plain[numbers]))  # it says where the view lies
+            return reject_read(
+                "an index", Recorded(self.plain[numbers])
+            )  # it says where the view lies
         if any(getattr(part, "dtype", None) == np.bool_ for part in parts):
-            read("an index by truth values, whose result may have any shape,")
+            reject_read("an index by truth values, whose result may have any shape,")
         return compute(operator.getitem, self, where)
 
     def __setitem__(self, where: Any, value: Any) -> None:
@@ -153,8 +155,8 @@ class Recorded(NDArrayOperatorsMixin):
         return compute(np.positive, self**other, out=self)
 
     def item(self, *where: Any) -> Any:
-        if where or self.plain.size != 1 or here.recorder is None:
-            return read("item()", self.plain.item(*where))
+        if where or self.plain.size != 1 or thread_state.recorder is None:
+            return reject_read("item()", self.plain.item(*where))
         return Number(compute(np.copy, self).plain)
 
     def mean(self, axis: Any = None, *more: Any, **options: Any) -> Any:
@@ -167,8 +169,8 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __bool__(self) -> bool:
         found = bool(self.plain)
-        if here.recorder is not None:
-            here.recorder.truth(self, found)
+        if thread_state.recorder is not None:
+            thread_state.recorder.truth(self, found)
         return found
 
 
@@ -186,11 +188,11 @@ class RecordedScalar(Recorded):
         return type(self.plain[()])
 
     def __hash__(self) -> int:
-        return hash(read("hash()", self.plain[()]))
+        return hash(reject_read("hash()", self.plain[()]))
 
     def __getattr__(self, name: str) -> Any:
         if name in _READ_NUMBERS or not hasattr(self.plain, name):
-            return read(name, getattr(self.plain[()], name))
+            return reject_read(name, getattr(self.plain[()], name))
         value = super().__getattr__(name)
         if not callable(value):
             return _as_scalar(value)
@@ -213,9 +215,9 @@ class Number:
 
     def __init__(self, array: Array) -> None:
         self.array, self.value = array, array.item()
-        here.recorder.stand_ins.append(weakref.ref(self))
+        thread_state.recorder.stand_ins.append(weakref.ref(self))
 
-    plain = property(lambda self: read("item()", self.value))
+    plain = property(lambda self: reject_read("item()", self.value))
 
     __class__ = property(lambda self: type(self.value))
 
@@ -223,7 +225,7 @@ class Number:
         return np.array(self.plain, dtype)
 
     def __getattr__(self, name: str) -> Any:
-        return read("item()", getattr(self.value, name))  # unless it raises AttributeError
+        return reject_read("item()", getattr(self.value, name))  # unless it raises AttributeError
 
 
 STAND_INS = {Number, *KINDS}
@@ -236,7 +238,7 @@ def _reading(method: str, words: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any) -> Any:
         is_number = type(self) is RecordedScalar and method != "__complex__"  # which few have
         own = self.plain[()] if is_number else self.plain
-        return getattr(read(words, own), method)(*plain(args))
+        return getattr(reject_read(words, own), method)(*unwrap(args))
 
     return call
 

@@ -31,12 +31,12 @@ from flashlight_py.errors import DistributedError, GroupClosedError
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.random import generator
-from flashlight_py.structure import count, here
-from flashlight_py.tape.arrays import leaves, mapped
+from flashlight_py.structure import count, thread_state
+from flashlight_py.tape.arrays import items_in, map_items
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
-from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, meets, merged
-from flashlight_py.tape.state import ITEMS, EveryCall, State, plain_arrays, words
+from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, merged, overlaps
+from flashlight_py.tape.state import ITEMS, EveryCall, State, format_path, plain_arrays
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step
 _MOST_FORMS = 64  # of arguments, that have not been captured
@@ -228,7 +228,7 @@ class Graph:
             backend.launch_captured("a captured step", record)
         for variable, grad in self._grads:
             variable.grad = grad
-        return mapped(self._result, self._copied)
+        return map_items(self._result, self._copied)
 
     def changes(self, arrays: Sequence[Any]) -> bool:
         """Return whether the last replay has changed an argument; blocks until it has ended."""
@@ -417,7 +417,7 @@ class Graphs:
         except (RuntimeError, TypeError, ValueError, MemoryError) as error:
             return None, recorder.left or f"{type(error).__name__}: {error}"
         recorder.keep(pool)
-        for each in map(_data_of, leaves(result)):
+        for each in map(_data_of, items_in(result)):
             if not (each is None or isinstance(each, str) or is_cupy(each)):
                 recorder.leave(f"it returns an object of {type(each).__name__}; return GPU arrays")
         return Graph(captured[0], recorder, key, pairs, result, state), recorder.left
@@ -442,7 +442,7 @@ def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
     import cupy
 
     def allocate(size: int) -> Any:
-        if here.recorder is recorder:
+        if thread_state.recorder is recorder:
             raise CannotCapture(
                 f"an array of the CPU is copied to the GPU at {line_of_user()}; copy it before"
             )
@@ -488,7 +488,7 @@ def _moved(state: State) -> str:
     arrays = [each for each in state.held if each[0].slot]
     for place, value in (*arrays, *state.names):
         if place.slot != "grad" and not place.has(value):
-            return f"{words(place.path)} gets another value; write into its array instead"
+            return f"{format_path(place.path)} gets another value; write into its array instead"
     return ""
 
 
@@ -501,7 +501,7 @@ def _spans_of(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
 
 def _have_any(spans: Sequence[tuple[int, int]], arrays: Iterable[Any]) -> bool:
     """Return whether one of ``arrays`` has memory in one of ``spans``."""
-    return any(meets(spans, array, _range) for array in arrays)
+    return any(overlaps(spans, array, _range) for array in arrays)
 
 
 def _range(array: Any) -> tuple[int, int]:

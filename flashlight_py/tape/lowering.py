@@ -64,7 +64,8 @@ class Elementwise(NamedTuple):
         written, steps = self.operands[-1], self.steps[-1]
         begin = written.low, written.array.itemsize
         return any(
-            each.meets(written) and not (begin == (each.low, each.array.itemsize) and steps == own)
+            each.overlaps(written)
+            and not (begin == (each.low, each.array.itemsize) and steps == own)
             for each, own in zip(other.operands, other.steps, strict=True)
         )
 
@@ -193,7 +194,7 @@ class _Rules:
 
     def _instruction(self, begin: tuple[Any, ...], arrays: Sequence[Array]) -> None:
         *read, written = operands = list(map(self._memory.of, arrays))
-        need(not any(map(written.meets, read)))
+        need(not any(map(written.overlaps, read)))
         self.groups.append(Instruction(begin, operands))
 
     def _kernel(self, name: str, work: int, sizes: Sequence[int], arrays: Sequence[Array]) -> None:

@@ -53,7 +53,7 @@ class Operand:
     high: int
     entry: int = -1  # of the program's table, once it has one
 
-    def meets(self, other: Operand) -> bool:
+    def overlaps(self, other: Operand) -> bool:
         """Return whether both may have elements in common."""
         return self.low < other.high and other.low < self.high
 
@@ -123,8 +123,8 @@ def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
     """Return notes with conditions before whatever changes something, and whether there are any.
 
     So a step is left, because of a label that is no class, before anything has changed. A check
-    by ``structure.require`` of values that depend on a change, such as drawn indices, stays in its
-    place and raises its error there.
+    by ``structure.require_all`` of values that depend on a change, such as drawn indices, stays in
+    its place and raises its error there.
 
     Raises:
         CannotCapture: another condition depends on a change.
@@ -137,7 +137,7 @@ def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
     for note in notes[:end]:
         is_condition = note.required is not None
         if (is_condition or not (note.effect or note.changed)) and not any(
-            each.meets(other) for each in note.operands for other in changed.get(each.piece, ())
+            each.overlaps(other) for each in note.operands for other in changed.get(each.piece, ())
         ):
             first.append(note)
             continue

@@ -20,8 +20,8 @@ from flashlight_py.distributed.internal import (
     world_fast,
 )
 from flashlight_py.optim.optimizer import RuleOptimizer
-from flashlight_py.structure import here, require
-from flashlight_py.tape.arrays import KINDS, Array, Number, mapped, plain
+from flashlight_py.structure import require_all, thread_state
+from flashlight_py.tape.arrays import KINDS, Array, Number, map_items, unwrap
 from flashlight_py.tape.recording import Recording, arrays_in
 
 
@@ -41,7 +41,7 @@ class StepRecording(Recording):
         """Do an operation that does more than compute; it is done again by every replay."""
         if function in self._ones:
             return self._ones[function](self, function, args, options)
-        plain_args, plain_options = mapped((args, options), self._frozen)
+        plain_args, plain_options = map_items((args, options), self._frozen)
         noted = self.noted(plain_args), self.noted(plain_options)
         result = self.without(lambda: function(*plain_args, **plain_options))
         both = zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True)
@@ -58,8 +58,8 @@ class StepRecording(Recording):
         return result
 
     def check(self, function: Any, args: tuple[Any, ...], _: Any) -> None:
-        """Do ``structure.require``, and note it."""
-        met, given = args[0].all(), plain(args)
+        """Do ``structure.require_all``, and note it."""
+        met, given = args[0].all(), unwrap(args)
         if type(met) in KINDS:
             found = bool(met.plain)
             self.truth(met, found, *((function, self.noted(given)) if found else ()))
@@ -67,23 +67,23 @@ class StepRecording(Recording):
 
     def step(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Do the step of an optimizer, and let every replay do it."""
-        optimizer, scale = args[0], plain((*args[1:], *options.values(), 1.0)[0])
+        optimizer, scale = args[0], unwrap((*args[1:], *options.values(), 1.0)[0])
         if optimizer._shards:  # what it consists of is noted: one of its parts is a whole as well
             function(*args, **options)
             return
         if any(type(variable.data) not in KINDS for variable in optimizer.params):
             self.leave("an optimizer steps parameters that are no state of the step,")
-        grads = [plain(variable.grad) for variable in optimizer.params]
+        grads = [unwrap(variable.grad) for variable in optimizer.params]
         noted: Any = (self.noted(tuple(grads)), {})
         self.without(lambda: function(*args, **options))
-        own = [plain(variable.data) for variable in optimizer.params]
+        own = [unwrap(variable.data) for variable in optimizer.params]
         step: Any = functools.partial(optimizer.prepared, scale)
         step.prepared = step  # replays call what it returns
         self.effect(step, noted, changed=own)
 
     # Of some functions: what does them and notes them, instead of as_one().
     _ones: ClassVar[dict[Any, Callable[..., Any]]] = {
-        require.__wrapped__: check,  # type: ignore[attr-defined]
+        require_all.__wrapped__: check,  # type: ignore[attr-defined]
         RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
     }
 
@@ -94,7 +94,7 @@ class StepRecording(Recording):
         are_recorded = all(each is None or type(each) in KINDS for each in stand_ins)
         if first.refusal or first.received or not are_recorded:
             self.leave("something is sent that is no array of the step,")
-        arrays = plain(stand_ins)
+        arrays = unwrap(stand_ins)
         noted: Any = (tuple(self.noted(arrays)), {})
         changed = [each for each in noted[0] if each is not None]
         work: Work = self.without(lambda: again.begin(arrays))
@@ -161,14 +161,14 @@ class Later(Work):
         recording.begun.append(self)
 
     def is_completed(self) -> bool:
-        if here.recorder is self._recording:
+        if thread_state.recorder is self._recording:
             self._recording.leave("it is asked whether an operation has ended,")
         return self._work.is_completed()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait, and let every replay wait here; return what it returns."""
         recording, begun = self._recording, self._begun
-        if here.recorder is not recording:  # it was kept
+        if thread_state.recorder is not recording:  # it was kept
             return self._work.wait(timeout)
         result = recording.without(lambda: self._work.wait(timeout))
         self.is_pending = False

@@ -17,8 +17,8 @@ import numpy as np
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.errors import BackendUnavailableError
-from flashlight_py.libraries import mapped
-from flashlight_py.structure import here
+from flashlight_py.libraries import loaded_libraries
+from flashlight_py.structure import thread_state
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.recording import line_of_user
 
@@ -53,7 +53,7 @@ def capture_products(stack: ExitStack, recorder: Any) -> None:
         def product(
             a: Any, b: Any, out: Any = None, usual: Any = usual, name: str = name, **options: Any
         ) -> Any:
-            is_known = here.recorder is recorder and not options and _is_for_blas(a, b)
+            is_known = thread_state.recorder is recorder and not options and _is_for_blas(a, b)
             if is_known and (name != "dot" or b.ndim == 2):
                 if cupy.cuda.get_current_stream().ptr != stream.ptr:  # they share a workspace
                     raise CannotCapture(f"a product on another stream at {line_of_user()}")
@@ -134,7 +134,7 @@ def _cublas() -> Any:
     Raises:
         BackendUnavailableError: it has loaded none.
     """
-    for library in mapped("libcublas"):
+    for library in loaded_libraries("libcublas"):
         if hasattr(library, "cublasGemmEx"):
             return library
     raise BackendUnavailableError("a matrix product is captured, and CuPy has loaded no cuBLAS")

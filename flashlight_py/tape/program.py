@@ -14,7 +14,15 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
-from flashlight_py.tape.arrays import KINDS, Array, Number, Recorded, RecordedScalar, leaves, mapped
+from flashlight_py.tape.arrays import (
+    KINDS,
+    Array,
+    Number,
+    Recorded,
+    RecordedScalar,
+    items_in,
+    map_items,
+)
 from flashlight_py.tape.lowering import Group, Instruction, Loops, lowered
 from flashlight_py.tape.operands import CannotCapture, Memory, Operand, Piece, hoisted, may_raise
 from flashlight_py.tape.recording import Note, address_of, array_at, arrays_in, bounds, merged
@@ -94,7 +102,7 @@ class Builder:
             if value is own:
                 return ARGUMENT_ITSELF, None, None, number, None, ()
         if is_state:
-            return CONSTANT, stood_for(result), None, 0, None, ()
+            return CONSTANT, array_or_number(result), None, 0, None, ()
         if not is_variable:
             return _STAND_INS[kind], None, None, *self._entry_of_result(own), ()
         if type(result.data) not in KINDS:
@@ -144,7 +152,7 @@ class Builder:
                 "an argument is changed in place, and passed to a function of Python"
             )
         for piece in cells:
-            piece.home = room_like(piece.array)
+            piece.home = empty_like(piece.array)
         pieces = [each.piece for each in self._returned]
         count = len(self._values)
         for array, piece in [(each.array, each.piece) for each in self._returned]:
@@ -194,7 +202,7 @@ class Builder:
             return "loops", group.dimensions, operations
         if isinstance(group, Instruction):
             return *group.begin, *self._entries(group.operands)
-        args, options = mapped(group.args, self._view), mapped(group.options, self._view)
+        args, options = map_items(group.args, self._view), map_items(group.options, self._view)
         function: Any = group.function
         if hasattr(function, "prepared"):
             function, args = function.prepared(*args), ()
@@ -219,7 +227,7 @@ class Builder:
         return VALUE_ARGUMENT, value, None
 
 
-def room_like(array: Array) -> Array:
+def empty_like(array: Array) -> Array:
     """Return an array of the same form, also where that leaves gaps."""
     low, high = bounds(array)
     room = np.zeros(high - low, np.uint8)
@@ -228,7 +236,7 @@ def room_like(array: Array) -> Array:
 
 def _fill(targets: list[Array], function: Any) -> None:
     """Write to ``targets`` what a call returns."""
-    for target, result in zip(targets, leaves(function()), strict=True):
+    for target, result in zip(targets, items_in(function()), strict=True):
         if np.shape(result) != target.shape:
             name = getattr(function.func, "__name__", function.func)
             raise RuntimeError(
@@ -401,24 +409,24 @@ _STAND_INS: dict[type, int] = {Recorded: ARRAY, RecordedScalar: SCALAR, Number: 
 
 def arrays_of(result: Any) -> list[Array]:
     """Return the arrays in what a step returned."""
-    found: list[Any] = [x.data if isinstance(x, Variable) else x for x in leaves(result)]
+    found: list[Any] = [x.data if isinstance(x, Variable) else x for x in items_in(result)]
     return [x.array if type(x) is Number else x.plain for x in found if type(x) in _STAND_INS]
 
 
-def stood_for(value: Any) -> Any:
+def array_or_number(value: Any) -> Any:
     """Return the array or the number that ``value`` stands for, if it does."""
     if type(value) is RecordedScalar:
         return value.plain[()]
     return value.plain if type(value) in _STAND_INS else value
 
 
-def unwrapped(result: Any) -> Any:
+def unwrap_result(result: Any) -> Any:
     """Return the result of the step with arrays in place of their stand-ins."""
 
     def change(value: Any) -> Any:
         data: Any = value.data if type(value) is Variable else None
         if type(data) in KINDS:
             value.data = np.array(data.plain)
-        return stood_for(value)
+        return array_or_number(value)
 
-    return mapped(result, change)
+    return map_items(result, change)

@@ -27,17 +27,17 @@ import numpy as np
 from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed.internal import leave_to_python
-from flashlight_py.structure import here
+from flashlight_py.structure import thread_state
 from flashlight_py.tape.arrays import (
     KINDS,
     Array,
     Number,
     Recorded,
     RecordedScalar,
+    items_in,
     keep,
-    leaves,
-    mapped,
-    plain,
+    map_items,
+    unwrap,
 )
 
 _tape = _native.load("tape")
@@ -54,7 +54,7 @@ class Note:
 
     ``made``: new arrays that it returned; ``changed``: arrays that it wrote to. An ``effect`` does
     more than that, and is never left out. ``required``: a truth value; if it is
-    false, the step runs eagerly. ``function`` is then ``numpy.all`` or ``structure.require``.
+    false, the step runs eagerly. ``function`` is then ``numpy.all`` or ``structure.require_all``.
     ``operands``: of all its arrays, the written ones first; see ``operands.Memory``.
     """
 
@@ -111,10 +111,10 @@ class Watcher:
 
     def _listen(self) -> None:
         note_gradients(self.variables, True)
-        here.recorder = self
+        thread_state.recorder = self
 
     def _ignore(self) -> None:
-        here.recorder = None
+        thread_state.recorder = None
         note_gradients(self.variables, False)
 
 
@@ -213,7 +213,7 @@ class Recording(Watcher):
             elif kind in _SIMPLE:
                 own = seen = value
             else:
-                own = plain(value)
+                own = unwrap(value)
                 seen = self.noted(own)
             owns.append(own)
             noted.append(seen)
@@ -223,7 +223,7 @@ class Recording(Watcher):
         """Return what stands for an array that is written to."""
         noted = getattr(value, "noted", None)
         if noted is None:
-            noted = self._noted(plain(value))
+            noted = self._noted(unwrap(value))
             if any(noted is constant for _, constant in self._constants.values()):
                 self.leave(
                     "an array is written to that NumPy has made in it of nothing; make it like one "
@@ -262,12 +262,12 @@ class Recording(Watcher):
         """Return ``value`` as an operation gets it in every replay."""
         is_new = isinstance(value, Variable) and value not in self.variables
         if is_new and type(value.data) in KINDS:
-            return Variable(plain(value.data))
-        return value.array if type(value) is Number else plain(value)
+            return Variable(unwrap(value.data))
+        return value.array if type(value) is Number else unwrap(value)
 
     def noted(self, value: Any) -> Any:
         """Return ``value`` with what stands for arrays' memory in the place of arrays."""
-        return mapped(value, self._noted)
+        return map_items(value, self._noted)
 
     def _noted(self, value: Any) -> Any:
         if type(value) is not np.ndarray:
@@ -281,7 +281,7 @@ class Recording(Watcher):
         found = _tape.find_memory(self._memory, value)
         if found is not None:
             return found[1] if found[0] in self._numbers else self._constant(value, *found)
-        if value.size and not meets(self._spans, value):
+        if value.size and not overlaps(self._spans, value):
             self.leave(
                 f"an array of shape {value.shape} is used that is neither passed to it nor among "
                 "the state that it names; pass it, or name what holds it, "
@@ -300,7 +300,7 @@ class Recording(Watcher):
 
         for note in self.notes:
             for name in ("args", "options", "changed"):
-                setattr(note, name, mapped(getattr(note, name), moved))
+                setattr(note, name, map_items(getattr(note, name), moved))
 
     def _constant(self, array: Array, number: int, stand_in: Array) -> Array:
         """Return what an array that was made of nothing, such as numpy.ones(3), holds now."""
@@ -329,7 +329,7 @@ class Recording(Watcher):
         array = np.asarray(result) if is_scalar else result
         self._check(array)
         found = _tape.find_memory(self._memory, array) if array.size else None
-        if found is None and array.size and not meets(self._spans, array):
+        if found is None and array.size and not overlaps(self._spans, array):
             array = array.copy(order="K")  # of what another thread or library has allocated
             found = _tape.find_memory(self._memory, array)
         if found is not None and found[0] not in self._numbers:
@@ -358,15 +358,15 @@ class Draws:
         if name == "generator":  # of a copy that is being made
             raise AttributeError(name)
         recording = self.recording
-        if name == "bit_generator" and recording is not None and here.recorder is recording:
+        if name == "bit_generator" and recording is not None and thread_state.recorder is recording:
             recording.leave("the state of the random generator is read, as by recompute(),")
         found = getattr(self.generator, name)
         return functools.partial(self._draw, name) if callable(found) else found
 
     def _draw(self, name: str, *args: Any, **options: Any) -> Any:
         recording = self.recording
-        result = getattr(self.generator, name)(*plain(args), **plain(options))
-        if recording is None or here.recorder is not recording:  # it is another thread
+        result = getattr(self.generator, name)(*unwrap(args), **unwrap(options))
+        if recording is None or thread_state.recorder is not recording:  # it is another thread
             return result
         if any(type(each) in KINDS for each in (*args, *options.values())):
             recording.leave("random numbers are drawn with an array of the step")
@@ -435,13 +435,13 @@ def note_gradients(variables: Iterable[Variable], on: bool) -> None:
 @functools.cache
 def _noted_kind(kind: Any) -> Any:
     def read(variable: Variable) -> Any:
-        if here.recorder is not None and variable not in here.recorder.grads_set:
-            here.recorder.grads_read.add(variable)
+        if thread_state.recorder is not None and variable not in thread_state.recorder.grads_set:
+            thread_state.recorder.grads_read.add(variable)
         return own.__get__(variable)  # no super(): on another thread the class may change meanwhile
 
     def write(variable: Variable, grad: Any) -> None:
-        if here.recorder is not None:
-            here.recorder.grads_set.add(variable)
+        if thread_state.recorder is not None:
+            thread_state.recorder.grads_set.add(variable)
         own.__set__(variable, grad)
 
     own, make = kind.grad, lambda _, *args, **options: kind(*args, **options)
@@ -506,7 +506,7 @@ def _call_with_numbers(function: Any, numbers: list[int], *args: Any, **options:
     def number(value: Any) -> Any:
         return value[()] if type(value) is np.ndarray else value
 
-    given = [mapped(x, number) if place in numbers else x for place, x in enumerate(args)]
+    given = [map_items(x, number) if place in numbers else x for place, x in enumerate(args)]
     return function(*given, **options)
 
 
@@ -538,7 +538,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def meets(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bounds) -> bool:
+def overlaps(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bounds) -> bool:
     """Return whether elements of ``array`` lie in one of ``spans``, as of :func:`merged`."""
     low, high = range_of(array)
     place = bisect_right(spans, (high,)) - 1
@@ -547,7 +547,7 @@ def meets(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bounds) 
 
 def arrays_in(value: Any) -> Iterable[Array]:
     """Return the arrays that an argument of a note consists of."""
-    for each in leaves(value):
+    for each in items_in(value):
         if type(each) is np.ndarray:
             yield each
         elif isinstance(each, Variable):

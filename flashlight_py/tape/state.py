@@ -87,9 +87,9 @@ class Place(NamedTuple):
             object.__setattr__(self.holder, self.key, np.asarray(value) if is_number else value)
 
 
-def words(path: Any) -> str:
+def format_path(path: Any) -> str:
     """Return a path as a person would write it: "model.0.weight.grad"."""
-    found = path if isinstance(path, str) else path[1].format(words(path[0]), path[2])
+    found = path if isinstance(path, str) else path[1].format(format_path(path[0]), path[2])
     return str(found).replace("._members", "")
 
 
@@ -114,7 +114,10 @@ class State:
         self.variables: list[Variable] = []
         self.numbers: list[tuple[Any, list[str]]] = []
         self.reason = ""
-        self._structure: list[Any] = [id(membership.of(None)), precision.here.dtype]
+        self._structure: list[Any] = [
+            id(membership.members_of(None)),
+            precision.active_precision.dtype,
+        ]
         self._package = _package_of(function)
         self._seen: dict[Any, Any] = {}  # also keeps what was seen, so that ids stay its own
         self._ways: dict[type, Any] = {}
@@ -125,9 +128,9 @@ class State:
         for root in roots:
             self._start(root, type(root).__name__)
         self._start(function, getattr(function, "__name__", "step"))
-        while self._unseen or self._hooks or self._meet_loaded():
+        while self._unseen or self._hooks or self._note_loaded():
             value, path, how = (self._unseen or self._hooks).pop()
-            known, way = len(self._unseen), self._way(value)
+            known, way = len(self._unseen), self._kind(value)
             if isinstance(value, FunctionType):  # a hook may be one of the library
                 way = State._visit_function
             visit = (id(value), None) if how == _NAMED else id(value)
@@ -139,7 +142,7 @@ class State:
                 self._unseen[known:] = reversed(self._unseen[known:])  # in the order of finding
         self.signature = tuple(self._structure)
 
-    def _way(self, value: Any) -> Any:
+    def _kind(self, value: Any) -> Any:
         """Return the method that visits what may have arrays in it; of others, what they are."""
         way = self._ways.get(type(value))
         if way is None:
@@ -152,16 +155,16 @@ class State:
 
     def _start(self, root: Any, path: Any) -> None:
         """Take what is directly in an object that was named: of any class."""
-        way = self._way(root)
+        way = self._kind(root)
         if callable(way):
             self._unseen.append((root, path, _NAMED if way is State._visit_items else _FOUND))
         elif way == "other" and id(root) not in self._seen:
             self._seen[id(root)] = root
             self._objects.append((root, path))
             for holder, name, value in () if isinstance(root, ModuleType) else parts(root):
-                self._meet(holder, name, (path, _ATTRIBUTE, name), value)
+                self._note_value(holder, name, (path, _ATTRIBUTE, name), value)
 
-    def _meet_loaded(self) -> bool:
+    def _note_loaded(self) -> bool:
         """Meet attributes that functions load by name; return whether new values were found."""
         attributes, methods = self._loads.values()
         for one, path in self._objects:  # which grow meanwhile
@@ -176,13 +179,13 @@ class State:
                 with suppress(AttributeError, LookupError):  # it is of another object
                     value = getattr(one, name)
                     # Other objects may be made by each read, without an end.
-                    found += [(one, name, value)] if self._way(value) == "simple" else []
+                    found += [(one, name, value)] if self._kind(value) == "simple" else []
             if isinstance(own, dict) and "hasattr" in methods and attributes - first.keys():
                 self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))  # it may come to have one
             for holder, name, value in found:
                 of, key = (path, _ATTRIBUTE, name), (id(holder), name, None)
                 is_held = holder is own or first.get(name) is one
-                is_simple = self._way(value) == "simple"
+                is_simple = self._kind(value) == "simple"
                 is_told = is_simple and holder is own and isinstance(one, Structured)
                 is_loaded = name in attributes or (
                     (name in methods or _is_implicit(name, one)) and not is_simple
@@ -197,7 +200,7 @@ class State:
                     self._start(function, of)
                     self._compare(holder, name, of, value)
                 elif first.get(name, one) is holder and (is_held or not plain_arrays(value)):
-                    self._meet(holder, name, of, value, _NAMED)
+                    self._note_value(holder, name, of, value, _NAMED)
                     if not is_held and isinstance(own, dict):
                         self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))  # it may hide it
         return bool(self._unseen or self._hooks)
@@ -208,7 +211,7 @@ class State:
             self._start(one, path)
         elif not isinstance(one, (FunctionType, ModuleType, type)):
             for holder, name, value in parts(one):
-                if self._way(value) == "simple" and name[0] != "_":
+                if self._kind(value) == "simple" and name[0] != "_":
                     self._compare(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _is_yours(self, one: Any) -> bool:
@@ -223,9 +226,9 @@ class State:
             place = self._seen[id(holder), key] = Place(holder, key, path)
             self.names.append((place, value))
 
-    def _meet(self, holder: Any, key: Any, path: Any, value: Any, how: int = _FOUND) -> None:
+    def _note_value(self, holder: Any, key: Any, path: Any, value: Any, how: int = _FOUND) -> None:
         """Note a value that was found; its contents come later."""
-        way, arrays = self._way(value), plain_arrays(value)
+        way, arrays = self._kind(value), plain_arrays(value)
         is_followed = callable(way)
         if is_followed:
             is_container = way is State._visit_items
@@ -253,7 +256,7 @@ class State:
             self.held.append((place, getattr(variable, name)))
         self._hooks += [(each, path, _TOLD) for each in (hook, placement) if each is not None]
         if getattr(getattr(getattr(hook, "func", None), "__self__", None), "checked", None):
-            self.reason = f"the gradient of {words(path)} is looked at (check_finite=True)"
+            self.reason = f"the gradient of {format_path(path)} is looked at (check_finite=True)"
 
     def _visit_object(self, one: Any, path: Any, _: int) -> None:
         self._structure += [_mark(one), type(one)]
@@ -262,22 +265,22 @@ class State:
         has_numbers, own = isinstance(one, Structured), one.__dict__
         how = _TOLD if _is_library(one) else _FOUND
         for name, value in list(own.items()):
-            of, way = (path, _ATTRIBUTE, name), self._way(value)
+            of, way = (path, _ATTRIBUTE, name), self._kind(value)
             self._structure += [name, type(value)]
             if way != "simple":
-                self._meet(own, name, of, value, how)
+                self._note_value(own, name, of, value, how)
             if name == "enabled":  # such as of a loss scale, which tells nobody
                 self._compare(own, name, of, value)
             if has_numbers or name == "enabled":
                 items = parts(value) if way is State._visit_items else [(own, name, value)]
-                numbers = [repr(x) for *_, x in items[:_MANY] if self._way(x) == "simple"]
+                numbers = [repr(x) for *_, x in items[:_MANY] if self._kind(x) == "simple"]
                 self._structure += numbers if way != "other" else [_mark(value)]
                 self.numbers.append((of, numbers))
 
     def _visit_items(self, items: Any, path: Any, how: int) -> None:
         found = parts(items)
         first = found[0][2] if found else None
-        is_set = isinstance(items, set) and all(self._way(x) == "simple" for *_, x in found)
+        is_set = isinstance(items, set) and all(self._kind(x) == "simple" for *_, x in found)
         if how == _NAMED and not isinstance(items, (tuple, frozenset)):
             of = path if is_set else (path, _LENGTH, "")
             self._compare(items, ITEMS, of, set(items) if is_set else len(found))
@@ -289,12 +292,12 @@ class State:
             if how != _TOLD:
                 self._compare(items, ITEMS, path, len(found))
         for _, key, value in found:
-            of = (path, _ITEM, key) if self._way(key) == "simple" else path
+            of = (path, _ITEM, key) if self._kind(key) == "simple" else path
             if isinstance(items, (dict, list, deque)):
-                self._meet(items, key, of, value, how)
-            elif callable(self._way(value)):
+                self._note_value(items, key, of, value, how)
+            elif callable(self._kind(value)):
                 self._unseen.append((value, of, how))
-            elif how == _NAMED and self._way(value) == "other":
+            elif how == _NAMED and self._kind(value) == "other":
                 self._read_object(value, of)
 
     def _visit_function(self, function: FunctionType, path: Any, _: int) -> None:
@@ -319,14 +322,14 @@ class State:
         found = [(place, kind, place.get()) for place, kind in places]
         for place, kind, value in sorted(found, key=lambda each: not isinstance(each[2], Module)):
             is_loaded = not kind or place.path in loads[kind]  # modules first, as they have names
-            is_loaded &= is_yours or self._way(value) == "other"
-            self._meet(*place, value, _NAMED if is_loaded else _FOUND)
+            is_loaded &= is_yours or self._kind(value) == "other"
+            self._note_value(*place, value, _NAMED if is_loaded else _FOUND)
 
     def _visit_callable(self, one: Any, path: Any, _: int) -> None:
         if isinstance(one, functools.partial):
             called: tuple[Any, ...] = one.func, *one.args, *one.keywords.values()
             if plain_arrays(called):
-                self.reason = f"{words(path)} binds arrays by functools.partial; pass them"
+                self.reason = f"{format_path(path)} binds arrays by functools.partial; pass them"
         else:
             self._start(getattr(one, "__self__", None), "self")
             called = (getattr(one, "__func__", None) or one.__wrapped__,)
@@ -341,7 +344,7 @@ class State:
         """Keep what is there for ``restore`` and ``differences``; ``others`` are compared too."""
         self._random = random.state_dict()
         found = [*others.items(), ("the random numbers that follow", self._random)]
-        found += [(words(place.path), value) for place, value in self.held]
+        found += [(format_path(place.path), value) for place, value in self.held]
         self._bits = [(name, _bits_of(value)) for name, value in found]
         arrays = plain_arrays((*[value for _, value in self.held], *others["an argument"]))
         self._copies = [(array, array.copy()) for array in arrays]
@@ -430,7 +433,7 @@ class EveryCall:
             for x, v in state.names
         ]
         pairs += [(path, repr(numbers)) for path, numbers in state.numbers]
-        self._values.append({words(path): value for path, value in pairs})
+        self._values.append({format_path(path): value for path, value in pairs})
         for name in self._values[-1] if len(self._values) > self._most else ():
             if len({each.get(name) for each in self._values}) > self._most:
                 return f"{name} has another value in every call; {INSTEAD}"

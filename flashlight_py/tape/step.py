@@ -20,21 +20,27 @@ from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.device import is_cupy
-from flashlight_py.structure import changed, count, here
-from flashlight_py.tape.arrays import Array, Recorded, mapped
+from flashlight_py.structure import changed, count, thread_state
+from flashlight_py.tape.arrays import Array, Recorded, map_items
 from flashlight_py.tape.operands import CannotCapture, Memory
 from flashlight_py.tape.operations import StepRecording
-from flashlight_py.tape.program import Builder, arrays_of, room_like, stood_for, unwrapped
-from flashlight_py.tape.recording import CtrlC, Note, are_numbers, arrays_in, meets, user_frame
+from flashlight_py.tape.program import (
+    Builder,
+    array_or_number,
+    arrays_of,
+    empty_like,
+    unwrap_result,
+)
+from flashlight_py.tape.recording import CtrlC, Note, are_numbers, arrays_in, overlaps, user_frame
 from flashlight_py.tape.state import (
     INSTEAD,
     EveryCall,
     Place,
     State,
+    format_path,
     parts,
     plain_arrays,
     replace_all,
-    words,
 )
 
 _MOST_PROGRAMS = 16
@@ -81,7 +87,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
         stamp = int(count[0])  # before the lock: who has it changes the number first
-        if self.reason or here.recorder is not None:
+        if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
         call = _Call(self.__wrapped__, self._state, args, options or {}, self._homes)
         # On GPUs ranks vote before each call.
@@ -127,7 +133,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self, graphs: Any, args: tuple[Any, ...], options: dict[str, Any] | None
     ) -> Any:
         options = options or {}
-        if self.reason or here.recorder is not None:
+        if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
         before = graphs.replays
         if self.check and before < _CHECKED:
@@ -245,7 +251,7 @@ class _Call:
     @functools.cached_property
     def recording(self) -> StepRecording:
         known = plain_arrays((*[value for _, value in self._before], *self.arrays))
-        names = {id(value): words(place.path) for place, value in self._before}
+        names = {id(value): format_path(place.path) for place, value in self._before}
         return StepRecording(known, self._swap, [*self.state.variables, *self._variables], names)
 
     def saved(self, result: Any = None) -> State:
@@ -302,7 +308,7 @@ class _Call:
         changed = [one[0] for one in now if one not in before] if now != before else []
         self._settle(after)
         for path in changed + self.state.changed():
-            self._leave(f"it changes {words(path)}, which no replay does,", INSTEAD)
+            self._leave(f"it changes {format_path(path)}, which no replay does,", INSTEAD)
         after = State(self.step, self._roots) if self._moved else after
         self.stamp = after.signature, int(count[0])  # what it belongs to, and when that was
 
@@ -320,7 +326,7 @@ class _Call:
             known = self._known[id(value)] = value, Recorded(value)
             self.recording.stand_ins.append(weakref.ref(known[1]))
         elif known is None and isinstance(value, tuple):
-            made = mapped(value, self._stand_in, only_tuples=True)
+            made = map_items(value, self._stand_in, only_tuples=True)
             known = self._known[id(value)] = value, made
             self._known[id(known[1])] = known[::-1]
         return known[1] if known else value
@@ -328,8 +334,8 @@ class _Call:
     def _stood_for(self, value: Any) -> Any:
         if isinstance(value, tuple):
             known = self._known.get(id(value))
-            return known[1] if known else mapped(value, self._stood_for, only_tuples=True)
-        return stood_for(value)
+            return known[1] if known else map_items(value, self._stood_for, only_tuples=True)
+        return array_or_number(value)
 
     def _settle(self, after: State) -> None:
         """Let replays copy what took the place of arrays to where they find it, always the same."""
@@ -341,8 +347,8 @@ class _Call:
             # A list is Python's, as what it does.
             if any(map(recording.is_made, arrays)) and not isinstance(place.holder, list):
                 self._leave(
-                    f"it puts an array where there was none, {words(place.path)}; make it before, "
-                    "and write into it"
+                    f"it puts a new array into {format_path(place.path)}",
+                    "create the array before the call, and write into it",
                 )
         changed = [
             (place, before, now)
@@ -361,10 +367,11 @@ class _Call:
             is_alone = held[id(before)] == put[id(now)] == 1
             if place.slot == "buffer" or not (stays and is_alone):
                 recording.leave(
-                    f"something else takes the place of {words(place.path)}; write into it"
+                    f"something else takes the place of {format_path(place.path)}; write into it"
                 )
             elif any(np.may_share_memory(each, before) for each in arrays_of(self._result)):
-                recording.leave(f"it returns what another array replaces: {words(place.path)}")
+                path = format_path(place.path)
+                recording.leave(f"it returns the old array of {path}, which it replaces")
         if recording.left:
             return
         homes: dict[int, Array] = {}
@@ -372,14 +379,14 @@ class _Call:
             # Nobody else has it, as who has returned the old one; all recordings have one.
             home = self._homes.get(id(before))
             if home is None:
-                home = room_like(before)
+                home = empty_like(before)
                 recording.move(before, home)
                 self._homes[id(home)] = home
             recording.notes.append(Note(np.copyto, (home, recording.noted(now)), {}, [], [home]))
             np.copyto(home, now)
             homes[id(now)] = self._moved[id(before)] = home
         for place, before, now in changed:
-            moved = mapped(now, lambda each: homes.get(id(each), each), only_tuples=True)
+            moved = map_items(now, lambda each: homes.get(id(each), each), only_tuples=True)
             self._moved[id(before)] = moved
             place.set(moved)
 
@@ -390,7 +397,7 @@ class _Call:
 
     def released(self) -> Any:
         """Return the step's result, with the arrays in place of their stand-ins."""
-        result, self._result = unwrapped(self._result), None
+        result, self._result = unwrap_result(self._result), None
         self._known.clear()
         found = [each for ref in self.recording.stand_ins if (each := ref()) is not None]
         replace_all(found, self._stood_for)
@@ -415,16 +422,17 @@ class _Call:
                     raise CannotCapture("an argument becomes a gradient; copy it")
                 kept.append((stand_in, home))
             is_set = variable in recording.grads_set or now is not before
-            if is_set or (now is not None and meets(memory.changed, now)):
+            if is_set or (now is not None and overlaps(memory.changed, now)):
                 bindings.append((variable, home))
         builder = Builder(memory, self.values, kept, self._result, forget)
         arrays = plain_arrays(tuple([moved.get(id(value), value) for _, value in self._before]))
-        used = {id(each): each for each in arrays if meets(memory.touched, each)}
+        used = {id(each): each for each in arrays if overlaps(memory.touched, each)}
         names = [
             x.described(moved.get(id(value), value))
             for x, value in self.state.names
             # Else it is the result of a call before, which somebody has kept there.
-            if not (isinstance(value, Variable) and value.node) or meets(memory.touched, value.data)
+            if not (isinstance(value, Variable) and value.node)
+            or overlaps(memory.touched, value.data)
         ]
         state = tuple(used.values()), tuple(names), found
         return builder.describe(tuple(self.options), state, bindings)

@@ -114,7 +114,7 @@ class _Group:
 
     def differences(self) -> list[str]:
         """Return lines that describe where the calls of the ranks differ; empty if they agree."""
-        if different := self._first_different(_signature, "the calls of the ranks differ"):
+        if different := self._first_different(_signature, "the ranks made different calls"):
             return different
         behind = self._behind()
         line = "the ranks make this call on different lines of code"

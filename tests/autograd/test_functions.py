@@ -77,7 +77,7 @@ def test_reductions_equal_numpy_or_raise_value_error_if_an_axis_is_empty(
     try:
         expected = getattr(np, name)(x, axis)
     except (ValueError, RuntimeWarning):  # the warning: NumPy returns nan
-        with pytest.raises(ValueError, match=r"nothing to reduce|zero-size"):
+        with pytest.raises(ValueError, match=r"at least one element|zero-size"):
             getattr(F, name)(x, axis)
     else:
         np.testing.assert_array_equal(getattr(F, name)(x, axis).array, expected)
@@ -182,7 +182,7 @@ class TestCrossEntropy:
             (np.array([0, 3]), "mean", ValueError, r"targets of 0..2, or .* got target 3"),
             (np.array([0, -2]), "mean", ValueError, "target -2"),
             (np.array([0.0, 1.0]), "mean", TypeError, "integers, got float64"),
-            (np.array([0, 1, 2]), "mean", ValueError, r"shape \(2,\), got \(3,\)"),
+            (np.array([0, 1, 2]), "mean", ValueError, r"shape \(2,\) .* got \(3,\)"),
             (np.array([0, 1]), "median", ValueError, "got 'median'"),
         ],
     )
@@ -200,23 +200,26 @@ class TestCrossEntropy:
         (lambda x: F.linear(x, x, input(np.ones(4))), r"bias of shape \(3,\).*got \(4,\)"),
         (lambda x: F.linear(x, input(np.ones(4))), r"weight of shape \[out, in\], got \(4,\)"),
         (lambda x: F.linear(input(np.array(1.0)), x), r"\[\.\.\., 4\].*got \(\)"),
-        (lambda x: F.mean_squared_error(x, x[0]), r"\(3, 4\), target \(4,\)"),
+        (lambda x: F.mean_squared_error(x, x[0]), r"\(3, 4\), got \(4,\)"),
         (lambda x: F.mean_squared_error(x[:0], x[:0]), r"size 0.*\(0, 4\), \(0, 4\)"),
-        (F.clamp, "got none"),
+        (F.clamp, "got None for both"),
         (lambda x: F.clamp(x, 2, 1), "must not exceed"),
-        (lambda x: F.sum(x, 2), "axis 2"),
+        (lambda x: F.sum(x, 2), "got 2"),
         (lambda x: F.sum(x, (0, -2)), "distinct"),
-        (lambda x: F.mean(x[:0]), "nothing to reduce"),
+        (lambda x: F.mean(x[:0]), "at least one element"),
         (lambda x: F.var(x[:1], 0, ddof=1), "more than ddof"),
-        (lambda x: F.softmax(x, 2), r"softmax: there is no axis 2 in shape \(3, 4\)"),
-        (lambda x: F.log_softmax(x, -3), r"log_softmax: there is no axis -3"),
-        (lambda x: F.softmax(x[:, :0]), r"softmax: expected no dimension of size 0.*\(3, 0\)"),
-        (lambda x: F.embedding(x, np.ones(1, int), 9), "embedding: padding_idx 9 is none of 3"),
-        (lambda x: F.log_softmax(x[:0], 0), r"log_softmax: expected no dimension.*\(0, 4\)"),
+        (lambda x: F.softmax(x, 2), r"softmax: axis must be .* shape \(3, 4\), got 2"),
+        (lambda x: F.log_softmax(x, -3), r"log_softmax: axis must be .* got -3"),
+        (lambda x: F.softmax(x[:, :0]), r"softmax: expected inputs without .* size 0.*\(3, 0\)"),
+        (
+            lambda x: F.embedding(x, np.ones(1, int), 9),
+            "embedding: padding_idx must be in .* got 9",
+        ),
+        (lambda x: F.log_softmax(x[:0], 0), r"log_softmax: expected inputs without .*\(0, 4\)"),
         (lambda x: F.transpose(x, (0, 0)), r"permute 2 dimensions, got \(0, 0\)"),
-        (lambda x: F.concatenate([]), "got none"),
+        (lambda x: F.concatenate([]), "got an empty list"),
         (lambda x: F.reshape(x, (5, 5)), "reshape"),
-        (lambda x: x @ 2.0, "needs dimensions"),
+        (lambda x: x @ 2.0, "at least one dimension"),
         (lambda x: x @ x, "mismatch"),
         (lambda x: x + np.ones(3), "broadcast"),
     ],
@@ -311,8 +314,8 @@ def test_an_empty_batch_has_results_and_gradients(shape: tuple[int, ...]) -> Non
     ("function", "arrays", "error", "words"),
     [
         # A factor that counts as a constant: half of the gradient.
-        (lambda x: x * x.array, [np.ones(2)], AssertionError, "input 0, element 0: backward retu"),
-        (lambda x, y: x * 2.0, [np.ones(2)] * 2, AssertionError, "input 1 got no gradient"),
+        (lambda x: x * x.array, [np.ones(2)], AssertionError, "input 0, element 0: expected"),
+        (lambda x, y: x * 2.0, [np.ones(2)] * 2, AssertionError, "no gradient of input 1"),
         (F.log, [-np.ones(1)], AssertionError, "nan"),
         (F.exp, [np.ones(2, "float32")], TypeError, "float64 arrays, got float32"),
     ],
@@ -335,11 +338,11 @@ def test_arrays_are_taken_as_constants(case: Case) -> None:
     assert case.ours(param(first), *others).calc_grad
     name = case.name.partition("_")[0]
     if name in OPERATORS - {"pow"} or case.name == "pow":
-        with pytest.raises(TypeError, match=r"got ndarray and ndarray; make one .* by fl.input"):
+        with pytest.raises(TypeError, match=r"got ndarray and ndarray.* by fl.input"):
             case.ours(first, *others)
     elif name not in ("index", "pow"):  # where NumPy computes with its own operators
         assert not case.ours(first, *others).calc_grad
-    with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
+    with pytest.raises(TypeError, match=r"got list. Convert it with numpy.asarray"):
         F.relu([1.0])
 
 

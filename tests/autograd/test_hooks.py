@@ -132,7 +132,7 @@ class TestBackwardEnd:
         with pytest.raises(ZeroDivisionError, match="a hook"):
             (F.tanh(first) * last).backward()
         assert ends == [False]
-        with pytest.raises(RuntimeError, match="outside a backward pass"):
+        with pytest.raises(RuntimeError, match="no backward pass is running"):
             on_backward_end(ends.append)
         first.clear_grad_hook()
         first.zero_grad()

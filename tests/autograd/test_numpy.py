@@ -122,7 +122,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "numpy.partition": lambda x: np.partition(x, 2),
     "numpy.add.reduce": np.add.reduce,
     "numpy.sum with dtype": lambda x: np.sum(x, dtype=np.float32),
-    "numpy.sum cannot": lambda x: np.sum(x, 0, np.float32),
+    "numpy.sum has": lambda x: np.sum(x, 0, np.float32),
     "numpy.add with out": lambda x: np.add(A, x, out=A.copy()),
     "numpy.linalg.norm": lambda x: np.linalg.norm(x, 2),
     "numpy.array_split": lambda x: np.array_split(x, 2)[0],
@@ -131,7 +131,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_derivative_is_refused_and_names_ours(name: str) -> None:
-    words = r".* needs a gradient \(shape \(3, 4\)\).*fl\.autograd\.functions.*variable\.array"
+    words = r".* of shape \(3, 4\) that needs a gradient.*fl\.autograd\.functions.*variable\.array"
     with pytest.raises(TypeError, match=name + words):
         REFUSED[name](fl.param(A))
     expected = REFUSED[name](A)
@@ -149,9 +149,9 @@ def test_a_variable_is_split_as_an_array_is(sections: Any) -> None:
 
 def test_a_variable_is_no_output_and_a_product_has_no_more_dimensions() -> None:
     x = fl.param(np.ones((2, 2, 2)))
-    with pytest.raises(TypeError, match="cannot write to a Variable"):
+    with pytest.raises(TypeError, match="out must be an array, got a Variable"):
         np.add(A, A, out=x)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="no second operand of more than 2"):
+    with pytest.raises(TypeError, match="second operand of at most 2 dimensions"):
         np.dot(x, x)
 
 

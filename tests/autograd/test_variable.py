@@ -85,7 +85,7 @@ WRONG: list[tuple[Callable[[Any, Any], object], type[Exception], str]] = [
     (lambda x, y: y.backward([1.0, 1.0]), TypeError, "list"),
     (lambda x, y: x.register_grad_hook(3), TypeError, "callable, got int"),
     (lambda x, y: y.register_grad_hook(print), ValueError, "leaf"),
-    (lambda x, y: setattr(y, "calc_grad", False), ValueError, "leaves only"),
+    (lambda x, y: setattr(y, "calc_grad", False), ValueError, "expected a leaf"),
     (lambda x, y: x * [1.0, 2.0], TypeError, "list"),
     (lambda x, y: x + "2", TypeError, "str"),
     (lambda x, y: x + None, TypeError, "NoneType"),
@@ -172,7 +172,7 @@ class TestAsAnArray:
 
     @pytest.mark.parametrize("function", [np.asarray, np.array, np.copy])
     def test_numpy_is_refused_where_a_gradient_would_be_lost(self, function: Any) -> None:
-        with pytest.raises(TypeError, match=r"needs a gradient \(shape \(2, 2\)\).*numpy\(\)"):
+        with pytest.raises(TypeError, match=r"shape \(2, 2\) that needs a gradient.*numpy\(\)"):
             function(param(np.ones((2, 2))))
         with pytest.raises(TypeError, match="needs a gradient"):
             function([param(np.ones((2, 2))) * 2])
@@ -192,7 +192,7 @@ class TestAsAnArray:
             F.sum(row).backward()
         assert x.grad.tolist() == [[1, 1]] * 3
         for ask in (len, list):
-            with pytest.raises(TypeError, match="without dimensions"):
+            with pytest.raises(TypeError, match="with dimensions"):
                 ask(param(np.array(1.0)))
 
 
@@ -209,9 +209,9 @@ def test_detach_shares_the_array_and_copy_does_not() -> None:
                                   "contiguous"])  # fmt: skip
 def test_an_attribute_error_names_an_expression_that_works(name: str) -> None:
     x, y = param(np.ones((2, 2))), param(np.ones((2, 2)))
-    with pytest.raises(AttributeError, match=f"a Variable x has no attribute '{name}'; write") as e:
+    with pytest.raises(AttributeError, match=f"a Variable x has no attribute '{name}'. Use") as e:
         getattr(x, name)
-    words = str(e.value).partition("; write ")[2]
+    words = str(e.value).partition(". Use ")[2]
     more = {"axis": 0, "shape": (4,), "axes": (1, 0), "device": "cpu", "dtype": "f2"}
     words = words.replace("to(x, shape)", "to(x, (3, 2, 2))")
     words = words.replace("cumsum(x)", "cumsum(x, 0)").replace("clip(x)", "clip(x, 0)")

@@ -1,4 +1,4 @@
-"""Who else is on the machine gets nothing of a run: no file, no memory, no port."""
+"""Other users of the machine get nothing of a run: no file, no memory, no port."""
 
 import os
 import pickle
@@ -23,7 +23,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that every user can reach and write to; pytest's are for their user alone."""
+    """Return a folder that every user can write to; pytest's folders are private."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         Path(name).chmod(0o777)
         yield Path(name)
@@ -42,9 +42,9 @@ def start(
 def test_ranks_create_files_and_memory_that_only_their_user_can_open(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Every file that the ranks create is created exclusively, without following a link, 0600.
+    """Ranks create every file exclusively, without following a link, with mode 0600 and any umask.
 
-    Whatever the umask allows: the ranks record each creation.
+    The ranks record each creation.
     """
     started = start(ranks, tmp_path, "auto", umask=0, records_files=True)
     assert all_end_well(started)
@@ -57,7 +57,8 @@ def test_ranks_create_files_and_memory_that_only_their_user_can_open(
 
 
 def test_ranks_do_not_write_through_a_symbolic_link(tmp_path: Path) -> None:
-    """A name that somebody has guessed and laid a link at is refused, and the target untouched."""
+    """Another user has placed a link at a guessed name. Ranks reject it and do not change its
+    target."""
     store = FileStore(tmp_path / "meeting", 0, 2, 5.0)
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -82,7 +83,7 @@ def test_ranks_ignore_files_of_another_user(ranks: Ranks, tmp_path: Path, sticky
 
 @as_root
 def test_ranks_of_two_users_do_not_connect(ranks: Ranks, tmp_path: Path, public: Path) -> None:
-    """What somebody else has announced is not believed, however right it is."""
+    """Ranks ignore a correct announcement of another user."""
     place = {"path": str(public / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}
     plan = {"part": "compute", "init": "file", "seconds": 0.1, "params": {"TIMEOUT": 1.0}, **place}
     started = [ranks.start(0, **plan), ranks.start(1, uid=NOBODY, **plan)]
@@ -109,7 +110,7 @@ def test_rendezvous_does_not_unpickle_files(ranks: Ranks, tmp_path: Path) -> Non
 def test_tcp_store_rejects_another_user_and_does_not_unpickle_its_data(
     ranks: Ranks, tmp_path: Path, public: Path
 ) -> None:
-    """Another user of this machine claims a rank of root's job, and then the right one comes."""
+    """Another user of this machine claims a rank of root's job before the right process does."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}
     params = {"TIMEOUT": 20.0, "BACKEND": "gloo"}
@@ -141,7 +142,7 @@ def test_ranks_on_one_host_listen_on_the_loopback_only(
     started = start(ranks, tmp_path, backend, seconds=0.5)
     for rank in started:
         rank.await_event("joined")
-    # Gloo's listen only until they are connected, and shared memory needs none.
+    # Gloo's sockets listen only until they are connected, and shared memory needs none.
     assert wire.listening(rank.pid for rank in started) == set()
     ends = [end for rank in started for end in wire.connected(rank.pid)]
     assert bool(ends) == (backend == "gloo")
@@ -167,7 +168,7 @@ def test_gloo_listens_on_the_loopback_unless_hosts_differ() -> None:
 
 
 def test_ranks_do_not_map_memory_of_another_user(tmp_path: Path) -> None:
-    """What may be opened is still not mapped, unless this user has created it."""
+    """Memory of another user is not mapped, even if it can be opened."""
     from flashlight_py import _native
 
     try:

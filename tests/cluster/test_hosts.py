@@ -1,4 +1,4 @@
-"""The hosts keep their promises: apart from each other, joined by cables, gone afterwards."""
+"""Hosts are isolated, connected by cables, and removed afterwards."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def text(host: Host, command: str) -> str:
 
 
 def send(source: Host, target: Host, address: str | None, count: int) -> float:
-    """Send ``count`` bytes; return how many seconds it took."""
+    """Send ``count`` bytes, and return the seconds."""
     receive = [sys.executable, "-c", RECEIVE]
     with target.popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout.readline() == "listening\n"
@@ -152,7 +152,7 @@ def test_hosts_end_if_the_test_process_is_killed(cluster: Cluster) -> None:
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     *pids, folder = done.stdout.split()
-    processes.await_end({int(pid) for pid in pids}, 10)
+    processes.wait_for_end({int(pid) for pid in pids}, 10)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     for file in sorted(Path(folder).rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()

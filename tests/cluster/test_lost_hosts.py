@@ -1,6 +1,6 @@
-"""Hosts that cannot be reached are noticed within seconds.
+"""Ranks detect hosts that cannot be reached within seconds.
 
-Slow hosts, and ranks that leave, wait, or differ in their limit, are not taken for lost.
+Slow hosts, and ranks that leave, wait, or have other limits, do not count as lost.
 """
 
 import contextlib
@@ -16,12 +16,13 @@ from tests.cluster.hosts import Cluster
 from tests.cluster.member import SECONDS
 from tests.cluster.members import Members
 
-LIMIT = 5.0  # the default, in seconds
-WITHIN = 15.0  # what is promised after LIMIT, on a machine that does much else
+LIMIT = 5.0  # default of HOST_TIMEOUT in seconds
+WITHIN = 15.0  # seconds allowed after LIMIT on a busy machine
 
 
 def check(ends: Iterable[dict[str, Any]], since: float, lost: str, *words: str) -> None:
-    """Check that ranks have raised in time, and that they name ``lost`` and say ``words``."""
+    """Check that ranks raised in time, and that their errors name ``lost`` and contain
+    ``words``."""
     for end in ends:
         assert end["kind"] == "PeerLostError", end
         assert end["at"] - since < WITHIN
@@ -31,7 +32,7 @@ def check(ends: Iterable[dict[str, Any]], since: float, lost: str, *words: str) 
 
 
 def check_two_by_two(ends: list[dict[str, Any]], since: float) -> None:
-    """Check what four ranks of two hosts say that cannot reach each other."""
+    """Check the errors of four ranks on two hosts that cannot reach each other."""
     either = "it is the only other one, so host {}, where"
     check(ends[:2], since, "ranks 2, 3", "host h1 cannot be reached since", either.format("h0"))
     check(ends[2:], since, "ranks 0, 1", "host h0 cannot be reached since", either.format("h1"))
@@ -55,9 +56,9 @@ BACKENDS = pytest.mark.parametrize("params", ["{}", GLOO])
 def in_a_huge_call(
     params: str, *, rate: float | None = 1e8, few_retries: bool = False, **env: str
 ) -> Iterator[tuple[Cluster, Members]]:
-    """Ranks two by two in a call of 64 MB, which take 5 s.
+    """Run two ranks on each of two hosts in a call of 64 MB, which takes 5 s.
 
-    The kernel gives a connection up after 1.4 s if there are ``few_retries``.
+    With ``few_retries`` the kernel closes a connection after 1.4 s.
     """
     with (
         Cluster(2, rate=rate) as cluster,
@@ -76,9 +77,9 @@ def in_a_huge_call(
 def test_ranks_on_both_sides_of_a_cut_raise_during_a_large_call(
     params: str, few_retries: bool
 ) -> None:
-    """What ranks have to say is stuck behind it.
+    """Reports of ranks are queued behind the data.
 
-    The kernel may give a connection up before hosts are lost, which may be silent for 4 s.
+    The kernel may close a connection before a host is lost, because hosts may be silent for 4 s.
     """
     env = {} if few_retries else {"FLASHLIGHT_HOST_TIMEOUT": "1.5"}
     with (
@@ -91,7 +92,8 @@ def test_ranks_on_both_sides_of_a_cut_raise_during_a_large_call(
 @pytest.mark.slow
 @BACKENDS
 def test_ranks_detect_a_lost_host_during_large_messages_of_other_hosts(params: str) -> None:
-    """Those who send close when they know of it: what they say is stuck behind the message."""
+    """Senders close their connections when they detect the loss; their reports are queued behind
+    the message."""
     with (
         Cluster(4, rate=1e9) as cluster,
         Members(cluster, [2] * 4, "messages", PARAMS=params) as members,
@@ -111,7 +113,7 @@ def test_ranks_detect_a_lost_host_during_large_messages_of_other_hosts(params: s
 def test_wait_for_heartbeats_ends_at_the_timeout_or_a_signal(
     params: str, is_interrupted: bool
 ) -> None:
-    """The kernel gives a connection up, which the heartbeats explain after 24 s."""
+    """The kernel closes a connection; the heartbeats would explain it only after 24 s."""
     settings = {**json.loads(params), "HOST_TIMEOUT": 30, "TIMEOUT": 60 if is_interrupted else 4}
     with (
         in_a_huge_call(json.dumps(settings), few_retries=True) as (cluster, members),
@@ -134,10 +136,7 @@ def test_wait_for_heartbeats_ends_at_the_timeout_or_a_signal(
 def test_survivors_raise_at_once_if_a_rank_is_killed_in_a_large_call(
     params: str, rate: float | None
 ) -> None:
-    """Where much is on its way, what ranks say of it does not come through to its own host.
-
-    Nobody waits for a verdict of the heartbeats.
-    """
+    """Reports are queued behind large data, so ranks do not wait for the heartbeats."""
     with in_a_huge_call(params, rate=rate, FLASHLIGHT_HOST_TIMEOUT="60") as (_, members):
         since = time.monotonic()
         members.processes[2].kill()
@@ -148,7 +147,7 @@ def test_survivors_raise_at_once_if_a_rank_is_killed_in_a_large_call(
 def test_survivors_on_both_hosts_name_a_killed_rank(
     cluster: Cluster, program: str, params: str
 ) -> None:
-    """Also where those of the other host have messages for each other alone."""
+    """This includes a host whose ranks send messages only to each other."""
     env = {"FLASHLIGHT_HOST_TIMEOUT": "60", "PARAMS": params}
     with Members(cluster, [2, 2], program, **env) as members:
         since = time.monotonic()
@@ -161,9 +160,10 @@ def test_survivors_on_both_hosts_name_a_killed_rank(
 def test_idle_connection_survives_a_short_cut_and_detects_a_long_cut(
     cluster: Cluster, is_cut: bool
 ) -> None:
-    """The kernel asks for the first time after 5 s, and does not give up before the heartbeats do.
+    """The kernel sends its first probe after 5 s, and does not close the connection before the
+    heartbeats do.
 
-    A host that is back after 3.8 s was not lost.
+    A host that returns after 3.8 s was not lost.
     """
     with Members(cluster, [1, 1], "asynchronous", FLASHLIGHT_HOST_TIMEOUT="5.99") as members:
         time.sleep(4.7)
@@ -194,7 +194,7 @@ def test_first_message_to_a_lost_host_raises() -> None:
 @pytest.mark.parametrize("program", ["small", "large", "asynchronous"])
 def test_waiting_ranks_raise_after_a_cut(cluster: Cluster, program: str) -> None:
     with Members(cluster, [2, 2], program) as members, cluster[1].cut_off() as since:
-        if program == "asynchronous":  # rank 0 takes no part before the others have raised
+        if program == "asynchronous":  # rank 0 joins only after the other ranks have raised
             check(members.ends([1]), since, "ranks 2, 3", "host h1 cannot be reached")
             check(members.ends([2, 3]), since, "ranks 0, 1", "host h0 cannot be reached")
             members.tell([0])
@@ -297,7 +297,7 @@ def test_ranks_of_a_cut_off_host_name_their_own_host(counts: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.1, 1.15, 1.2, 1.25])
 def test_ranks_shut_down_while_a_host_is_being_lost(cluster: Cluster, seconds: float) -> None:
-    """That takes 1.2 s to 1.3 s; they raise, and end."""
+    """Shutting down takes 1.2 s to 1.3 s; the ranks raise and end."""
     with (
         Members(cluster, [2, 2], "shutdown", FLASHLIGHT_HOST_TIMEOUT="1.5") as members,
         cluster[1].cut_off(),
@@ -315,10 +315,10 @@ def test_group_without_the_lost_host_continues(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_init_names_a_host_that_is_lost_during_the_rendezvous(cluster: Cluster) -> None:
-    """Ranks 0, 2 and 3 have met, as rank 1, which is stopped, does not come."""
+    """Ranks 0, 2 and 3 have joined; rank 1 is stopped and does not join."""
     with Members(cluster, [2, 2], "small", all_meet=False) as members:
         members.stop(1)
-        time.sleep(6)  # nothing says from outside that they have
+        time.sleep(6)  # no event outside shows that they have joined
         with cluster[1].cut_off() as since:
             ends = members.ends([0, 2, 3])
         for end in ends:
@@ -327,13 +327,14 @@ def test_init_names_a_host_that_is_lost_during_the_rendezvous(cluster: Cluster) 
             assert "cannot be reached for 5 s" in end["words"]
 
 
-# What looks like a lost host and is none ----------------------------------------------------------
+# Events that are no lost host
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [[1, 1], [2, 1]])
 def test_rank_that_shuts_down_does_not_count_as_lost(cluster: Cluster, counts: list[int]) -> None:
-    """Although a child of it that it has forked is still there, and the others go on for long."""
+    """A forked child of the rank still runs, and the other ranks continue for a long time."""
     with Members(cluster, counts, "leave") as members:
         members.all_end_well()
         assert [process.wait(20) for process in members.processes] == [0] * sum(counts)

@@ -1,4 +1,4 @@
-"""Ranks start on networks as they are: odd names, one version of IP, NATs, routes to nowhere."""
+"""Ranks start on unusual networks: odd names, one version of IP, NAT, unreachable addresses."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.cluster.hosts import Cluster, Host
-from tests.distributed.jobs import all_ended
+from tests.distributed.jobs import finish_all
 
 PROGRAM = """
 import json, os, sys
@@ -22,13 +22,13 @@ print(os.uname().nodename, fl.get_world_rank(), int(fl.all_reduce(np.ones(100_00
 fl.distributed_shutdown()
 """
 PORT, PER_HOST = "29511", 2
-# What the ranks print, two of each host: where they are, their number, and the sum of ones.
+# Each rank prints its host, its number, and a sum of ones.
 PRINTED = ["h0 0 4", "h0 1 4", "h1 2 4", "h1 3 4"]
 SECRET = {"MASTER_SECRET": "known to these ranks alone"}
 
 
 class Place(NamedTuple):
-    """Which rank of how many a process is, and where."""
+    """Rank, number of ranks and host of a process."""
 
     rank: int
     size: int
@@ -45,7 +45,7 @@ def by_env(cluster: Cluster, place: Place) -> dict[str, str]:
 
 
 def by_address(cluster: Cluster, place: Place) -> dict[str, str]:
-    """The last one it has: that is of IPv6 where there is one."""
+    """Return the last address of the host, which is an IPv6 address if it has one."""
     common = [each for each in cluster[0].addresses if cluster[1].address6 or ":" not in each]
     return {**by_env(cluster, place), "MASTER_ADDR": common[-1]}
 
@@ -70,14 +70,14 @@ def by_slurm(cluster: Cluster, place: Place) -> dict[str, str]:
 
 
 class Outcome(NamedTuple):
-    """The exit code of a process, and what it has printed, errors included."""
+    """Exit code and output of a process, with its errors."""
 
     code: int
     text: str
 
 
 def finished(processes: list[subprocess.Popen[str]]) -> list[Outcome]:
-    return [Outcome(code, text) for code, text, _ in all_ended(processes, 60)]
+    return [Outcome(code, text) for code, text, _ in finish_all(processes, 60)]
 
 
 def start(host: Host, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -128,14 +128,14 @@ WAYS: dict[str, Callable[[Cluster], list[Outcome]]] = {
 
 
 def as_debian(cluster: Cluster) -> None:
-    """Each host's own name is the loopback's to itself."""
+    """Each host resolves its own name to the loopback address, as Debian does."""
     for host in cluster:
         names = {each.name: each.addresses for each in cluster}
         host.hosts_file({**names, host.name: "127.0.1.1"})
 
 
 def names_of_both(cluster: Cluster) -> None:
-    """Names have addresses of both versions, whatever the hosts have."""
+    """Names have addresses of both IP versions, also if the hosts have one version only."""
     names = {
         host.name: [f"fd77::{host.index + 1}", f"10.77.0.{host.index + 1}"] for host in cluster
     }
@@ -143,7 +143,7 @@ def names_of_both(cluster: Cluster) -> None:
 
 
 def interface(host: Host, address: str, *routes: str) -> None:
-    """Give the host one more interface, which is up and leads nowhere."""
+    """Add an interface to the host that is up and not connected."""
     for line in (
         "link add nat0 type ifb",
         f"address add {address} dev nat0",
@@ -155,14 +155,14 @@ def interface(host: Host, address: str, *routes: str) -> None:
 
 
 def as_nat(cluster: Cluster) -> None:
-    """All hosts have one address, which the default route uses, as virtual machines may."""
+    """All hosts have the same address on the default route, as virtual machines may have."""
     for host in cluster:
         interface(host, "10.0.2.15/24", "default")
     as_debian(cluster)
 
 
 def as_black_hole(cluster: Cluster) -> None:
-    """The first address of rank 0's host is one where nobody answers other hosts."""
+    """The first address of rank 0's host does not answer other hosts."""
     interface(cluster[0], "10.99.0.1/24")
     for host in cluster:
         if host.index:
@@ -191,7 +191,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def printed(outcomes: list[Outcome]) -> list[str]:
-    """Return the last three words of each line that the ranks have printed of their sums."""
+    """Return the last three words of each line that the ranks printed about their sums."""
     for each in outcomes:
         assert each.code == 0, each.text
     lines = [line.split() for each in outcomes for line in each.text.splitlines()]
@@ -204,7 +204,7 @@ def test_init_succeeds_without_parameters_on_unusual_networks(network: Cluster, 
     assert printed(WAYS[way](network)) == PRINTED
 
 
-# Refusals -------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -229,7 +229,8 @@ def test_init_names_hosts_without_a_common_ip_version_on_every_rank() -> None:
 
 @pytest.mark.slow
 def test_init_uses_the_requested_interface_or_rejects_it() -> None:
-    """By the environment, or params, which go before; one that cannot work is refused."""
+    """The environment or params name it, and params take precedence. An unusable interface is
+    rejected."""
     with Cluster(2) as cluster:
         as_nat(cluster)
         for variable in ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME"):
@@ -263,7 +264,7 @@ def test_init_takes_the_address_of_rank_0_from_params(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_init_on_one_host_opens_no_port_to_other_hosts(cluster: Cluster) -> None:
-    """Where its launcher says that it is on one, or it meets at a file."""
+    """The launcher says that the job has one host, or the ranks use a file."""
     as_debian(cluster)
     watcher = cluster.folder / "watch.py"
     watcher.write_text(WATCH)

@@ -1,4 +1,4 @@
-"""Pods by their recorded environment, as a TrainJob of two nodes sets it."""
+"""Pods with a recorded environment of a TrainJob on two nodes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import ended, free_port, start
+from tests.distributed.jobs import finish, free_port, start
 
 COMMAND = [sys.executable, str(Path(__file__).with_name("program.py"))]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
-def test_one_rank_in_each_pod() -> None:
+def test_distributed_init_reads_pod_variables_of_one_rank_per_pod() -> None:
     recorded = {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",
@@ -26,4 +26,4 @@ def test_one_rank_in_each_pod() -> None:
         start(COMMAND, {**recorded, "PET_NODE_RANK": index, "JOB_COMPLETION_INDEX": index})
         for index in ("0", "1")
     ]
-    assert [ended(pod) for pod in pods] == [(0, f"{rank} of 2 sum 1\n") for rank in range(2)]
+    assert [finish(pod) for pod in pods] == [(0, f"{rank} of 2 sum 1\n") for rank in range(2)]

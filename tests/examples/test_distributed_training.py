@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.harness import mpirun_command
-from tests.distributed.jobs import all_ended
+from tests.distributed.jobs import finish_all
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES
 
 PYTHON = [*ALONE, str(EXAMPLES / "DistributedTraining.py")]
@@ -29,7 +29,7 @@ def start(command: list[str], *options: object, **more: object) -> subprocess.Po
 
 def printed(*processes: subprocess.Popen[str]) -> list[str]:
     """Return the stdout of each process after all succeeded; kill the others after a failure."""
-    codes, outputs, errors = zip(*all_ended(processes, DEADLINE), strict=True)
+    codes, outputs, errors = zip(*finish_all(processes, DEADLINE), strict=True)
     assert set(codes) == {0}, errors
     return list(outputs)
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed.jobs import all_ended, free_port
+from tests.distributed.jobs import finish_all, free_port
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
 
 
@@ -78,7 +78,7 @@ def test_task_queue_names_a_dead_rank_and_its_task(tmp_path: Path) -> None:
         )
         for rank in range(3)
     ]
-    codes, _, errors = zip(*all_ended(ranks, DEADLINE), strict=True)
+    codes, _, errors = zip(*finish_all(ranks, DEADLINE), strict=True)
     dead = codes.index(-9)
     assert re.search(rf"Who has which task: {{.*{dead}: \(7, 0\.58", errors[0]), errors[0]
     for rank in {0, 1, 2} - {dead}:

@@ -1,4 +1,4 @@
-"""First contact with the real NCCL: the library, a communicator for each group, the end of it."""
+"""First contact with the real NCCL: the library, a communicator for each group, and its end."""
 
 import re
 from pathlib import Path
@@ -11,24 +11,24 @@ import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
-from tests.distributed.told import first_error
+from tests.distributed.mismatch_errors import first_error
 from tests.gpu import verbs
 from tests.gpu.conftest import world
 
 pytestmark = pytest.mark.gpu
 
-# Memory that CUDA and NCCL may keep for the next time, in bytes: far less than one communicator.
+# Bytes that CUDA and NCCL may cache, far less than one communicator.
 KEPT = 32 << 20
 
 
 def libraries() -> set[str]:
-    """The files of NCCL that this process has opened."""
+    """Return the NCCL libraries that this process has opened."""
     maps = Path("/proc/self/maps").read_text()
     return {line.split()[-1] for line in maps.splitlines() if "libnccl.so" in line}
 
 
 def opened(rank: int, size: int) -> tuple[set[str], int, int]:
-    from cupy.cuda import nccl  # no attribute before that
+    from cupy.cuda import nccl  # the attribute exists only after this import
 
     fl.all_reduce(verbs.on_gpu(np.ones(3)))
     return libraries(), load_nccl().version, nccl.get_version()
@@ -62,7 +62,7 @@ def three_worlds(rank: int, size: int, meeting: Path, params: dict[str, Any]) ->
         x = verbs.on_gpu(np.full(1000, rank + 1.0))
         fl.all_reduce(x)
         sums.append(float(x[-1]))
-        fl.all_reduce(x, async_op=True)  # the end has to deal with what still runs
+        fl.all_reduce(x, async_op=True)  # shutdown must end the running call
         fl.distributed_shutdown()
     return sums
 
@@ -80,7 +80,7 @@ def test_process_can_initialize_and_shut_down_several_worlds(
 
 @on_ranks()
 def test_each_group_has_its_own_communicator(rank: int, size: int) -> None:
-    """Collectives of three groups in turn, none waited for before all have begun."""
+    """Start collectives of three groups in turn, and wait only after all have started."""
     everyone, halves = fl.new_group(list(range(size))), fl.split(rank % 2)
     assert halves is not None
     arrays = [verbs.on_gpu(np.full(50_000, rank + 1.0)) for _ in range(3)]

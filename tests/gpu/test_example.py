@@ -1,4 +1,4 @@
-"""examples/DistributedTraining.py on GPUs has the losses that it has on the CPU."""
+"""examples/DistributedTraining.py has the same losses on GPUs and on the CPU."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ SHARING = " ".join(f"{name}={value}" for name, value in one_gpu_for_several("$RA
 
 
 def losses(size: int, device: str) -> list[float]:
-    """Train on ``size`` ranks, started by the launcher; return the loss of each epoch."""
+    """Train on ``size`` ranks that the launcher starts, and return the loss of each epoch."""
     import cupy
 
     program = [sys.executable, str(PROGRAM), *OPTIONS, "--device", device]

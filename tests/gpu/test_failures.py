@@ -1,4 +1,4 @@
-"""What docs/nccl.md promises of failures: an error that names the cause, in time, never a hang."""
+"""Failures with NCCL: an error in time that names the cause, and never a hang."""
 
 import os
 import signal
@@ -17,15 +17,15 @@ from tests.gpu.conftest import world
 pytestmark = pytest.mark.gpu
 
 TIMEOUT = 6.0
-# What is noticed without the timeout must come far below it: ranks may share a GPU, in time slices.
+# Seconds for failures that are detected without the timeout. Ranks may share a GPU in time slices.
 SOON = 4.0
-# What a driver may keep for itself, in bytes; a process with CUDA takes ten times as much.
+# Bytes that a driver may keep; a process with CUDA takes ten times as much.
 KEPT = 48 << 20
 GIVEN_BACK_SECONDS = 10.0
 
 
 class Failure(NamedTuple):
-    """How a call of a rank ended, and how many seconds after it had begun."""
+    """Result of a call of a rank, and the seconds since its start."""
 
     kind: str
     message: str
@@ -46,7 +46,7 @@ def _memory_is_given_back() -> Iterator[None]:
     before, ends = free(), time.monotonic() + GIVEN_BACK_SECONDS
     yield
     while free() < before - KEPT and time.monotonic() < ends:
-        time.sleep(0.1)  # no signal says when the driver has cleared up after a killed process
+        time.sleep(0.1)  # no event: the driver releases the memory later
     assert free() >= before - KEPT, f"{before - free():,} bytes are still taken"
 
 
@@ -55,9 +55,9 @@ def outcomes(fn: Callable[..., Any], *args: Any, size: int = 2) -> Any:
 
 
 def joined() -> Any:
-    """An array of every rank, whose GPUs are joined; NCCL has connected none of them yet."""
+    """Return an array of every rank. The GPUs are joined, but NCCL has not connected them."""
     x = verbs.on_gpu(np.ones(1 << 20))
-    fl.barrier()  # to load CuPy, and to begin with CUDA, may take longer on one rank
+    fl.barrier()  # loading CuPy and starting CUDA may take longer on one rank
     fl.all_reduce(x[:0])
     return x
 
@@ -71,7 +71,7 @@ def connected() -> Any:
 
 
 def failure_of(call: Callable[[], object]) -> Failure:
-    """Call, and go on for a while, as calls that NCCL can bring to an end are compared later."""
+    """Call, and continue for a while, because calls that NCCL can finish are compared later."""
     begun = time.monotonic()
     try:
         call()
@@ -95,7 +95,8 @@ def call_differently(rank: int, size: int, what: str, begin: Callable[[], Any]) 
 
 
 def refused_on_rank_1(rank: int, size: int) -> Failure:
-    """What a rank is refused, the others have begun: that ends the group on all of them."""
+    """Pass an invalid argument on rank 1; the other ranks have started the call, so the group ends
+    on all ranks."""
     x = connected()
     if rank == 1:
         with pytest.raises((TypeError, ValueError), match="median"):
@@ -105,7 +106,7 @@ def refused_on_rank_1(rank: int, size: int) -> Failure:
 
 @pytest.fixture
 def measured(record_property: Callable[[str, object], None]) -> Measured:
-    """Return the failure that a rank has returned; shows how it ended, after how many seconds."""
+    """Return the failure of a rank, and print it with its seconds."""
 
     def show(outcome: Any) -> Failure:
         assert outcome.ok, outcome.report()
@@ -171,7 +172,7 @@ def test_survivors_name_a_killed_rank(
 
 
 def stopped_for_a_while(rank: int, size: int) -> Failure:
-    """Rank 1 stands still until rank 0 has given it up."""
+    """Stop rank 1 until rank 0 has raised."""
     x = connected()
     processes: list[int] = fl.all_gather_object(os.getpid())
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Training on 1, 2 and 4 GPU ranks gives what one process on the CPU gives."""
+"""Training gives the same parameters on 1, 2 and 4 GPU ranks and in one process on the CPU."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +15,7 @@ SAMPLES, STEPS = 60, 20
 
 
 def train(rank: int, size: int, device: str, kind: str, sharded: bool = False) -> list[np.ndarray]:
-    """Train on this rank's share, one batch of everything per step; return the parameters."""
+    """Train on this rank's share, one full batch per step; return the parameters."""
     fl.set_seed(0)
     if device == "cuda":
         verbs.cupy()
@@ -58,7 +58,7 @@ def test_training_on_gpus_equals_one_process_on_the_cpu(
 
 
 def state_after_a_step(rank: int, size: int, device: str) -> tuple[Any, Any]:
-    """Step once from a loaded state; return that of the model and of the optimizer."""
+    """Step once from a loaded state; return the states of the model and of the optimizer."""
     if device == "cuda":
         verbs.cupy()
         device = fl.distributed.use_local_device()
@@ -87,7 +87,6 @@ def state_after_a_step(rank: int, size: int, device: str) -> tuple[Any, Any]:
 
 
 def test_state_dicts_of_shards_equal_the_full_state(ranks: Any) -> None:
-    """Saved and loaded whole, wherever the parts lie."""
     expected, steps = state_after_a_step(0, 1, "cpu")
     for got, count in ranks.run(state_after_a_step, "cuda"):
         assert count == steps == [4] * 4
@@ -96,7 +95,7 @@ def test_state_dicts_of_shards_equal_the_full_state(ranks: Any) -> None:
 
 
 def leave_one_out(rank: int, size: int) -> list[bool]:
-    """Each rank uses its own layer of ``size + 1``: the last one is nobody's."""
+    """Let each rank use its own layer of ``size + 1`` layers; no rank uses the last one."""
     verbs.cupy()
     device = fl.distributed.use_local_device()
     layers = [fl.nn.Linear(2, 1) for _ in range(size + 1)]

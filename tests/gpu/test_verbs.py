@@ -1,4 +1,4 @@
-"""Every verb on CuPy arrays through NCCL, against NumPy."""
+"""Every verb on CuPy arrays through NCCL, next to NumPy."""
 
 from typing import Any
 

@@ -398,7 +398,7 @@ def test_container_finds_members_and_attributes() -> None:
 
 @pytest.mark.parametrize("member", [Linear, "Linear", None, np.ones(1)])
 def test_only_modules_can_be_added(member: Any) -> None:
-    with pytest.raises(TypeError, match="Sequential holds modules"):
+    with pytest.raises(TypeError, match="Sequential: expected a Module"):
         Sequential(member)
 
 
@@ -413,7 +413,7 @@ def test_members_may_be_passed_as_a_list(kind: Any) -> None:
     model = Sequential(kind(members))
     assert tuple(model) == members
     assert list(model.named_params()) == ["0.weight", "0.bias"]
-    with pytest.raises(TypeError, match="Sequential holds modules, got int"):
+    with pytest.raises(TypeError, match="Sequential: expected a Module, got int"):
         Sequential([Linear(2, 3), 3])  # type: ignore[list-item]
 
 

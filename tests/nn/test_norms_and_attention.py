@@ -131,7 +131,7 @@ def test_sines_are_added_to_positions() -> None:
 def test_one_value_of_all_ranks_is_refused(rank: int, size: int) -> None:
     """The other ranks have none: all raise, and nothing is tracked."""
     layer = fl.nn.BatchNorm(4, sync=True)
-    with pytest.raises(ValueError, match="needs more than one value per channel"):
+    with pytest.raises(ValueError, match="expected more than one value per channel"):
         layer(fl.input(np.ones((int(rank == 0), 4), np.float32)))
     assert fl.all_reduce(layer.running_var)[0] == size
 

@@ -277,9 +277,9 @@ def test_steps_and_rates_change_nothing_of_the_structure(
     ("state", "match"),
     [
         ({"lr": 0.1}, r"expected the entries \['lr', 'velocity'\], got \['lr'\]"),
-        ({"lr": 0.1, "velocity": [np.zeros((2, 3))]}, "for 1 parameters, this optimizer has 2"),
-        ({"lr": 0.1, "velocity": [np.zeros((2, 3)), np.zeros(4)]}, r"parameter 1 has shape \(4,\)"),
-        ({"lr": 0.1, "velocity": [np.ones((2, 3)), None]}, "parameter 1 has shape None"),
+        ({"lr": 0.1, "velocity": [np.zeros((2, 3))]}, "of 2 parameters, got 1"),
+        ({"lr": 0.1, "velocity": [np.zeros((2, 3)), np.zeros(4)]}, r"parameter 1 .* got \(4,\)"),
+        ({"lr": 0.1, "velocity": [np.ones((2, 3)), None]}, "parameter 1 .* got None"),
         ({"lr": -1.0, "velocity": [np.ones((2, 3)), np.ones(1)]}, "lr must be at least 0"),
     ],
 )
@@ -311,8 +311,8 @@ def test_lr_can_be_changed(make: Make) -> None:
     ("params", "lr", "error", "match"),
     [
         ([], 0.1, ValueError, "at least one parameter"),
-        ([1.0], 0.1, TypeError, "found float"),
-        (Linear(1, 1), 0.1, TypeError, r"got Linear; pass module.params\(\)"),
+        ([1.0], 0.1, TypeError, "got float in it"),
+        (Linear(1, 1), 0.1, TypeError, r"got Linear. Pass module.params\(\)"),
         (param(np.ones(1)), 0.1, TypeError, "got Variable"),
         ([param(np.ones(1))] * 2, 0.1, ValueError, "twice"),
         ([param(np.ones(1))], -0.1, ValueError, "lr must be at least 0, got -0.1"),
@@ -332,7 +332,7 @@ def test_wrong_arguments(
     [
         (lambda p: optim.SGDOptimizer(p, 0.1, momentum=-1), "momentum must be at least 0"),
         (lambda p: optim.SGDOptimizer(p, 0.1, weight_decay=-1), "weight_decay must be at least 0"),
-        (lambda p: optim.SGDOptimizer(p, 0.1, nesterov=True), "needs a momentum"),
+        (lambda p: optim.SGDOptimizer(p, 0.1, nesterov=True), "momentum must be above 0"),
         (lambda p: optim.AdamOptimizer(p, 0.1, beta1=1), "beta1 must be below 1"),
         (lambda p: optim.AdamOptimizer(p, 0.1, beta2=-0.1), "beta2 must be at least 0"),
         (lambda p: optim.AdamOptimizer(p, 0.1, eps=-1), "eps must be at least 0"),

@@ -1,4 +1,4 @@
-"""The folder for machines with a GPU and no network is complete, and goes on after failures."""
+"""The folder for GPU machines without network is complete and continues after failures."""
 
 import importlib.util
 import io
@@ -16,7 +16,7 @@ from tests.packaging.building import ROOT, empty_environment, environment, run
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-# Whoever asks for something over the network anyway gets no answer.
+# Requests to the network fail.
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "PIP_INDEX_URL"), "http://127.0.0.1:9")
 STAGES = ["machine", "contact", "all_reduce", "graphs", "failures", "rounds", "conformance"]
 STAGES += ["training", "layers", "overlap", "kernels", "streams"]
@@ -25,7 +25,8 @@ STAGES += ["training", "layers", "overlap", "kernels", "streams"]
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_bundle_runs_without_network_until_it_needs_a_gpu(wheel: Path, tmp_path: Path) -> None:
-    """A bare environment with NumPy, and no index: nothing fails before the first CUDA call."""
+    """The environment has only NumPy and no package index. Nothing may fail before the first CUDA
+    call."""
     bundle, bare, home = tmp_path / "gpu_bundle", tmp_path / "bare", tmp_path / "home"
     run(sys.executable, ROOT / "scripts" / "gpu_bundle", bundle, "--wheel", wheel)
     assert sum(f.stat().st_size for f in bundle.rglob("*") if f.is_file()) <= 60e6
@@ -44,14 +45,14 @@ def test_bundle_runs_without_network_until_it_needs_a_gpu(wheel: Path, tmp_path:
     output = run(python, bundle / "run", OUT=str(results), HOME=str(home), **NO_NETWORK)
     page = (results / "report.md").read_text()
     assert re.findall(r"^(\w+): no GPU \(\d+ s\)$", output, re.MULTILINE) == STAGES
-    assert "  nccl4py is not measured: " in output  # it needs cuda-core
+    assert "  nccl4py is not measured: " in output  # nccl4py needs cuda-core
     assert page.count("| no GPU |") == len(STAGES), page
     assert "No stage has failed." in page
     assert "| BACKEND=shm | NumPy arrays: shared memory" in page
     assert "| BACKEND=gloo | NumPy arrays: Gloo over TCP" in page
     assert page.count("no GPU: No module named 'cupy'") == 5
     assert len(list(results.iterdir())) <= 8
-    ask = "import site; print(*site.getsitepackages(), sep='\\n')"  # where CuPy looks for CUDA
+    ask = "import site; print(*site.getsitepackages(), sep='\\n')"  # CuPy searches CUDA there
     searched = run(bundle / "environment" / "bin" / "python", "-W", "error", "-c", ask).split()
     assert any(path.startswith(str(bare)) for path in searched), searched
     assert {file for file in bare.rglob("*") if "__pycache__" not in file.parts} == before
@@ -66,18 +67,18 @@ def test_bundle_does_not_overwrite_a_foreign_folder(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
-# The program `run`, with stages of the test's own ------------------------------------------------
+# The program `run` with stages of the test ------------------------------------------------------
 
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of scripts/gpu_run, whose environment is this one."""
+    """The module of scripts/gpu_run with this process's environment."""
     loader = SourceFileLoader("gpu_run", str(ROOT / "scripts" / "gpu_run"))
     spec = importlib.util.spec_from_loader("gpu_run", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "gpu_run", module)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # scripts/ is no package
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # keeps scripts/ clean
     loader.exec_module(module)
     monkeypatch.setattr(module, "ENVIRONMENT", tmp_path / "environment")
     (tmp_path / "environment").mkdir()
@@ -91,7 +92,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-# Starts a process that leaves its session, says so, and hangs; Ctrl-C does not end it.
+# Starts a process that leaves its session, prints its number, hangs, and ignores Ctrl-C.
 HANGS = """
 import signal, subprocess, sys, threading
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -128,7 +129,7 @@ def test_run_continues_after_stages_that_fail_or_hang(
     assert "ValueError: of this stage" in page
     assert f"| a | table | {tmp_path / 'environment' / 'cupy'}" in page
     child = int(page.partition("child ")[2].split()[0])
-    processes.await_end({child}, 10.0)
+    processes.wait_for_end({child}, 10.0)
     assert not processes.is_alive(child)
     printed = capsys.readouterr().out
     assert page in printed

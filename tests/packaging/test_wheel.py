@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import all_ended
+from tests.distributed.jobs import finish_all
 from tests.packaging.building import Wheel, copy_of_sources, empty_environment, environment, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -87,7 +87,7 @@ def train_on_two_ranks(python: Path, folder: Path, backend: str) -> list[str]:
         )
         for rank in range(2)
     ]
-    codes, libraries, _ = zip(*all_ended(ranks, 60), strict=True)
+    codes, libraries, _ = zip(*finish_all(ranks, 60), strict=True)
     assert codes == (0, 0)
     return [each.strip() for each in libraries]
 

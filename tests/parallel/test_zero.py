@@ -74,7 +74,7 @@ def test_inference_gathers_as_well(rank: int, size: int) -> None:
         result = model(x)
         np.testing.assert_array_equal(result.array, expected)
         assert not result.has_history
-    assert len(shards._here) == 2
+    assert len(shards._gathered) == 2
 
 
 @on_ranks()
@@ -132,13 +132,13 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=r"parameter 0 \(shape .*\) a parameter of fl"):
             refused(model)
-    with pytest.raises(ValueError, match="neither distribute_module_grads nor a gradient buffer"):
+    with pytest.raises(ValueError, match="cannot have a gradient buffer"):
         weight.grad_buffer = np.zeros((3, 3))
     weight.grad_buffer = None  # as it is
     one_pass(model, 0, rank)
     assert weight.grad is not None
     assert weight.grad.ndim == 1  # this rank's part
-    with pytest.raises(ValueError, match="call astype"):
+    with pytest.raises(ValueError, match="before fully_shard"):
         model.astype("float32")
     with pytest.raises(ValueError, match="read-only"):
         weight.array[0] = 1
@@ -147,7 +147,7 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
     assert all(type(param) is fl.Variable for param in copied.params())
     for found in (copied, model, model.eval()):
         np.testing.assert_equal(found.state_dict(), whole)
-    with pytest.raises(ValueError, match="Call load_state_dict to copy values"):
+    with pytest.raises(ValueError, match="load_state_dict"):
         weight.array = whole["some.weight"]
     plain.some.weight.register_grad_hook(print)
     with pytest.raises(ValueError, match=r"without gradient hook and buffer, got 'some\.weight'"):

@@ -1,4 +1,4 @@
-"""Production's control plane in virtual time: no fault of a seed makes it hang or name another."""
+"""The control plane in virtual time: random faults cause neither a hang nor a wrong name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.simulation.world import Process, World, installed, me
 
 @pytest.mark.parametrize("tens", range(10))
 def test_schedules_of_faults_end_correctly(tens: int) -> None:
-    """Replay one that does by ``make simulate SEED=... RANKS=64``."""
+    """``make simulate SEED=... RANKS=64`` repeats a failure."""
     found = {seed: trial(seed)[2] for seed in range(20 * tens, 20 * tens + 20)}
     assert {seed: wrong for seed, wrong in found.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(("seed", "ranks"), [(8636, 64), (227, 128), (5363, 256)])
 def test_schedule_that_failed_before_ends_correctly(seed: int, ranks: int) -> None:
-    """Of nights: some came when the run had failed, and waited for rank 0, or named another one."""
+    """Seeds that found defects: late ranks waited for rank 0, or named a wrong rank."""
     assert trial(seed, ranks)[2] == []
 
 
@@ -43,7 +43,7 @@ def test_simulation_repeats_all_events_for_a_seed() -> None:
 
 
 def test_simulation_does_not_depend_on_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child of it once was one that each launcher had to end, and could not."""
+    """Earlier the launcher tried to end a child of the test process."""
     sent = list[bytes]()
 
     def transmit(end: Socket, data: bytes | None) -> None:
@@ -103,7 +103,7 @@ def test_tree_limits_the_connections_of_each_process() -> None:
 
 
 def test_rank_0_names_ranks_that_do_not_leave_the_tree() -> None:
-    """It stops in the middle of the tree, or below it, when all has been exchanged."""
+    """The rank stops in the middle of the tree, or below it, after all exchanges."""
     for stopped in (8, 12, 32):
 
         def begin(rank: int, size: int, timeout: float, stopped: int = stopped) -> None:
@@ -117,7 +117,7 @@ def test_rank_0_names_ranks_that_do_not_leave_the_tree() -> None:
         start = Start(64, seed=2, begin=begin, timeout=5.0, FLASHLIGHT_TREE_FROM="2")
         start.run(until=20.0)
         assert set(start.up) == set(range(1, 64)) - {stopped}
-        assert f"rank {stopped} joined and did not take leave" in str(start.errors[0])
+        assert f"rank {stopped} joined and did not leave" in str(start.errors[0])
 
 
 def test_data_sent_during_a_network_partition_arrives_in_order() -> None:
@@ -151,7 +151,7 @@ def test_data_sent_during_a_network_partition_arrives_in_order() -> None:
 def _between_two(
     serve: Callable[[Socket], object], ask: Callable[[Socket], object], inside: bool, stopped: float
 ) -> World:
-    """Have two processes talk, of which the one that serves is stopped for a while from 1 s on."""
+    """Run two connected processes; the server is stopped for a while from 1 s on."""
     world, name = World(), "\0name" if inside else ("10.0.0.1", PORT)
 
     def listen() -> None:
@@ -165,7 +165,7 @@ def _between_two(
         system.sleep(0.5)
         wire = Socket(AF_UNIX if inside else AF_INET)
         wire.connect_ex(name)
-        system.sleep(1.0)  # the other one has been stopped
+        system.sleep(1.0)  # the server is stopped
         ask(wire)
 
     with installed(world):
@@ -227,11 +227,11 @@ def test_receiver_gets_the_window_of_a_message_that_timed_out(size: int) -> None
 
 
 def test_connection_ends_if_the_window_stays_full() -> None:
-    """By ``TCP_USER_TIMEOUT``, which is of what is not taken, too; not where there is room."""
+    """``TCP_USER_TIMEOUT`` also limits unread data, but only if the window is full."""
     ended = list[float]()
 
     def serve(wire: Socket) -> None:
-        system.sleep(1.0)  # it is stopped meanwhile
+        system.sleep(1.0)  # the server is stopped meanwhile
         wire.sendall(b"still here")
         system.sleep(0.1)
         with pytest.raises(ConnectionResetError):
@@ -251,7 +251,7 @@ def test_connection_ends_if_the_window_stays_full() -> None:
 
 @pytest.mark.parametrize("members", [range(72), range(0, 72, 8), range(8), [70, 3, 31], [5]])
 def test_new_group_of_many_ranks_needs_few_connections(members: Sequence[int]) -> None:
-    """Seven for each digit of the number of members to the base 8, and one to who is above."""
+    """Seven for each digit of the number of members in base 8, and one to the parent."""
     grouping = Grouping(72, 1, list(members)).run()
     assert grouping.errors == {}
     assert grouping.up.keys() == set(range(72))
@@ -286,12 +286,12 @@ def test_flrun_ends_the_ranks_of_a_cut_off_host() -> None:
     launch.run()
     assert launch.launcher.code == 1
     assert all(each.code is not None for each in launch.ranks.values())
-    assert b"on host4 is lost: nothing has come from host host4 since" in b"".join(launch.said)
+    assert b"on host4 is lost: received nothing from host host4 since" in b"".join(launch.said)
 
 
 @pytest.mark.parametrize("fate", ["kill", "cut"])
 def test_flrun_restarts_without_lost_hosts(fate: str) -> None:
-    """As many hosts as are allowed; the launcher has four descriptors for each."""
+    """With the maximum number of hosts; the launcher needs four descriptors for each."""
     launch = Launch(hosts=64, seed=7, per_host=1, meets=False, min_n=1)
     for host in (1, 2, 9):
         if fate == "kill":
@@ -306,6 +306,6 @@ def test_flrun_restarts_without_lost_hosts(fate: str) -> None:
     "seeds", [range(20), pytest.param(range(20, 300), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_flrun_continues_with_the_remaining_hosts(seeds: range) -> None:
-    """Replay one that does not by ``lose(seed)``."""
+    """``lose(seed)`` repeats a failure."""
     found = {seed: lose(seed) for seed in seeds}
     assert {seed: wrong for seed, wrong in found.items() if wrong} == {}

@@ -134,15 +134,15 @@ def counting() -> Any:
 
 REASONS: dict[str, tuple[Callable[[], Any], str]] = {
     "a gradient of its own": (gradient_of_its_own, "stays eager"),
-    "made anew": (made_anew, "puts an array where there was none"),
+    "made anew": (made_anew, "puts a new array into"),
     "a count of steps": (counting, "it changes optimizer.count, which no replay does"),
     "a count of calls": (
         count_of_calls, r"changes holder\.calls, .*; keep it in an array, or pass it as an arg",
     ),
     "a number of the last one": (
-        number_of_the_last_one, r"puts an array where there was none, holder\.total",
+        number_of_the_last_one, r"puts a new array into holder\.total",
     ),
-    "returned and replaced": (changing_hands(False), "it returns what another array replaces"),
+    "returned and replaced": (changing_hands(False), "it returns the old array of"),
     "kept and replaced": (changing_hands(True), "something else takes the place of state.array"),
     "objects": (lambda: lambda x: (x.astype(object) * 10**30).tolist(), "of object"),
     "a schedule": (lambda: lambda x: SCHEDULE.step(), "a learning rate is set"),

@@ -380,7 +380,7 @@ def one_row_per_rank(rank: int, size: int) -> None:
 
     rows = [x[:1] for x, _ in few(rank)]
     rows[-1] = rows[-1][rank:]  # one row of rank 0
-    step = compare(make, rows, eager=None, raises="needs more than one value per channel")
+    step = compare(make, rows, eager=None, raises="expected more than one value per channel")
     assert step.replays >= len(rows) - 2, step.reason
 
 

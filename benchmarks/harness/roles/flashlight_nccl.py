@@ -5,7 +5,7 @@ from typing import Any
 import cupy
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups.membership import of
+from flashlight_py.distributed.groups.membership import members_of
 from harness.role import Call, Place
 from harness.roles.flashlight_cuda import FlashlightCuda
 
@@ -25,7 +25,7 @@ class SameCommunicator(FlashlightCuda):
     def launcher(self, array: Any) -> Call:
         fl.all_reduce(array)  # joins the GPUs and connects the ranks
         fl.sync_distributed()
-        backend: Any = of(None).gpus
+        backend: Any = members_of(None).gpus
         communicator = backend.communicator
         lib, ffi = communicator.lib, communicator.nccl.ffi
         handle, state = communicator.child or communicator.handle, ffi.new("ncclResult_t *")

@@ -18,7 +18,7 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
+from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, process_list
 from flashlight_py.distributed.rendezvous.secret import derived_key, nonce
 from flashlight_py.distributed.rendezvous.store import Peer, Store, Subgroup, Waiting, this_process
 from flashlight_py.errors import (
@@ -196,7 +196,7 @@ class GlooBackend(NativeBackend):
             return None
         return PeerLostError(
             f"[{doing}] {self.name}: lost {names(self.numbers[rank] for rank in dead)} (its "
-            f"process has ended){who_that_was(dead, self.processes)}. Read its output. {UNUSABLE}"
+            f"process has ended){process_list(dead, self.processes)}. Read its output. {UNUSABLE}"
         )
 
     def propagate_host_loss(self, other: NativeBackend) -> None:

@@ -29,13 +29,13 @@ from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.calls.call_site import Place, called_at, caller
+from flashlight_py.distributed.calls.call_site import Site, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.agreement import Agreement, Load, between_hosts
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_room import shared_array
-from flashlight_py.distributed.work import FAILURES, Done, Then, Work, limit_passed, wait_for
+from flashlight_py.distributed.work import FAILURES, Done, Then, Work, wait_for, wait_timeout_error
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -90,9 +90,9 @@ class HierarchicalBackend(Backend):
             self.memory = inside.memory
             self.memory_ranks = [memory_ranks.get(rank, -1) for rank in range(self.size)]
         self._parts = [part for part in (inside, between, flat) if part is not None]
-        team = object()
+        composite = object()
         for part in self._parts:
-            part.team = team
+            part.composite = composite
             if isinstance(part, NativeBackend) and isinstance(flat, GlooBackend):
                 flat.propagate_host_loss(part)
         self._checked = checked
@@ -166,7 +166,7 @@ class HierarchicalBackend(Backend):
             ]
             receive = PartWork(self, call, works, claim)
             if not call.blocking:
-                self._receives = [other for other in self._receives if not other.is_heard]
+                self._receives = [other for other in self._receives if not other.is_settled]
                 self._receives.append(work := Then(receive, lambda match: match))
         return Done(receive.receive()) if call.blocking else work
 
@@ -179,7 +179,7 @@ class HierarchicalBackend(Backend):
         """Run an all_gather. If calls are not compared, exchange the row counts first."""
         if not self._checked:
             load = Load(len(call.array))
-            self._rows = self._agreement.meet(call.verb.name, load, None).lengths
+            self._rows = self._agreement.exchange(call.verb.name, load, None).lengths
         return self._calls.all_gather(call, self._rows)
 
     def _on_all_ranks(self, call: Call) -> Any:
@@ -211,7 +211,7 @@ class HierarchicalBackend(Backend):
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
         assert isinstance(work, FutureWork)
-        work.is_heard = True  # this rank raises its own error
+        work.is_settled = True  # this rank raises its own error
         return work
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
@@ -228,13 +228,13 @@ class HierarchicalBackend(Backend):
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
             work = FutureWork(self._thread.submit(self._run_on_thread, caller(), call, number, run))
-            work.is_heard = call.compared  # the comparing code receives its error
+            work.is_settled = call.compared  # the comparing code receives its error
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
         return work
 
-    def _run_on_thread(self, place: Place, call: Call, number: int, run: Callable[[], Any]) -> Any:
+    def _run_on_thread(self, place: Site, call: Call, number: int, run: Callable[[], Any]) -> Any:
         with called_at(place):
             return self._run(call, number, run)
 
@@ -245,7 +245,7 @@ class HierarchicalBackend(Backend):
         try:
             if not self._checked:
                 return run()
-            message = self._agreement.reach(call, number, self._calls.load(call))
+            message = self._agreement.agree(call, number, self._calls.load(call))
             if self._calls.has(call, message):
                 return self._calls.take(call, message)
             self._rows = message.lengths
@@ -362,11 +362,11 @@ class FutureWork(Work):
         if timeout is not None:
             limit = min(timeout, threading.TIMEOUT_MAX)
             if not futures.wait([self._future], limit).done:
-                raise limit_passed("an operation over several hosts", timeout)
+                raise wait_timeout_error("an operation over several hosts", timeout)
         try:
             return self._future.result()
         except FAILURES:
-            self.is_heard = True
+            self.is_settled = True
             raise
 
     def is_completed(self) -> bool:
@@ -374,7 +374,7 @@ class FutureWork(Work):
 
     def has_ended_well(self) -> bool:
         """Return whether the operation has ended and no error is left for ``wait`` to raise."""
-        if not self._future.done() or self.is_heard or self._future.cancelled():
+        if not self._future.done() or self.is_settled or self._future.cancelled():
             return self._future.done()
         return not isinstance(self._future.exception(), FAILURES)
 
@@ -412,7 +412,7 @@ class PartWork(Work):
         end = time.monotonic() + timeout
         if not self._await(timeout):
             who = f"rank {self._owner.rank} of {self._owner.size}"
-            raise limit_passed(f"[{self._call.name}] {who}", timeout)
+            raise wait_timeout_error(f"[{self._call.name}] {who}", timeout)
         return self._finish(max(0.0, end - time.monotonic()))
 
     def _await(self, seconds: float) -> bool:

@@ -18,9 +18,9 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.calls.arrays import as_bytes, dtype_code, require_length, row_bytes
+from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, dtype_code, row_bytes
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import cut, factors
+from flashlight_py.distributed.calls.combining import factors, split_rows
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
@@ -222,7 +222,9 @@ class HostCalls:
         received = work.wait()
         if received is not None:
             targets = [region.sections[index] for region in regions]
-            for target, part in zip(targets, cut(received, list(map(len, targets))), strict=True):
+            for target, part in zip(
+                targets, split_rows(received, list(map(len, targets))), strict=True
+            ):
                 target[...] = part
         for region in regions:
             if region is not home:
@@ -244,13 +246,13 @@ class HostCalls:
             self._reduce_section(call, last, reduced, lengths, result.reshape(-1))
             self._runs_ahead()
             return result
-        home = cut(counts, [len(host) for host in self._hosts])[self._home]
+        home = split_rows(counts, [len(host) for host in self._hosts])[self._home]
         host_data = np.empty(sum(home), flat.dtype)
         sections = self._sections(host_data, home)
         if self._between is not None:
             self._reduce_section(call, last, reduced, lengths, sections[self._inside.rank])
         self._share(sections)
-        result[...] = cut(host_data, home)[self._inside.rank].reshape(result.shape)
+        result[...] = split_rows(host_data, home)[self._inside.rank].reshape(result.shape)
         return result
 
     def _reduce_regions(
@@ -262,7 +264,7 @@ class HostCalls:
         lengths = [0 if self._between is None else counts[index] for counts in sizes]
         reduced = np.empty(sum(lengths), call.array.dtype)
         rest = [0] * (self._inside.size - self._leaders)
-        for region, counts, out in zip(regions, sizes, cut(reduced, lengths), strict=True):
+        for region, counts, out in zip(regions, sizes, split_rows(reduced, lengths), strict=True):
             step = Call(REDUCE_SCATTER, region.flat, call.op, scale, rows=counts + rest, out=out)
             self._inside.start(step).wait()
         return reduced, lengths
@@ -276,15 +278,15 @@ class HostCalls:
 
     def _regions(self, flat: Array, counts: Sequence[int]) -> list[Region]:
         """Cut ``flat`` host by host; ``counts`` has the number of elements of each rank."""
-        by_host = cut(counts, [len(host) for host in self._hosts])
-        by_host_data = cut(flat, list(map(sum, by_host)))
+        by_host = split_rows(counts, [len(host) for host in self._hosts])
+        by_host_data = split_rows(flat, list(map(sum, by_host)))
         parts = zip(by_host_data, by_host, strict=True)
         return [Region(part, self._sections(part, host_counts)) for part, host_counts in parts]
 
     def _sections(self, flat: Array, counts: Sequence[int]) -> list[Array]:
         """Cut the data of one host's ranks into one section for each leader."""
         if self._even:
-            return list(cut(flat, counts))
+            return list(split_rows(flat, counts))
         return cut_evenly(flat, self._leaders)
 
     def _rows_of(self, call: Call, rank: int) -> slice:
@@ -302,10 +304,10 @@ class HostCalls:
             ValueError: If ``call.out`` has another number of rows.
         """
         if call.out is not None:
-            require_length(call.name, call.out, sum(rows), self._rank, self._size)
+            check_out_rows(call.name, call.out, sum(rows), self._rank, self._size)
         if not copies:
             return gathered
-        parts = sorted(zip(self._order, cut(gathered, rows), strict=True), key=itemgetter(0))
+        parts = sorted(zip(self._order, split_rows(gathered, rows), strict=True), key=itemgetter(0))
         return np.concatenate([part for _, part in parts], out=call.room(sum(rows)))
 
 

@@ -42,14 +42,20 @@ from flashlight_py.distributed.backends.native_work import (
     light_work,
 )
 from flashlight_py.distributed.calls.arrays import (
-    code_of,
-    name_of,
-    number_of,
-    require_length,
+    check_out_rows,
+    dtype_digest,
+    dtype_name,
+    native_code,
     row_bytes,
 )
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
-from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
+from flashlight_py.distributed.calls.call_site import (
+    Site,
+    caller,
+    hidden_files,
+    site_of,
+    text_at_site,
+)
 from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring, forked
 from flashlight_py.distributed.failures import abort
@@ -93,10 +99,10 @@ def signature_of(ffi: Any, call: Call, like: Array | None, code: int, root: int)
             name = f"{SHUTDOWN}{NAMED}"
     else:
         holds, shape = call.holds, like.shape
-        kind = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED
+        kind = native_code(like.dtype) if holds is None or call.verb.reduces else MOVED
         if holds is not None or kind == MOVED:
             dtype_held, shape = holds or (like.dtype, shape)
-            number, text = number_of(dtype_held), name_of(dtype_held)
+            number, text = dtype_digest(dtype_held), dtype_name(dtype_held)
             if len(dtype_names) >= _SEEN:
                 dtype_names.clear()
             dtype_names[number], name = text, f"{text}{NAMED}"
@@ -147,7 +153,7 @@ class NativeBackend(Backend):
         # Handle of the group in the library; None after close(). It is freed when no call uses it.
         self.group: Any = None
         abort.watch(self)
-        self._sites: dict[Place, Any] = {}
+        self._sites: dict[Site, Any] = {}
         self._running: dict[Any, None] = {}  # an ordered set; several threads change it
         self._most_running = _LEAST_RUNNING
         self._callers = Callers(self.name)
@@ -185,7 +191,7 @@ class NativeBackend(Backend):
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_call_site),
             (AllOf, _raise_forked_error, light_work(fast), self._running),
-            *(ring.memory, ring.notes, folders(), self._callers.threads),
+            *(ring.memory, ring.notes, hidden_files(), self._callers.threads),
             (self._first, dropped),
         )
         return EntryPoints(*functions_of_group)
@@ -241,7 +247,7 @@ class NativeBackend(Backend):
             return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
         except BaseException as error:
             if self.journal is not None:
-                self.journal.failed(number, error)
+                self.journal.record_failure(number, error)
             if not isinstance(error, Exception):  # else later steps of a queued call would go on
                 abort.report(error, [self])
             raise
@@ -452,7 +458,7 @@ class NativeBackend(Backend):
         work = self._launch(call, output=result, result=result, **self._sections(call.array, table))
         if out is None or result is out:
             return work
-        return Then(work, lambda _: require_length(call.name, out, count, self.rank, self.size))
+        return Then(work, lambda _: check_out_rows(call.name, out, count, self.rank, self.size))
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
         """Return ``data`` and ``keep`` for ``_launch``: row counts from each rank to each rank."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashlight_py._native import codes
 from flashlight_py._native.codes import DTYPES, MOVED
-from flashlight_py.distributed.calls.arrays import LEAST_NUMBER
+from flashlight_py.distributed.calls.arrays import MIN_DTYPE_DIGEST
 from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, composed, in_words
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort
@@ -22,8 +22,8 @@ from flashlight_py.distributed.failures.wording import (
     different_calls,
     indented_traceback,
     names,
-    raised,
-    who_that_was,
+    peer_raised,
+    process_list,
 )
 from flashlight_py.distributed.rendezvous.store import MOST_RANKS
 from flashlight_py.distributed.verbs import BARRIER, VERBS
@@ -67,7 +67,7 @@ def failure(
     ranks = ffi.new("int[]", backend.size)
     missing = sorted(ranks[0 : lib.fl_op_missing(handle, ranks, backend.size)])
     who = names(backend.numbers[rank] for rank in missing) if missing else "another rank"
-    processes = who_that_was(missing, backend.processes)
+    processes = process_list(missing, backend.processes)
     if status == lib.FL_MISMATCH:
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
@@ -118,7 +118,7 @@ def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> st
     """Return the message that makes other ranks raise ``cause``, a traceback or an error."""
     if isinstance(cause, str):
         who = f"rank {backend.numbers[backend.rank]}"
-        return _LOST + raised(who, who_that_was([backend.rank], backend.processes), cause)
+        return _LOST + peer_raised(who, process_list([backend.rank], backend.processes), cause)
     if isinstance(cause, PeerLostError) and cause.for_others:
         return _LATE + cause.for_others
     kind = _LATE if isinstance(cause, CollectiveTimeoutError) else _LOST
@@ -128,7 +128,7 @@ def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> st
 
 def _late_rank_for_peers(backend: NativeBackend, who: str, why: str) -> str:
     """Return the message for other ranks after ``who`` stopped waiting for this rank."""
-    processes = who_that_was([backend.rank], backend.processes)
+    processes = process_list([backend.rank], backend.processes)
     late = f"rank {backend.numbers[backend.rank]} did not join"
     return did_not_join("", late, f"the limit of {who}", why, processes).removeprefix(": ")
 
@@ -222,7 +222,7 @@ def _call_in_other_group(backend: NativeBackend, rank: int) -> str:
         call_ahead = getattr(other, "call_ahead", None)
         if other is backend or call_ahead is None or rank >= len(backend.processes):
             continue
-        if other.team is not None and other.team is backend.team:
+        if other.composite is not None and other.composite is backend.composite:
             continue  # backends of one group: a call may use several of them
         same = [r for r, who in enumerate(other.processes) if who == backend.processes[rank]]
         if same and (call := call_ahead(same[0])):
@@ -252,7 +252,7 @@ def signature_text(signature: Any, name: str = "") -> str:
 def _array(signature: Any, name: str) -> str:
     ndim, code = signature.ndim, signature.dtype & ~(codes.COMPARED | codes.ON_GPU)
     last = signature.shape[ndim - 1] if 0 < ndim <= codes.DIMENSIONS else 0
-    if code == MOVED or name or last >= LEAST_NUMBER:  # the number follows the dimensions
+    if code == MOVED or name or last >= MIN_DTYPE_DIGEST:  # the number follows the dimensions
         name, ndim = name or dtype_names.get(last, f"dtype #{last:x}"), ndim - 1
     extents = [str(signature.shape[d]) for d in range(min(ndim, codes.DIMENSIONS))]
     if signature.ndim > codes.DIMENSIONS:

@@ -16,14 +16,14 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.arrays import (
-    WITH_TEXT,
+    ENCODED_PART,
+    check_out_rows,
+    decode_part,
     dtype_of_code,
-    length,
-    of_bytes,
-    require_length,
+    row_count,
 )
 from flashlight_py.distributed.verbs import SCATTER, VERBS
-from flashlight_py.distributed.work import Work, limit_passed
+from flashlight_py.distributed.work import Work, wait_timeout_error
 from flashlight_py.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ class NativeWork(Work):
         self._result, self._like, self._out, self._root = result, like, out, root
         self._made = made
         self.number = backend.count[0]  # number of this collective in the group
-        self._forks = journal.forks()
+        self._forks = journal.fork_count()
 
     def wait(self, timeout: float | None = None) -> Any:
-        if self._forks != journal.forks():
+        if self._forks != journal.fork_count():
             raise journal.forked(self._name)
         pending = self._lib.FL_PENDING
         seconds = left = math.inf if timeout is None else timeout
@@ -107,7 +107,7 @@ class NativeWork(Work):
         while (status := self._status(min(_SLICE_SECONDS, max(0.0, left)))) == pending:
             left = end - time.monotonic()
             if not left > 0:  # true for NaN as well
-                raise limit_passed(f"[{self._name}] {self._backend.name}", seconds)
+                raise wait_timeout_error(f"[{self._name}] {self._backend.name}", seconds)
         self._backend.forget(self)
         if status != self._lib.FL_OK:
             raise self._failure(status)
@@ -125,31 +125,31 @@ class NativeWork(Work):
         return int(self._lib.fl_op_wait(self._handle, seconds))
 
     def cancel(self) -> None:
-        if self._forks == journal.forks() and self._lib.fl_op_cancel(self._handle):
+        if self._forks == journal.fork_count() and self._lib.fl_op_cancel(self._handle):
             where, reason = f"[cancel] {self._backend.name}", self._backend.reason()
             raise DistributedError(f"{where}: the library failed: {reason}")
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended; always True in a forked child."""
-        if self._forks != journal.forks():
+        if self._forks != journal.fork_count():
             return True
         return self._status(0.0) != int(self._lib.FL_PENDING)
 
     def has_ended_well(self) -> bool:
         """Return whether the operation has ended and ``wait`` would raise no error."""
-        if self._forks == journal.forks() and self._status(0.0) != self._lib.FL_OK:
+        if self._forks == journal.fork_count() and self._status(0.0) != self._lib.FL_OK:
             return False
         return self._result is not GATHERED or self._out is None or not self._fetched()[0]
 
     def end_time(self) -> float | None:
-        if self._forks != journal.forks():
+        if self._forks != journal.fork_count():
             return None
         return self._lib.fl_op_ended(self._handle) or None
 
     def _failure(self, status: int) -> Exception:
         error = failure(self._backend, self._handle, status, self._name, self._seconds, self.number)
         if self.id and self._backend.journal is not None:
-            self._backend.journal.failed(self.id, error)
+            self._backend.journal.record_failure(self.id, error)
             self.id = 0  # recorded once, even if several threads wait
         return error
 
@@ -172,7 +172,7 @@ class NativeWork(Work):
         signature = self._signatures()[self._root]
         code = signature.dtype & ~(codes.COMPARED | codes.ON_GPU)
         if code == MOVED:
-            return WITH_TEXT, (signature.count,)
+            return ENCODED_PART, (signature.count,)
         return dtype_of_code(code), tuple(signature.shape[0 : signature.ndim])
 
     def _signatures(self) -> Any:
@@ -185,17 +185,17 @@ class NativeWork(Work):
             return result
         signatures = self._signatures()
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
-        if result is not None and length(result) == rows:  # rows of zero bytes
+        if result is not None and row_count(result) == rows:  # rows of zero bytes
             return result
         if self._out is not None:
-            require_length(self._name, self._out, rows, backend.rank, backend.size)
+            check_out_rows(self._name, self._out, rows, backend.rank, backend.size)
         return self._wrap(self._like.dtype, (rows, *self._like.shape[1:]))
 
     def _scattered(self) -> Array:
         """Return this rank's part as an array."""
         dtype, shape = self._sent()
-        if dtype is WITH_TEXT:
-            return of_bytes(self._wrap(np.dtype(np.uint8), shape))
+        if dtype is ENCODED_PART:
+            return decode_part(self._wrap(np.dtype(np.uint8), shape))
         return self._wrap(dtype, shape)
 
     def _wrap(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

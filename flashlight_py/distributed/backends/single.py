@@ -6,9 +6,9 @@ from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.native import FLAGS, SLOWER
 from flashlight_py.distributed.backends.native_work import light_work
-from flashlight_py.distributed.calls.arrays import require_length, scale_in_place
+from flashlight_py.distributed.calls.arrays import check_out_rows, scale_in_place
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.call_site import folders
+from flashlight_py.distributed.calls.call_site import hidden_files
 from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.constants import DistributedBackend
@@ -41,7 +41,7 @@ class SingleBackend(Backend):
             array = source.copy() if call.out is None else call.out
             if call.out is not None:
                 if call.out.ndim:
-                    require_length(call.name, call.out, source.shape[0] if source.ndim else 1, 0, 1)
+                    check_out_rows(call.name, call.out, source.shape[0] if source.ndim else 1, 0, 1)
                 call.out[...] = source
         if array is not None and verb.reduces and verb.fills(0, call.root):
             scale_in_place(array, call.scale)
@@ -62,6 +62,6 @@ class SingleBackend(Backend):
         functions = fast.bind(
             *(0, None, 0, 1, 0.0, (0, 0), (0,) * 12, (None,) * 3),
             (AllOf, None, light_work(fast), {}),
-            *(journal.memory, journal.notes, folders(), set(), ([], dropped)),
+            *(journal.memory, journal.notes, hidden_files(), set(), ([], dropped)),
         )
         return EntryPoints(*functions)

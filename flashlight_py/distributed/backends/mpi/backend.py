@@ -29,13 +29,13 @@ from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi.gpu_side import MpiGpuBackend
 from flashlight_py.distributed.backends.mpi.leaving import UNFINISHED, Leaving, abort_job
 from flashlight_py.distributed.backends.mpi.verb_steps import Steps, VerbSteps, on_device
-from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.arrays import check_out_rows
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
-from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, who_that_was
+from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, process_list
 from flashlight_py.distributed.verbs import BARRIER, SCATTER
-from flashlight_py.distributed.work import Done, Work, limit_passed, wait_for
+from flashlight_py.distributed.work import Done, Work, wait_for, wait_timeout_error
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -89,10 +89,10 @@ class Operation(Work):
         self._end_time, group = time.monotonic(), self._group
         if error is None and self.room is not None:
             try:
-                require_length(self.name, self.room, value.shape[0], group.rank, group.size)
+                check_out_rows(self.name, self.room, value.shape[0], group.rank, group.size)
             except ValueError as failure:  # on this rank only: the group remains usable
                 error = failure
-        self._value, self.error, self.is_heard, self.ended = value, error, error is None, True
+        self._value, self.error, self.is_settled, self.ended = value, error, error is None, True
 
     def cause(self) -> DistributedError | None:
         """Return the comparison's error if another rank caused it; waits for its end."""
@@ -113,9 +113,9 @@ class Operation(Work):
             self._group.interrupt(self, error)
             raise
         if timeout is not None and not in_time:
-            raise limit_passed(self.where, timeout)
+            raise wait_timeout_error(self.where, timeout)
         if self.error is not None:
-            self.is_heard = True
+            self.is_settled = True
             raise self.error
         return self._value
 
@@ -211,7 +211,7 @@ class MpiBackend(Backend):
                 (self._messages if call.verb.is_message else self._queue).append(operation)
                 if not call.blocking:
                     begun = (*self._unreported, operation)
-                    self._unreported = [op for op in begun if not (op.ended and op.is_heard)]
+                    self._unreported = [op for op in begun if not (op.ended and op.is_settled)]
                     self.advance()
             except BaseException as error:
                 if not isinstance(error, DistributedError):  # the other ranks wait for this call
@@ -300,7 +300,7 @@ class MpiBackend(Backend):
 
     def _lost(self, name: str, reason: str) -> PeerLostError:
         """Return the error that other ranks raise: this rank has ended for ``reason``."""
-        processes = who_that_was([self.rank], self.control.processes)
+        processes = process_list([self.rank], self.control.processes)
         return PeerLostError(
             f"[{name}] {self.rank_text}: lost rank {self.rank} ({reason}){processes}. Read the "
             f"output of that rank. {UNUSABLE}"
@@ -387,8 +387,8 @@ class Progress:
                 if not closed.leaving.free():
                     _abandoned.append(closed)
             if not self._groups:
-                abort.install()
-                abort.afterwards.append(self._abort_job)
+                abort.install_hooks()
+                abort.after_report.append(self._abort_job)
             self._groups.append(group)
 
     def remove(self, group: MpiBackend, healthy: bool) -> None:
@@ -398,7 +398,7 @@ class Progress:
             (self._closed if healthy else _abandoned).append(group)
             if self._groups:
                 return
-            abort.afterwards.remove(self._abort_job)
+            abort.after_report.remove(self._abort_job)
         with self._turn:
             thread, self._thread = self._thread, None
             self._turn.notify()

@@ -12,7 +12,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi.verb_steps import settle
-from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.arrays import check_out_rows
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import BARRIER, SCATTER, SEND
@@ -52,7 +52,7 @@ class MpiGpuBackend(Backend):
             return work
         work = Then(work, functools.partial(self._copy_back, call, host_array))
         # Kept, so that results are copied back even if the caller never waits.
-        self._unfinished = [other for other in self._unfinished if not other.is_heard]
+        self._unfinished = [other for other in self._unfinished if not other.is_settled]
         self._unfinished.append(work)
         return work
 
@@ -70,7 +70,7 @@ class MpiGpuBackend(Backend):
             target = sys.modules["cupy"].asarray(result)
         else:
             if target.shape != result.shape:
-                require_length(call.name, target, result.shape[0], self.rank, self.size)
+                check_out_rows(call.name, target, result.shape[0], self.rank, self.size)
             target.set(result)
         settle(target)  # afterwards the host copy may be reused
         return target

@@ -18,14 +18,14 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import (
-    WITH_TEXT,
+    ENCODED_PART,
     as_bytes,
-    of_bytes,
+    decode_part,
     row_bytes,
     scale_in_place,
 )
 from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.calls.combining import MEANINGS, combined, cut
+from flashlight_py.distributed.calls.combining import RESULTS, combined, split_rows
 from flashlight_py.distributed.constants import ReduceOp
 
 # The largest count of MPI-3's functions. MPI-4 has larger counts, but not every library has MPI-4,
@@ -153,7 +153,7 @@ class VerbSteps:
 
     def _combine_gathered(self, call: Call, _: None) -> Steps:
         """Run a verb that the library lacks: every rank gathers all arrays in chunks."""
-        flat, xp, combine = call.array.reshape(-1), array_module(call.array), MEANINGS[call.verb]
+        flat, xp, combine = call.array.reshape(-1), array_module(call.array), RESULTS[call.verb]
         step = max(1, _CHUNK_BYTES // (flat.itemsize * self._size))
         for start in range(0, flat.size, step):
             part = flat[start : start + step]
@@ -194,7 +194,7 @@ class VerbSteps:
             part = library.empty(shape, dtype)
         source = None if call.array is None else as_bytes(call.array)
         yield from self.scatter(source, as_bytes(part), call.root)
-        return of_bytes(part.view(np.uint8)) if part.dtype == WITH_TEXT else part
+        return decode_part(part.view(np.uint8)) if part.dtype == ENCODED_PART else part
 
     def _all_to_all(self, call: Call, totals: list[int]) -> Steps:
         array = call.array
@@ -320,7 +320,7 @@ class VerbSteps:
 
 def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
     """Return the part of each rank; {} if ``data`` is None."""
-    return {} if data is None else dict(enumerate(cut(data, counts)))
+    return {} if data is None else dict(enumerate(split_rows(data, counts)))
 
 
 class MpiForm(NamedTuple):

@@ -29,13 +29,13 @@ from flashlight_py.distributed.backends.nccl.streams import (
     Flights,
     NcclWatchdog,
 )
-from flashlight_py.distributed.calls.arrays import require_length, row_bytes, scale_in_place
+from flashlight_py.distributed.calls.arrays import check_out_rows, row_bytes, scale_in_place
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import MEANINGS, cut
+from flashlight_py.distributed.calls.combining import RESULTS, split_rows
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.verbs import REDUCE, SEND
-from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
-from flashlight_py.structure import here
+from flashlight_py.distributed.work import AllOf, Done, Then, Work, wait_timeout_error
+from flashlight_py.structure import thread_state
 
 _ALONE = contextlib.nullcontext()
 
@@ -112,7 +112,7 @@ class NcclBackend(Backend):
     @property
     def _comparing(self) -> Any:
         """The comparisons of calls, or the recorder of the calls while CUDA captures a graph."""
-        return here.recorder or self._comparisons
+        return thread_state.recorder or self._comparisons
 
     def _require(self, call: Call) -> None:
         """Raise if ``call`` has an array on another device, or the communicator is unusable."""
@@ -137,7 +137,7 @@ class NcclBackend(Backend):
             part = call.room(rows[self.rank])
         if call.rows is None:
             return self._reduce_pairs(call, launching.REDUCE_SCATTER, [(array, part)], part)
-        terms = cut(array, rows)
+        terms = split_rows(array, rows)
         part[...] = terms[self.rank]
         terms[self.rank] = part
         steps = [
@@ -160,7 +160,7 @@ class NcclBackend(Backend):
         def finish() -> None:
             if call.verb.fills(self.rank, call.root):
                 with self._stream:
-                    array[...] = MEANINGS[call.verb](list(pieces), self.rank, call)
+                    array[...] = RESULTS[call.verb](list(pieces), self.rank, call)
 
         steps = self._gathering(array, pieces, dict.fromkeys(range(self.size), array.nbytes))
         return self._launch(call, steps, [array, pieces], array, finish=finish)
@@ -237,7 +237,7 @@ class NcclBackend(Backend):
         work = run(room)
         if out is None or out is room:
             return work
-        return Then(work, lambda _: require_length(call.name, out, rows, self.rank, self.size))
+        return Then(work, lambda _: check_out_rows(call.name, out, rows, self.rank, self.size))
 
     def _exchange(self, calls: Sequence[Call]) -> Work:
         """Start messages as one operation; blocks until the peers have called."""
@@ -316,7 +316,7 @@ class NcclBackend(Backend):
             communicator.require(verb)
             if not kept:
                 return Done(result)
-            caller, recorder = int(self.current_stream().ptr), here.recorder
+            caller, recorder = int(self.current_stream().ptr), thread_state.recorder
             # The host never sees the end of an event that a graph has captured.
             event = self._free_event(verb) if recorder is None else self._make_event()
             by_one_call = communicator.child and prepare is None and finish is None
@@ -507,4 +507,4 @@ class StreamWork(Work):
     def block(self, timeout: float = math.inf) -> None:
         """Block the host until the end; raises CollectiveTimeoutError after ``timeout``."""
         if not poll(self.is_completed, timeout):
-            raise limit_passed(self._backend.communicator.doing(self.flight.verb), timeout)
+            raise wait_timeout_error(self._backend.communicator.doing(self.flight.verb), timeout)

@@ -156,7 +156,7 @@ def _path_in_wheel(distribution: str) -> str | None:
 
 def _path_in_process() -> str | None:
     """Return the path of an NCCL that other code, such as CuPy, has loaded, or None."""
-    return next((library._name for library in libraries.mapped("libnccl.so")), None)
+    return next((library._name for library in libraries.loaded_libraries("libnccl.so")), None)
 
 
 def open_first(
