@@ -38,9 +38,8 @@ _FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
 class DeviceRule:
     """Rank and local rank, which determine the CUDA device.
 
-    With ``max_per_node`` the device is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Without
-    it, the device is the local rank modulo the number of visible devices, as a launcher may give
-    each rank its own device.
+    With ``max_per_node`` it is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Otherwise it is
+    the local rank modulo the number of visible devices, as a launcher may assign one to each rank.
     """
 
     rank: int = 0
@@ -54,9 +53,8 @@ class DeviceRule:
         index = self.rank % self.max_per_node
         if index >= count:
             raise errors.BackendUnavailableError(
-                f"rank {self.rank}: the CUDA device (rank % MAX_DEVICE_PER_NODE, "
-                f"{self.max_per_node}) must be below {count}, the number of visible devices, got "
-                f"{index}. Set a smaller MAX_DEVICE_PER_NODE, or omit it"
+                f"rank {self.rank}: the CUDA device (rank % MAX_DEVICE_PER_NODE) must be below "
+                f"{count} (visible devices), got {index}. Lower MAX_DEVICE_PER_NODE, or omit it"
             )
         return index
 
@@ -116,7 +114,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> Sharing:
-        """Return the sharing, given the answers of the ranks."""
+        """Return the groups, given the answer of each rank."""
         answers = [json.loads(text) for text in texts]
         by_leader: dict[int, list[int]] = {}
         for rank, (leader, _, _) in enumerate(answers):
@@ -200,10 +198,9 @@ def _read_problem(offer: Sequence[str], own_domain: str) -> str:
 class Card(NamedTuple):
     """The addresses that a rank reports.
 
-    ``host`` identifies the host, and messages show ``name``. ``has`` lists the interfaces of the
-    host as text, ``own`` the addresses. ``asked`` is the interface that the user chose, and
-    ``wanted`` are its addresses. Packets to other hosts leave from ``sources``, best first.
-    ``ends`` is that of ``Store``.
+    ``host`` identifies the host, and messages show ``name``. ``has`` lists its interfaces as text,
+    and ``own`` its addresses. The user chose the interface ``asked`` with the addresses ``wanted``.
+    Packets to other hosts leave from ``sources``, best first. For ``ends`` see ``Store``.
     """
 
     host: str
@@ -216,9 +213,8 @@ class Card(NamedTuple):
     ends: Mapping[str, Sequence[Any]] = {}
 
 
-# The address of the default route may be behind a NAT and equal on all hosts. Prefer an address of
-# a connection that both ends see alike. Ranks know all addresses before they connect, so an
-# impossible route is an error at once.
+# The address of the default route may be behind a NAT and equal on all hosts. Prefer an address
+# that both ends of a connection see. Ranks know all addresses first, so they can raise at once.
 def address_between_hosts(
     store: Store,
     hosts: Sequence[str],
@@ -323,11 +319,10 @@ def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str
 
 
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
-    """Return, by host, addresses proven by a connection with rank 0, and translated ones.
+    """Return, by host, addresses that a connection with rank 0 proves, and translated ones.
 
-    If both ends report the same addresses, nothing between them translates. An address that the
-    host does not list itself needs a zone. A translated address maps to the address that rank 0
-    sees.
+    If both ends report the same addresses, nothing translates them. Addresses that their host does
+    not list (with a zone) are not used. The second result maps reported to translated addresses.
     """
     proven: dict[str, list[str]] = {card.host: [] for card in cards}
     translated: dict[str, dict[str, str]] = {card.host: {} for card in cards}

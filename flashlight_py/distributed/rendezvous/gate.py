@@ -337,9 +337,8 @@ class Gate(abc.ABC):
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
         """Greet rank 0 and connect to the parent that it assigns; return whether that answered.
 
-        With ``patience`` (seconds), ``offer`` is the assigned parent. With ``inside`` (a time),
-        connect to the speaker of this host. Raises NoServerError if no process that knows the
-        secret answers.
+        With ``patience`` (seconds), ``offer`` is that parent. With ``inside`` (a time), connect to
+        the speaker of this host. Raises NoServerError if no process with the secret answers.
         """
         place, is_asking = self._place, not (inside or patience)
         if inside:

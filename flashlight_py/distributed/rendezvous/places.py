@@ -14,9 +14,8 @@ from flashlight_py.interfaces import family_of, is_loopback
 
 FAN = 8  # children of a host: a larger value loads each host more, a smaller value adds levels
 
-# A rank that asks again within ``_SOON`` seconds has not reached its parent. From the second
-# request on it may become a child of rank 0, which has ``_SPARE`` extra slots for this purpose. The
-# fourth request always succeeds there.
+# A rank that asks again within ``_SOON`` seconds has not reached its parent. The second request may
+# use one of ``_SPARE`` extra slots of rank 0. The fourth request always gets a slot there.
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
 # A rank, its parent, the length of its identity, and the length of its payload.
