@@ -30,10 +30,8 @@ class Share:
                 f"{label}: expected both rank and size, or neither and an optional group, got "
                 f"rank={rank}, size={size}{' and a group' * bool(group)}"
             )
-        self.rank, self.size = (
-            check_integer(label, "rank", rank),
-            check_integer(label, "size", size),
-        )
+        self.rank = check_integer(label, "rank", rank)
+        self.size = check_integer(label, "size", size)
         if self.rank >= self.size:
             raise ValueError(f"{label}: rank must be in [0, size), got rank={rank}, size={size}")
 

@@ -28,10 +28,10 @@ from flashlight_py.parallel import agreement
 from flashlight_py.parallel.gradient_pass import (
     GradientPass,
     PassBucket,
+    drop_pass,
     gradient_of,
     install_pass,
     reduce_used,
-    remove_pass,
     require_gradient_pass,
     shared_zeros,
     used_on_any_rank,
@@ -140,7 +140,7 @@ def distribute_module_grads(
     members = group_or_world(group)
     checked = ["gradients must be finite (check_finite)"] if check_finite else []
     digests = agreement.check_modules_agree(named, members, with_values=True, also=checked)
-    remove_pass(module)
+    drop_pass(module)
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
     sync: GradientPass[Any]
     if leaves is not None:

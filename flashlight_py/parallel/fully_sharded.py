@@ -12,7 +12,7 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
-from flashlight_py.parallel.gradient_pass import install_pass, remove_pass
+from flashlight_py.parallel.gradient_pass import drop_pass, install_pass
 from flashlight_py.parallel.sharder import HostSharder
 from flashlight_py.parallel.synchronize import broadcast_parameters, give_state, require_module
 
@@ -102,7 +102,7 @@ def fully_shard(
             copies = {p: np.array(p.data) for p in named.values() if p.placement is not None}
             for param, data in copies.items():
                 param.placement, param.data = None, data
-        remove_pass(module)
+        drop_pass(module)
         broadcast_parameters(module, group=members)
         distribute_module_grads(module, group=members)
         return
@@ -116,7 +116,7 @@ def fully_shard(
                 )
     sharder = HostSharder(_in_order(module), members, across_hosts)
     give_state(module, module.buffers, 0, members)
-    remove_pass(module)
+    drop_pass(module)
     sharder.adopt_params()
     sharder.ignored = frozenset(named)
     install_pass(module, sharder, before_forward)

@@ -34,7 +34,7 @@ from flashlight_py.optim.optimizer import Placement, Shards
 from flashlight_py.parallel.gradient_pass import (
     GradientPass,
     PassBucket,
-    remove_pass,
+    drop_pass,
     used_on_any_rank,
 )
 from flashlight_py.parallel.synchronize import give_state
@@ -50,7 +50,7 @@ def shard_by_gathering(module: Module, group: ProcessGroup | None = None) -> Gat
     for name, param in params.items():
         if param.placement is not None:
             raise ValueError(f"fully_shard: got sharded parameter {name!r}. Call fully_shard once")
-    remove_pass(module)
+    drop_pass(module)
     for name, param in params.items():
         if param.hook is not None or param.buffer is not None:
             raise ValueError(
@@ -386,7 +386,6 @@ class GatheringSharder(Shards, GradientPass[Flat]):
                 self._send_bucket(flat, 1.0)
 
     def _settle(self, but: int = 0) -> None:
-        """Wait for all reductions except the last ``but``."""
         while self._settled < len(self._reductions) - but:
             reduction = self._reductions[self._settled]
             self._settled += 1

@@ -173,7 +173,6 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
                 self.fail()
 
     def _on_end(self, completed: bool) -> None:
-        """Wait for the sums, or end a failed pass."""
         is_right = False
         try:
             if not self._has_failed:
@@ -328,7 +327,7 @@ def install_pass(
         module.before_forward = functools.partial(before_forward, sync)
 
 
-def remove_pass(module: Module) -> None:
+def drop_pass(module: Module) -> None:
     """Undo ``install_pass`` if it was called for ``module``."""
     sync = _passes.pop(module, None)
     if sync is not None:

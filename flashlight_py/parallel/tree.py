@@ -377,7 +377,6 @@ def _room(array: Array) -> int:
 
 
 def _views(arrays: Iterable[Array], buffer: Array) -> Iterator[Array]:
-    """Yield a view into ``buffer`` for each array, with the array's shape."""
     start = 0
     for array in arrays:
         dtype = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")

@@ -207,7 +207,6 @@ class WorkerShare:
         return {leaf: None if leaf[0] else grad for leaf, grad in grads.items()}, []
 
     def _leaves(self, inputs: Sequence[Part]) -> dict[Variable, Leaf]:
-        """Return the variables whose gradients the parent may need."""
         leaves = {part: (False, n) for n, part in enumerate(inputs) if isinstance(part, Variable)}
         return leaves | {param: (True, n) for n, param in enumerate(self._params)}
 
