@@ -77,15 +77,15 @@ class DDPSequential:
     sums of every parameter, including blocks, over the ranks. Afterwards the sums have the same
     bits on every rank, and so does the result of ``step()``.
 
-    With ``average=False``, training equals that of one process with the samples of all ranks in one
-    batch, whatever their shares; the bound of the step is that of all samples together. (An LSTM
-    that carries states between calls with one sample uses each rank's batch.) With
-    ``average=True``, pytagi's default, the sums are divided by the number of ranks. Evidence is
-    lost, and the network learns more slowly the more ranks there are.
+    With ``average=False``, training equals training in one process with the samples of all ranks
+    in one batch, even if ranks have different numbers of samples. The bound of a step depends on
+    the number of all samples. (Exception: an LSTM that carries states uses the batch of its rank.)
+    With ``average=True``, pytagi's default, the sums are divided by the number of ranks. This loses
+    evidence, and the network learns more slowly with more ranks.
 
     The buffers of outputs and deltas, ``step``, ``train``, ``eval``, ``get_outputs``,
-    ``output_to_host``, ``state_dict`` and ``load_state_dict`` are those of the network, without
-    communication. The state is equal on all ranks except for running statistics. Load the same
+    ``output_to_host``, ``state_dict`` and ``load_state_dict`` forward to the network without
+    communication. Except for running statistics, all ranks have the same state. Load the same
     state on every rank.
 
     Args:
@@ -130,8 +130,8 @@ class DDPSequential:
         configured = (self.config.rank, self.config.world_size)
         if configured not in ((0, 1), (members.rank, members.size)):
             raise ValueError(
-                f"{location}: the config has rank {configured[0]} of {configured[1]}. Remove rank "
-                "and world_size from the config"
+                f"{location}: expected the same in the config, got rank {configured[0]} of "
+                f"{configured[1]}. Remove rank and world_size from the config"
             )
         if devices and len(devices) < members.size:  # the same on every rank
             raise ValueError(

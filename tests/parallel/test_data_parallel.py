@@ -345,7 +345,7 @@ def test_updates_that_cannot_be_reduced() -> None:
         optimizer.reduce([same, same])
     with pytest.raises(TypeError, match="got float"):
         optimizer.reduce([1.5])
-    with pytest.raises(TypeError, match=r"DistributedOptimizer\.reduce: the average of int64"):
+    with pytest.raises(TypeError, match=r"DistributedOptimizer\.reduce: .*got int64"):
         optimizer.reduce([np.zeros(2, np.int64)])
 
 
