@@ -202,7 +202,7 @@ class RecordedScalar(Recorded):
         view = super().__getitem__(where)
         return view.copy() if type(view) is Recorded else view
 
-    __setitem__ = None  # raises TypeError, like numbers
+    __setitem__ = None  # type: ignore[assignment]  # raises TypeError, like numbers
 
 
 KINDS: set[type] = {Recorded, RecordedScalar}
