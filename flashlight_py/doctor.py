@@ -53,8 +53,8 @@ ENOUGH_BYTES = 256 << 20  # containers have 64 MB by default, too little for gra
 _SHORTEST = 16  # an attacker who records the start of a job can try all shorter secrets
 # States of a finding. Only FAILED sets the exit code to 1.
 OK, MISSING, WARNING, FAILED = "ok", "missing", "warning", "FAILED"
-_GRACE_SECONDS = 10.0  # for a launcher to end its ranks
-MPI_SECONDS = 60.0  # maximum to load MPI or to run mpirun --version
+_GRACE_SECONDS = 10.0  # seconds for a launcher to end its ranks
+MPI_SECONDS = 60.0  # maximum seconds to load MPI or to run mpirun --version
 _RANK = ("-m", "flashlight_py.doctor", "--rank")
 # Prefixes of variables with which mpirun starts a rank. Commands of the doctor must not see them.
 _RANK_VARIABLES = ("PMI", "PMIX_", "OMPI_COMM_", "HYDRA_", "MPI_LOCAL")

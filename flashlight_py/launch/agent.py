@@ -70,7 +70,7 @@ class Agent:
             sockets.append(self._listener)
         # The address to which ssh connected, as reported by sshd (ssh(1)), comes first.
         by_ssh = system.environ.get("SSH_CONNECTION", "").split()[2:3]
-        addresses = sorted(own_addresses(), key=lambda each: each not in by_ssh)
+        addresses = sorted(own_addresses(), key=lambda address: address not in by_ssh)
         self.report("ready", attempt, addresses, [address.getsockname()[1] for address in sockets])
 
     def task(self, task: Mapping[str, Any]) -> None:

@@ -13,12 +13,12 @@ from selectors import EVENT_READ, EVENT_WRITE
 
 from flashlight_py import system
 
-HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)  # they do not end a job
+HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)  # signals that do not end a job
 # Signals from users and schedulers. Signals ignored at the start of the process stay ignored.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *HARMLESS)
 MOST_SECONDS = 1e6  # the kernel waits for events for at most 24 days
-BEAT_SECONDS = 0.5  # between messages that show that this end of a connection is alive
-LOST_SECONDS = 6.0  # of silence until a host is declared lost
+BEAT_SECONDS = 0.5  # seconds between two heartbeats of a connection
+LOST_SECONDS = 6.0  # seconds of silence until a host is declared lost
 
 
 class Poll:

@@ -14,7 +14,7 @@ from flashlight_py.launch.output import RankOutput
 # Seconds to wait for the cause after a rank failed because of another rank. Ranks that wait for the
 # failed rank may report before it does.
 CAUSE_SECONDS = 3.0
-STAYING_SECONDS = 10.0  # from the last end of a rank until the running ranks are reported
+STAYING_SECONDS = 10.0  # seconds from the last end of a rank to the report of running ranks
 
 
 class Supervisor:

@@ -108,8 +108,8 @@ class Raw:
 
 def test_signal_ends_a_wait_for_a_connection() -> None:
     """Regression: the signal was lost, and later data arrived at a wrong address."""
-    raw, nobody = Raw(MANY), socket.create_server((HERE, 0))  # who takes calls and says nothing
-    silent = nobody.getsockname()[1]
+    raw, silent_server = Raw(MANY), socket.create_server((HERE, 0))  # never answers
+    silent = silent_server.getsockname()[1]
     raw.lead(0, FAR, silent)
     raw.lead(FAR, 0, silent)
     began, answers = time.monotonic(), [1]
@@ -128,7 +128,7 @@ def test_signal_ends_a_wait_for_a_connection() -> None:
         status = raw.end(raw.all_reduce(rank, np.ones(LARGE, np.float32)))
         ended[rank] = status, time.monotonic() - began
         if rank == 0:
-            nobody.close()
+            silent_server.close()
 
     try:
         run_on_threads(raw.size, run)
@@ -136,7 +136,7 @@ def test_signal_ends_a_wait_for_a_connection() -> None:
         assert ended[0][1] < 6.0
         assert raw.lib.FL_OK not in {status for status, _ in ended.values()}
     finally:
-        nobody.close()
+        silent_server.close()
         raw.close()
 
 

@@ -54,8 +54,7 @@ def check_child(groups: list[ProcessGroup], works: list[Any]) -> None:
         for verb in VERBS:
             check_group_closed(functools.partial(verb, group), "forked")
         assert "closed" in repr(group)
-    entries = [entry for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
-    links = {os.readlink(entry.path) for entry in entries}
+    links = {os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if fd.is_symlink()}
     assert not [name for name in links if "memfd:flashlight" in name or "pidfd" in name]
     groups[0].close()
     groups.clear()

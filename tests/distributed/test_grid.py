@@ -54,7 +54,7 @@ def compare_with_mpi(rank: int, size: int, most_dims: int) -> int:
     return tried
 
 
-def check_same_grid(cart: Any, grid: Grid, nobody: int) -> None:
+def check_same_grid(cart: Any, grid: Grid, no_rank: int) -> None:
     where = repr(grid)
     assert grid.coords == tuple(cart.coords), where
     for other in range(cart.Get_size()):
@@ -62,7 +62,7 @@ def check_same_grid(cart: Any, grid: Grid, nobody: int) -> None:
         assert grid.rank_of(grid.coords_of(other)) == other, where
     for dim, extent in enumerate(grid.shape):
         for steps in range(-extent - 1, extent + 2):
-            expected = tuple(None if r == nobody else r for r in cart.Shift(dim, steps))
+            expected = tuple(None if r == no_rank else r for r in cart.Shift(dim, steps))
             assert grid.shift(dim, steps) == expected, (where, dim, steps)
             assert grid.shift(dim - len(grid.shape), steps) == expected
 
@@ -173,10 +173,10 @@ def test_messages_with_peer_none_have_no_effect(rank: int, size: int) -> None:
     for send in (fl.send, fl.isend):
         with pytest.raises(ValueError, match=r"got None. Only sendrecv and P2POp"):
             send(x, None)  # type: ignore[arg-type]
-    nobody = [fl.P2POp("send", x, None), fl.P2POp(fl.irecv, out, None, partial=True)]
-    work = fl.batch_isend_irecv(nobody)
+    no_rank = [fl.P2POp("send", x, None), fl.P2POp(fl.irecv, out, None, partial=True)]
+    work = fl.batch_isend_irecv(no_rank)
     assert work.is_completed()
-    assert [got is op.x for got, op in zip(work.wait(), nobody, strict=True)] == [True] * 2
+    assert [got is op.x for got, op in zip(work.wait(), no_rank, strict=True)] == [True] * 2
     assert fl.batch_isend_irecv([]).wait() == []
     group = fl.new_group([0])
     if rank == 0:
@@ -184,7 +184,7 @@ def test_messages_with_peer_none_have_no_effect(rank: int, size: int) -> None:
     group.close()
     calls = [
         lambda: group.sendrecv(x, None, out=out, src=None),
-        lambda: group.batch_isend_irecv(nobody),
+        lambda: group.batch_isend_irecv(no_rank),
     ]
     for call in calls:
         with pytest.raises((fl.errors.GroupClosedError, ValueError), match=r"closed|on a member"):

@@ -128,7 +128,7 @@ MB = 1 << 20
 MEMINFO = "MemTotal: 131072 kB\nMemAvailable:   65536 kB\nSwapFree:  {swap} kB\nHugePages_Free: 7\n"
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 STAT = "anon 5\ninactive_file 1048576\nactive_file 2097152\n"
-LACK = "there is not enough memory"
+LACK = "not enough memory"
 
 
 def machine(root: Path, files: dict[str, object], swap: int = 0) -> Path:
@@ -274,7 +274,7 @@ def test_reserve_raises_before_a_small_file_system_is_full(
 ) -> None:
     fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
     system = os.fstatvfs(fd)
-    with pytest.raises(OSError, match=r"a file: its file system has [0-9,]* bytes of") as caught:
+    with pytest.raises(OSError, match=r"a file: the file system has [0-9,]* of") as caught:
         memory_room.reserve(fd, system.f_blocks * system.f_frsize + 1, "a file")
     blocks = os.fstat(fd).st_blocks
     os.close(fd)
@@ -384,7 +384,7 @@ def test_out_of_memory_error_is_raised_on_every_rank_over_gloo(
     rank: int, size: int, tmp_path: Path
 ) -> None:
     lacking = little_memory(tmp_path) if rank == 1 else contextlib.nullcontext()
-    why = rf"rank {rank} of 2: {LACK}\. rank 1: an array of float32 \(17, 1048576\): 71,303,168 "
+    why = rf"rank {rank} of 2: .*{LACK}\. rank 1: an array of float32 \(17, 1048576\): 71,303,168 "
     with lacking, pytest.raises(fl.errors.OutOfMemoryError, match=why):
         fl.shared_empty((17, MB))
     assert fl.all_reduce(np.ones(1)) == size

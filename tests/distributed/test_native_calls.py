@@ -130,7 +130,7 @@ def test_all_to_all_rows_are_compared_and_checked(rank: int, size: int) -> None:
     wanted = np.concatenate([x[:3], x[:2]] if rank == 0 else [x[3:], x[2:]])
     for given in ((rows,) * 2, (tuple(rows), np.array(rows))):
         assert np.array_equal(fl.all_to_all(x, rows=given[rank]), wanted)
-    assert "all_to_all" in record_of(group).what
+    assert "all_to_all" in record_of(group).values
     with pytest.raises(MismatchError, match=r"all_to_all\(float32 \(6, 2\), rows=\.\.\.\)"):
         fl.all_to_all(x.astype(np.float32) if rank == 0 else x, rows=rows)
     with pytest.raises(MismatchError, match=r"rank 1 called all_to_all\(rows=\.\.\.\)"):
@@ -170,7 +170,7 @@ def test_batch_of_messages_is_started_natively(rank: int, size: int) -> None:
     ops += [fl.P2POp("recv", np.zeros(30_002), peer)]
     with pytest.raises(MismatchError, match="float64"):
         fl.batch_isend_irecv(ops).wait()
-    sent = [record for record in group.journal.records() if record.what[2] == "send"]
+    sent = [record for record in group.journal.records() if record.values[2] == "send"]
     assert rank or len(sent) >= 13
 
 

@@ -140,9 +140,9 @@ def test_world_of_one_receives_partially_from_itself() -> None:
     assert part.base is room
     assert part.tolist() == [[1, 1]] * 3
     assert work.source == 0
-    with pytest.raises(ValueError, match="has one rank"):
+    with pytest.raises(ValueError, match="group of one rank"):
         fl.recv(room, None)
-    with pytest.raises(ValueError, match="first dimension"):
+    with pytest.raises(ValueError, match="must have a dimension"):
         fl.irecv(np.zeros(()), 0, partial=True)
 
 

@@ -86,7 +86,7 @@ def test_load_torch_reads_safetensors_files(dtype: str, tmp_path: Any) -> None:
         fl.nn.load_torch(module, given)
         check(module)
     path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="not a safetensors file"):
+    with pytest.raises(ValueError, match="expected a safetensors file"):
         fl.nn.load_torch(module, path)
 
 

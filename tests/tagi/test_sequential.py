@@ -87,7 +87,7 @@ def test_forward_accepts_changing_batch_sizes() -> None:
         ),
         (
             np.zeros(10),
-            r"Linear\(4,8\): 10 elements are not whole samples of shape \(4,\)",
+            r"Linear\(4,8\): expected a multiple of 4 elements, got 10",
         ),
         (np.zeros((2, 0)), r"Linear\(4,8\): expected a batch of samples, got \(2, 0\)"),
         (3.0, r"Linear\(4,8\): expected a batch of samples, got \(\)"),

@@ -59,9 +59,8 @@ class Float16Compression(CastCompression):
     Each value is rounded to 11 bits before it is sent (a relative error of 2**-11), summed over the
     ranks and scaled in float32, and rounded once more. A finite number that is too large for
     float16 is sent as +-65504, the largest float16, so that one outlier cannot make parameters
-    infinite. Infinities and NaN are sent unchanged. Numbers below 6e-5 lose digits, and numbers
-    below 3e-8 become 0. For such gradients, use ``Bfloat16Compression`` or multiply the loss by a
-    constant.
+    infinite. Infinities and NaN are sent unchanged. Numbers below 6e-5 lose digits, and below 3e-8
+    become 0. For such gradients, use ``Bfloat16Compression`` or multiply the loss by a constant.
 
     CuPy arrays are summed and scaled by NCCL, which rounds in its own way.
 

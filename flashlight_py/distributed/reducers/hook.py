@@ -81,9 +81,8 @@ def views(flat: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
 class Compression(abc.ABC):
     """Base class of communication hooks that send fewer bytes than a float32 or float64 bucket has.
 
-    The result has the same bits on every rank. Create the hook with the same arguments on every
-    rank. Use one instance for one reducer or module only, because the instance keeps state for each
-    bucket.
+    The result has the same bits on every rank. Create the hook with equal arguments on all ranks,
+    and use it for one reducer or module only, because it keeps state for each bucket.
     """
 
     # First parts of the names of the state, "<name>.<bucket>" or "<name>.<bucket>.<part>".

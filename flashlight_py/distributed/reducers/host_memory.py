@@ -41,8 +41,7 @@ def store_of(group: ProcessGroup) -> BackendStore:
 
 
 def wait_for_ranks(group: ProcessGroup, doing: str) -> None:
-    """Wait until all ranks call it in the same operation ``doing``, one of ``COMPOSED``.
-    Collective.
+    """Wait for all ranks of ``group`` in the operation ``doing``, one of ``COMPOSED``. Collective.
 
     Ranks then see each other's earlier writes to shared memory. Raises DistributedError like
     :func:`flashlight_py.barrier`. A MismatchError closes the group.

@@ -38,8 +38,7 @@ class PowerSGDCompression(Compression):
     all ranks, and the state of its bucket is dropped.
 
     Args:
-        rank: Columns of the thin matrices, at least 1. More columns are more exact and need more
-            bytes.
+        rank: Columns of the thin matrices, at least 1. More are more exact, and more bytes.
         start_step: Steps (from 0) that are reduced exactly before compression starts. Early
             gradients change fast, and some hundred exact steps often help.
         min_compression: Minimum ratio of size before and after, at least 1. Other matrices are not

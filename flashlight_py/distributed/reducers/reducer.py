@@ -166,8 +166,7 @@ class EagerReducer(_Pending):
     for them costs more time than it saves. CuPy arrays always overlap, without a thread.
 
     A ``hook`` reduces the arrays, which must be flat. ``parts`` are the views into each array, in
-    the order of the calls of ``add``. Raises TypeError if ``hook`` is not callable, or cannot
-    compress the dtype.
+    the order of ``add``. Raises TypeError if ``hook`` is not callable, or rejects the dtype.
     """
 
     def __init__(
@@ -207,16 +206,14 @@ class CoalescingReducer(_Pending):
         async_op: Start full buckets without waiting; ``finalize`` waits for them.
         contiguous: Pack each bucket into one transfer per dtype.
         bucket_bytes: Maximum bytes of a bucket (default 20 MiB, as in flashlight). A bucket is sent
-            when it is full, or when the next array does not fit. A larger array is sent alone at
-            once.
+            when it is full, or the next array does not fit. A larger array is sent alone at once.
         hook: Hook that reduces the buckets, such as ``Float16Compression()``. A bucket then has one
             dtype and one device, and buckets are numbered from 0 after each ``finalize``: add the
             same arrays in the same order in every step.
         group: Group whose ranks reduce. Default: the world.
 
     Raises:
-        ValueError: If ``bucket_bytes`` is not positive, or a hook is passed with
-            ``contiguous=False``.
+        ValueError: If ``bucket_bytes`` is not positive, or a hook has ``contiguous=False``.
         TypeError: If ``hook`` is not callable.
     """
 
@@ -236,7 +233,7 @@ class CoalescingReducer(_Pending):
             check_hook(hook)
             if not contiguous:
                 raise ValueError(
-                    "CoalescingReducer: contiguous must be True if a hook is passed, got False"
+                    "CoalescingReducer: contiguous must be True with a hook, got False"
                 )
         self._async, self._contiguous = async_op, contiguous
 

@@ -5,9 +5,8 @@ sbatch(1), mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), flux-run(1), LS
 (JSM_NAMESPACE_RANK), Jobs of Kubernetes and JobSets (JOB_COMPLETION_INDEX), SkyPilot, AWS Batch
 (multi-node parallel jobs), dstack and HPE Cray PALS.
 
-If the environment describes several processes, a world of one process is an error or a warning.
-Some schedulers start one process on each node without rank and size. The error names variables to
-set.
+If the environment describes several processes, a world of one is an error or a warning. For
+schedulers that start a process per node without a rank, the error names variables to set.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ from flashlight_py.interfaces import family_of, is_loopback
 
 FAN = 8  # children of a host: a larger value loads each host more, a smaller value adds levels
 
-# A rank that asks again within ``_SOON`` seconds has not reached its parent. From the second
-# request on it may become a child of rank 0, which has ``_SPARE`` extra slots for this purpose. The
-# fourth request always succeeds there.
+# A rank that asks again within ``_SOON`` seconds has not reached its parent. The second request may
+# use one of ``_SPARE`` extra slots of rank 0. The fourth request always gets a slot there.
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
 # A rank, its parent, the length of its identity, and the length of its payload.
@@ -133,9 +132,9 @@ class TreeRecord:
         return self._parents.get(rank) == parent
 
     def missing(self, size: int) -> list[int]:
-        """Return the ranks without a payload, or an ancestor that does not pass a payload on.
+        """Return the ranks without a payload, or their ancestors that do not pass a payload on.
 
-        A live rank answers when asked. An ancestor that has not answered is therefore named.
+        Live ranks answer when asked. An ancestor that has not answered is therefore named.
         """
         named, silent = set(), set(range(size)) - self.payloads.keys()
         silent_parents = set[int]()

@@ -1,9 +1,8 @@
 """The secret of a job, and how two processes prove to each other that they know it.
 
-The environment contains a job's secret: FLASHLIGHT_SECRET, which launchers set, or MASTER_SECRET.
-Without it, processes of one host use the secret of the user, a file that no other user may read.
-Processes of several hosts have no common secret then, and any process that reaches rank 0's port
-can join.
+The job's secret is in the environment: FLASHLIGHT_SECRET, which launchers set, or MASTER_SECRET.
+Without it, processes of one host use the user's secret, a file that no other user may read.
+Processes of several hosts then have no secret, and any process that reaches rank 0 can join.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def derived_key(payloads: Roster, key: bytes) -> bytes:
 class Secret:
     """The secret of this process. ``source`` names its origin in messages.
 
-    ``from_job`` is the secret from the environment or the run, ``of_user`` that of the user's
-    processes on this host. ``one_host``: all ranks are known to be on this host.
+    ``from_job`` is the secret from the environment or the run. ``of_user`` is the secret of the
+    user's processes on this host. ``one_host``: all ranks are known to be on this host.
     """
 
     from_job: bytes = field(repr=False)
@@ -69,8 +68,7 @@ class Secret:
     def find(cls, one_host: bool, environ: Mapping[str, str] = system.environ) -> Secret:
         """Return the secret in ``environ`` (default: ``os.environ``), or that in the user's file.
 
-        Raises RendezvousError if a variable is empty, or the file is not private or cannot be
-        created.
+        Raises RendezvousError if a variable is empty, or the file cannot be created or is public.
         """
         for name in VARIABLES:
             if name in environ:

@@ -1,10 +1,9 @@
 """Connections between ranks: messages, and proofs that both ends know the run's secret.
 
 A message is a header (magic, version, kind, length) and a body; nothing is unpickled. A connection
-begins with a handshake. The client sends a nonce, and the server (such as rank 0) answers with a
-nonce. The client sends a proof made of both nonces and its greeting, and the server answers with
-its own proof. Before the proof is checked, only lengths are used. Since a job may have no secret,
-no content of a greeting can do harm.
+begins with a handshake. Client and server (such as rank 0) exchange nonces. The client sends a
+proof made of both nonces, and its greeting; the server answers with its proof. Before the proof is
+checked, only lengths are used. Without a secret, no content of a greeting can do harm.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ class WireError(Exception):
 class Greeting(NamedTuple):
     """A client's rank, its world size, and its process.
 
-    In a tree, ``listens_at`` is its address and port for other ranks, or ``LEAF``. ``lost_parent``
-    is the rank of a parent that did not answer.
+    In a tree also its address and port for other ranks (or ``LEAF``), and the rank of a lost
+    parent.
     """
 
     rank: int
@@ -110,8 +109,8 @@ class Greeting(NamedTuple):
 class Position(NamedTuple):
     """The position of ``rank`` in the tree: below ``parent``, ``depth`` levels below rank 0.
 
-    ``peer`` is the process of ``parent``. The parent listens at ``host`` and ``port``; if ``host``
-    is "", the parent is the sender.
+    ``peer`` is the process of ``parent``, which listens at ``host`` and ``port``. If ``host`` is
+    "", the parent itself has sent the position.
     """
 
     rank: int
