@@ -44,7 +44,7 @@ def new_group(
 
     Args:
         ranks: Ranks in the parent, without duplicates. Their order determines the new ranks.
-        timeout: Seconds per operation, equal on every rank. Default: the timeout of the parent.
+        timeout: In seconds per operation, equal on every rank. Default: the timeout of the parent.
         group: The parent. Default: the world.
 
     Returns:
@@ -76,7 +76,7 @@ def split(
     Args:
         color: Any integer. None: this rank joins no group, and receives a group without itself.
         key: Any integer.
-        timeout, group: As for :func:`new_group`.
+        timeout, group: As for :func:`new_group`; the timeout in seconds.
 
     Returns:
         The new group of this rank; see :func:`new_group`.
