@@ -62,7 +62,7 @@ def new_group(
             raise ValueError(f"new_group: ranks must not contain duplicates, got {members}")
         if not members:
             raise ValueError("new_group: ranks must contain at least one rank, got []")
-        return _create_group(parent, "new_group", _in_words(members), timeout, lambda _: members)
+        return _create_group(parent, "new_group", _member_text(members), timeout, lambda _: members)
 
 
 def split(
@@ -137,7 +137,7 @@ def grid(
     return Grid(rank, extents, tuple(map(bool, wraps)))
 
 
-def _in_words(members: Sequence[int]) -> str:
+def _member_text(members: Sequence[int]) -> str:
     """Return the members of a new group as text. Long lists are cut and have a digest."""
     words = f"new_group {list(members)}"
     if len(words) <= _MOST_WORDS:
