@@ -1,4 +1,4 @@
-// The shared part of the C ABI.
+// The part of the C ABI that both native libraries share.
 #include "capi.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 constexpr const char* kNoMemory = "out of memory";
 thread_local char last_error[1024];
 
-// An operation that could not be started, where there is no memory to describe another one.
+// A handle for failures to start an operation without memory for another handle.
 struct OutOfMemory final : Started {
   using Started::Started;
   void release() noexcept override {}
@@ -50,7 +50,7 @@ extern "C" {
 
 const char* fl_error(void) { return fl::last_error; }
 
-// Without memory for what this thread would do for it, it has not ended.
+// FL_PENDING if this thread lacks the memory to drive the operation.
 fl_status fl_op_wait(fl_op* op, double seconds) {
   return fl::guarded(FL_PENDING, [&] { return op->wait(seconds); });
 }

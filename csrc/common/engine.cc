@@ -5,9 +5,9 @@
 namespace fl {
 namespace {
 
-constexpr long kSliceMilliseconds = 20;  // a sleep, before somebody looks around
-constexpr uint32_t kLongWait = 100;  // milliseconds until a sender is told what a receive waits for
-constexpr int kSpinsALook = 4;  // a look at all that may have come takes so much longer than one at a counter
+constexpr long kSliceMilliseconds = 20;  // maximum sleep before failures are checked
+constexpr uint32_t kLongWait = 100;  // milliseconds of waiting after which a receive notifies its sender
+constexpr int kSpinsALook = 4;  // a poll of all queues costs as much as this many polls of one counter
 constexpr int kTokenBits = 20;
 constexpr uint32_t kTokens = (1u << kTokenBits) - 1;
 
@@ -20,7 +20,7 @@ bool must_check_at_once() {
 
 Engine::Engine(Wire& wire, int size)
     : wire_(wire), size_(size), checks_at_once_(must_check_at_once()), peers_(size) {
-  sites_.emplace_back();  // not known
+  sites_.emplace_back();  // number 0: unknown site
 }
 
 Engine::~Engine() {
@@ -32,19 +32,19 @@ Engine::~Engine() {
 
 void Engine::stop() {
   {
-    const Lock lock(mutex_);  // the thread has seen it, or is seen to be about to sleep
+    const Lock lock(mutex_);  // the thread reads the flag, or has not begun its sleep yet
     stopping_.store(true, std::memory_order_relaxed);
   }
   wire_.wake(false);
   ticker_.stop();
 }
 
-// Callers keep their sites where they are, as a rule.
+// Return the number of `site`. The cache expects that callers pass the same address for the same site.
 uint16_t Engine::number_of(const fl_site& site) {
   auto& [known, number] = last_sites_[reinterpret_cast<uintptr_t>(&site) / sizeof site % 16];
   if (known == &site && std::strcmp(site.text, sites_[number].text) == 0) return number;
   const auto [found, is_new] = site_numbers_.try_emplace(site.text, static_cast<uint16_t>(sites_.size()));
-  if (is_new && sites_.size() > UINT16_MAX) {  // refusals say why, each in its own words
+  if (is_new && sites_.size() > UINT16_MAX) {  // rejected calls have sites with messages
     site_numbers_.erase(found);
     return 0;
   }
@@ -53,7 +53,7 @@ uint16_t Engine::number_of(const fl_site& site) {
   return number = found->second;
 }
 
-// Ends ----------------------------------------------------------------------------------------
+// Completion ----------------------------------------------------------------------------------
 
 uint32_t Engine::token_for(Message& message) {
   if (free_tokens_.empty()) {
@@ -65,7 +65,7 @@ uint32_t Engine::token_for(Message& message) {
   free_tokens_.pop_back();
   auto& [uses, holder] = tokens_[place];
   holder = &message;
-  // Never 0, and another one for each use: late answers to a message that has failed find nobody.
+  // Never 0, and new for each use: late answers to a failed message match no message.
   return (++uses << kTokenBits | place) + 1;
 }
 
@@ -86,7 +86,7 @@ void Engine::drop_moving(Message& message) {
   moving_.erase(std::remove(moving_.begin(), moving_.end(), &message), moving_.end());
 }
 
-// It is in no table or queue any more, but may move. The last thing that is done with it.
+// Complete a message that is in no table or queue but may be transferring data. `message` is then invalid.
 void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   if (message.state_ == Message::kOffered) free_token(message.token_);
   if (message.is_moving()) {
@@ -100,7 +100,7 @@ void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> ou
     message.outcome_ = outcome.release();
     message.flags_ |= Message::kHasOutcome;
   }
-  const bool is_timed = (message.flags_ & Message::kTimed) != 0;  // the clock takes a while
+  const bool is_timed = (message.flags_ & Message::kTimed) != 0;  // reading the clock takes time
   message.ended_ = is_timed ? std::chrono::duration<double>(Clock::now().time_since_epoch()).count() : 0;
   if (message.stamp_ != nullptr) {
     const int64_t running = __atomic_load_n(message.stamp_, __ATOMIC_RELAXED);
@@ -113,7 +113,7 @@ void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> ou
   message.release();
 }
 
-// All that is open in `port`: take each message out of where it waits, and visit it.
+// Remove each open message of `port` from its table or queue and visit it.
 template <typename Visit>
 void Engine::take_all(Port& port, Visit visit) {
   port.posted_.clear(visit);
@@ -130,7 +130,7 @@ void Engine::take_all(Port& port, Visit visit) {
   }
   const auto moving = moving_;
   for (Message* message : moving) {
-    // A thread that reads finds out when it has done so.
+    // A thread that reads without the lock detects the end itself.
     if (message->port_ == &port && !message->movement_->is_busy) visit(*message);
   }
 }
@@ -148,8 +148,8 @@ void Engine::for_each(const Port& port, Visit visit) const {
   for (Message* message : moving_) visit_own(message);
 }
 
-// End all that is open in a group, which has ended: `about` it was found, and what waits for the ranks that
-// are missing says the same.
+// End all open messages of a group that has ended. `about` and the messages that wait for the missing ranks
+// get the failure `found`; other messages get `why`.
 void Engine::end_all(Port& port, const Failure& why, const Failure* found, const Message* about) {
   take_all(port, [&](Message& message) {
     const auto waits_for = [&](int rank) { return rank == message.peer_ || message.peer_ < 0; };
@@ -162,7 +162,7 @@ void Engine::end_all(Port& port, const Failure& why, const Failure* found, const
   });
 }
 
-// A receive that nothing has come for in time: all is well, and its source is nobody.
+// End an open receive successfully, without a source.
 void Engine::cancel(Message& message) {
   const Lock lock(mutex_);
   if (message.state_ != Message::kPosted) return;
@@ -175,7 +175,8 @@ const fl_site& Engine::site_of(int from, uint16_t number) const {
   return found == peers_[from].sites.end() ? sites_[0] : found->second;
 }
 
-// Others learn of what this rank has received, also where it leaves at once; unless they do not look.
+// Wait until answers about received messages have been sent, because this rank may leave at once. Peers that
+// have given up are not awaited.
 void Engine::send_answers(Port& port) {
   const auto is_waited_for = [&](const Control& control) {
     return control.group == port.group_ && control.kind != kCredit && control.kind != kWanted;
@@ -202,7 +203,7 @@ void Engine::send_answers(Port& port) {
 
 // Waiting -------------------------------------------------------------------------------------
 
-// Without going to sleep; whether it is done.
+// Poll without sleeping; return whether a message has ended.
 bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
   patience.spins /= kSpinsALook;
   struct Looking {
@@ -231,7 +232,7 @@ bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
   return false;
 }
 
-// Until it is done, or `until`. A failure ends the messages of its group.
+// Wait until a message has ended, or `until`. A failure ends all messages of the group.
 void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, InterruptCheck interrupt) {
   const struct Caller {
     Engine& engine;
@@ -260,7 +261,7 @@ void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point
   } while (!burn(awaited, port.transport_.patience(), hot) && Clock::now() < until);
 }
 
-// Until something has come, or for a while; whether anything went on.
+// Sleep until a record arrives or the time is over; return whether anything progressed.
 bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   const uint32_t since = wire_.begin_wait();
   bool moved, stops;
@@ -274,7 +275,7 @@ bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   return moved;
 }
 
-// The thread's part. Callers see themselves to messages that they come for again and again.
+// Run on the engine's thread while no caller makes new calls or waits. Callers advance messages themselves.
 void Engine::tick() {
   if (open_.load(std::memory_order_relaxed) == 0) return;
   ticker_.wind();
@@ -289,7 +290,7 @@ void Engine::tick() {
   }
 }
 
-// Find what will never end, and end it. News that has come until now counts more.
+// Detect messages that can never end, and end them after handling the records that have arrived meanwhile.
 void Engine::look_around() {
   std::vector<Verdict> found;
   {
@@ -318,10 +319,10 @@ void Engine::look_around() {
   }
 }
 
-// Of a port that nobody else makes fail meanwhile: others would only find that it has.
+// End the group of `port` with `found`. The caller has raised failing_, which excludes other threads.
 void Engine::fail(Port& port, const Failure& found, const Message* about) {
   const Failure failure = port.transport_.in_full(found);
-  port.transport_.fail(failure);  // it may take its time to tell others
+  port.transport_.fail(failure);  // may block while it notifies other ranks
   const Lock lock(mutex_);
   --port.failing_;
   end_all(port, port.transport_.why_broken(), &failure, about);
@@ -370,13 +371,13 @@ void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
   });
 }
 
-// Whether another receive has the message that this one shares the claim of.
+// True if another receive with the same claim has its message.
 bool Engine::is_claimed(const Message& message) {
   return message.match_ != nullptr && message.match_->claim != nullptr &&
          __atomic_load_n(message.match_->claim, __ATOMIC_RELAXED) != 0;
 }
 
-// Let the sender know what this rank waits for.
+// Tell the sender which tag this rank waits for.
 void Engine::announce(Message& message) {
   if ((message.flags_ & Message::kAnnounced) != 0) return;
   message.flags_ |= Message::kAnnounced;

@@ -1,4 +1,4 @@
-// Why an operation ended, and which ranks it is about.
+// Failures of an operation: the reason and the ranks concerned.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@
 
 namespace fl {
 
-// What ranks are known to have called, by rank: where, and how many seconds ago (-1: not known).
+// The calls of the ranks as far as known, by rank: signature, site, and age in seconds (-1: unknown).
 struct Seen {
   std::vector<fl_signature> calls;
   std::vector<fl_site> sites;
   std::vector<double> ages;
-  uint32_t ago = 0;  // of a mismatch: so many calls before this one
+  uint32_t ago = 0;  // mismatch: number of calls since the compared one
 
-  // Nothing yet, of any rank.
+  // Clear the entries of all ranks.
   void reset(int ranks) {
     calls.assign(ranks, fl_signature{});
     sites.assign(ranks, fl_site{});
@@ -34,14 +34,14 @@ struct Failure : std::runtime_error {
       : std::runtime_error(message), status(status), missing(std::move(missing)) {}
   fl_status status;
   std::vector<int> missing;
-  Seen seen;  // of a timeout or a lost rank: the last calls
-  std::shared_ptr<const Failure> for_others;  // what they are told in its place
+  Seen seen;                                  // timeout or lost rank: the last known calls
+  std::shared_ptr<const Failure> for_others;  // failure to report to the other ranks instead
 };
 
-// Of a rank that has closed its group, as at the normal end of its program.
+// Reason for a rank that closed its group, as at the normal end of a program.
 constexpr const char* kHasLeft = "it has left the group";
 
-// What a rank has said of others, with who that was; it may have heard it itself.
+// Append the source of `message` to it, unless `message` already names a source.
 inline std::string as_told(const std::string& message, const std::string& who) {
   const std::string end = " says";
   const bool is_told = message.size() >= end.size() &&
@@ -49,11 +49,11 @@ inline std::string as_told(const std::string& message, const std::string& who) {
   return is_told ? message : message + ", as " + who + end;
 }
 
-// What it means for rank `self` that `rank`, who is `who`, gave up: `theirs` says why.
+// Return the failure of rank `self` after `rank`, named `who`, gave up with the failure `theirs`.
 inline Failure given_up_by(int rank, const std::string& who, int self, const Failure& theirs) {
   Failure told(theirs.status, theirs.missing, as_told(theirs.what(), who));
   if (std::find(theirs.missing.begin(), theirs.missing.end(), self) != theirs.missing.end()) {
-    // This rank is late and not lost; the others hear the reason from both.
+    // This rank is late, not lost. Other ranks get the reason from both ranks.
     Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + theirs.what());
     failure.for_others = std::make_shared<const Failure>(std::move(told));
     return failure;
@@ -68,7 +68,7 @@ inline Failure given_up_by(int rank, const std::string& who, int self, const Fai
   }
 }
 
-// The ranks called different things; `seen` says what. The group lives on.
+// The calls of the ranks differ; `seen` has them. The group remains usable.
 struct Mismatch : std::exception {
   explicit Mismatch(Seen seen = {}) : seen(std::move(seen)) {}
   const char* what() const noexcept override { return "the ranks called different things"; }

@@ -1,4 +1,4 @@
-// How messages go from rank to rank.
+// Sending and receiving of messages between ranks.
 
 #include "copying.h"
 #include "engine.h"
@@ -6,15 +6,15 @@
 namespace fl {
 namespace {
 
-// What a rank may have sent to another that this has not received yet, in bytes: it keeps as much.
+// Maximum number of bytes sent to a peer that has not taken them. The peer buffers them.
 constexpr size_t kMostCredit = sized(1 << 20, 512);
 constexpr size_t kReadAtOnce = sized(4 << 20, 128), kLeastPiece = sized(8 << 10, 64);
 constexpr size_t kMostWanted = 16;
 
 size_t bytes_of(const fl_signature& call) { return static_cast<size_t>(call.count) * call.itemsize; }
 
-// Of all that same_call() compares but the tag: equal for two calls that same_message() finds the same,
-// different (by 64 bits) for others.
+// Return a digest of all that same_call() compares except the tag. Equal for signatures that same_message()
+// accepts; different, with 64 bits, otherwise.
 uint64_t digest_of(const fl_signature& s) {
   uint64_t scale, digest = 0x9e3779b97f4a7c15u;
   std::memcpy(&scale, &s.scale, sizeof scale);
@@ -31,8 +31,8 @@ uint64_t digest_of(const fl_signature& s) {
   return digest;
 }
 
-// Bytes that a receiver keeps until the message is received count; offers without data are counted by their
-// sender, which waits for each.
+// Return the bytes charged to the credit: data that the receiver buffers. Offers without data are free,
+// because their sender waits.
 size_t charge_of(Kind kind, size_t bytes) {
   return kind == kMessage || bytes > kTinyMessage ? bytes + 64 : 0;
 }
@@ -45,14 +45,14 @@ const char* data_of(const Record& record, const char* data) {
 
 // Sending -------------------------------------------------------------------------------------
 
-// A send that need not be waited for, without an entry; false: it has to be.
+// Send a message that need not be waited for, without an entry. False: it needs an entry.
 bool Engine::send_now(Port& port, const fl_message& given) {
   const Peer& peer = peers_[port.ranks_[given.peer]];
   if (peer.waiting != nullptr || !peer.controls.empty()) return false;
   return put(port, given.signature, given.peer, given.data, number_of(given.site), nullptr) == Sent::kGone;
 }
 
-// `outcome`, if there is one, of a message that has ended before it began.
+// With an `outcome`, end the message at once.
 void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   message.refs_.fetch_add(1, std::memory_order_relaxed);
   open_.fetch_add(1, std::memory_order_relaxed);
@@ -71,7 +71,7 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
   Port::Arrival* found = nullptr;
   if ((message.flags_ & Message::kAny) == 0) {
     if (port.arrived_[message.peer_] > 0) found = port.arrivals_.first(message.key());
-  } else {  // of all ranks in turn, from another one each time
+  } else {  // take turns between the ranks
     const int size = static_cast<int>(port.ranks_.size());
     const uint32_t first = port.searches_++;
     for (int i = 0; i < size && found == nullptr; ++i) {
@@ -87,13 +87,13 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
   Port::Arrival::free(found);
 }
 
-// Behind those that wait for room.
+// Append to the queue of sends that wait for space.
 void Engine::queue(Peer& peer, Message& message) {
   (peer.waiting == nullptr ? peer.waiting : peer.last_waiting->next) = &message;
   peer.last_waiting = &message;
 }
 
-// `message` may be null: then only what need not be waited for is sent.
+// With a null `message`, send only if no wait is needed.
 Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const void* data, uint16_t site,
                          Message* message) {
   const int to = port.ranks_[peer];
@@ -102,7 +102,7 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   const bool has_credit = known.charged + all + 64 <= kMostCredit;
   const bool is_whole = all <= kTinyMessage || (all <= wire_.eager_bytes() && has_credit);
   const bool waits = !is_whole || !has_credit || checks_at_once_ || is_compared(call) ||
-                     port.transport_.has_given_up(peer);  // whoever waits finds out
+                     port.transport_.has_given_up(peer);  // the wait then detects the failure
   if (waits && message == nullptr) return Sent::kNot;
   const bool is_read = !is_whole && wire_.can_read(to);
   const size_t part = has_credit && !is_read ? std::min(all, wire_.eager_bytes()) : 0;
@@ -123,7 +123,7 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   record.address = is_read ? reinterpret_cast<uintptr_t>(data) : 0;
   if (bytes > 0) stream_copy(bytes > kTinyMessage ? room.data : record.tiny, data, bytes);
   known.charged += charge_of(record.kind, bytes);
-  wire_.send(to, room);  // the record is the receiver's now
+  wire_.send(to, room);  // the receiver owns the record from here on
   if (!waits) return Sent::kGone;
   message->mine_.sequence = sequence;
   return Sent::kOffered;
@@ -146,7 +146,7 @@ void Engine::control(int to, Control control) {
   if (controls.empty() && put_control(to, control)) return;
   controls.push_back(std::move(control));
   open_.fetch_add(1, std::memory_order_relaxed);
-  ticker_.wind();  // others may wait for it while nobody here waits for anything
+  ticker_.wind();  // peers may need it although no thread here waits
 }
 
 bool Engine::put_control(int to, const Control& control) {
@@ -174,7 +174,7 @@ bool Engine::put_control(int to, const Control& control) {
   return true;
 }
 
-// Send what waits for room; whether anything went.
+// Send queued controls and messages while there is space; return whether anything was sent.
 bool Engine::flush(int to) {
   Peer& peer = peers_[to];
   bool moved = false;
@@ -198,13 +198,13 @@ bool Engine::flush(int to) {
   return moved;
 }
 
-// Of an accepted message as much as there is room for.
+// Send as much of an accepted message as there is space for.
 bool Engine::flow_out(Message& message) {
   Message::Movement& movement = *message.movement_;
   const size_t all = message.bytes();
   bool moved = false;
   while (movement.done < all) {
-    // Several pieces even of what would fit one, so that filling and draining overlap.
+    // At least four chunks, so that filling and draining overlap.
     const size_t part = std::min(std::max(kLeastPiece, all / 4), wire_.most_bytes());
     const size_t piece = std::min(part, all - movement.done);
     Wire::Room room = wire_.reserve(movement.from, piece > kTinyMessage ? piece : 0);
@@ -227,7 +227,7 @@ bool Engine::flow_out(Message& message) {
 
 // Receiving -----------------------------------------------------------------------------------
 
-// Do what can be done; from rank `hot`, if there is one, most often. Whether anything was.
+// Handle arrived records, usually of rank `hot` only, and continue transfers. Return true after progress.
 bool Engine::progress(Lock& lock, int hot) {
   bool moved = hot != kNobody && read_records(hot);
   if (hot == kNobody || moved || ++passes_ % 8 == 0) {
@@ -246,7 +246,7 @@ bool Engine::progress(Lock& lock, int hot) {
       if (moving_.size() < before) --i;
     } else {
       read_on(message, lock);
-      return true;  // the list may be another by now
+      return true;  // the list may have changed
     }
   }
   return moved;
@@ -291,7 +291,7 @@ void Engine::handle(int from, const Wire::Room& room) {
     if (wanted.size() < kMostWanted) wanted.push_back(record.tag);
     return;
   }
-  // The credit of what this rank has sent comes back with it.
+  // The record also returns the credit of the rejected message.
   Seen seen;
   seen.reset(static_cast<int>(port.ranks_.size()));
   seen.ago = 1;
@@ -301,7 +301,7 @@ void Engine::handle(int from, const Wire::Room& room) {
   std::memcpy(&seen.calls[port.rank_], data, sizeof(fl_signature));
   const size_t mine = std::min<size_t>(static_cast<uint16_t>(record.token), sites_.size() - 1);
   seen.sites[port.rank_] = sites_[mine];
-  if (seen.calls[port.rank_].ndim == FL_REFUSED) return;  // this rank has raised, and knows why
+  if (seen.calls[port.rank_].ndim == FL_REFUSED) return;  // this rank has raised already
   port.refusals_.push_back(std::move(seen));
   port.has_refusal_.store(true, std::memory_order_relaxed);
 }
@@ -313,7 +313,7 @@ void Engine::arrive(int from, const Wire::Room& room) {
   room.group == Wire::kLeft ? give_back(from, *arrival) : early_[room.group].push_back(arrival);
 }
 
-// A message for whoever has first posted a receive of it, or to be kept.
+// Deliver a message to the oldest matching receive, or keep it.
 void Engine::arrive(Port& port, int from, const Record& record, const char* data) {
   const int peer = port.numbers_[from];
   Message* const first = first_for(port, peer, record.tag);
@@ -325,7 +325,7 @@ void Engine::arrive(Port& port, int from, const Record& record, const char* data
   deliver(*first, peer, record, data);
 }
 
-// Whoever has first posted a receive of such a message, no more among those that wait.
+// Remove and return the oldest receive that matches.
 Message* Engine::first_for(Port& port, int peer, int32_t tag) {
   for (;;) {
     Message* const named = port.posted_.first(key_of(peer, tag));
@@ -340,11 +340,11 @@ Message* Engine::first_for(Port& port, int peer, int32_t tag) {
   }
 }
 
-// False: another one that shares its claim has a message.
+// False: another receive with the same claim has a message.
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;
-  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // it publishes nothing
+  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // no memory is published by it
   futex_wake(shared, kAllBits, Among::kThreads);
   return true;
 }
@@ -358,7 +358,7 @@ void Engine::credit(int from, size_t bytes) {
   control(from, says);
 }
 
-// One that nobody will receive, of that rank.
+// Free a message that no rank will receive, and return its credit.
 void Engine::give_back(int from, Port::Arrival& arrival) {
   credit(from, charge_of(arrival.record.kind, arrival.record.bytes));
   Port::Arrival::free(&arrival);
@@ -374,7 +374,7 @@ void Engine::forget(uint64_t group) {
   early_.erase(early);
 }
 
-// `from` is its rank in the group. The data of the record, or all there is to know, is here.
+// Match `message` with a record of group rank `from`, and copy the data that it contains.
 void Engine::deliver(Message& message, int from, const Record& record, const char* data) {
   Port& port = *message.port_;
   const int source = port.ranks_[from];
@@ -402,7 +402,7 @@ void Engine::deliver(Message& message, int from, const Record& record, const cha
   end_compared(message, FL_OK, from, record.call, record.site);
 }
 
-// The ends have called different things: tell the other one.
+// Notify the sender of a mismatch, and end the receive.
 void Engine::refuse(Message& message, int from, const Record& record) {
   Port& port = *message.port_;
   Control says{record.kind == kOffer ? kRefused : kLateRefusal, port.group_, record.tag};
@@ -418,7 +418,7 @@ void Engine::refuse(Message& message, int from, const Record& record) {
   end_compared(message, FL_MISMATCH, from, record.call, record.site);
 }
 
-// What both ends have called is the outcome: it is the same, or a mismatch.
+// End a message with the signatures and sites of both ends as its outcome.
 void Engine::end_compared(Message& message, fl_status status, int from, const fl_signature& theirs, uint16_t site) {
   const Port& port = *message.port_;
   auto outcome = std::make_unique<Outcome>();
@@ -436,12 +436,12 @@ void Engine::end_compared(Message& message, fl_status status, int from, const fl
   end(message, status, std::move(outcome));
 }
 
-// Read what did not come with the offer, or let it flow.
+// Receive the data that was not in the offer: read it from the sender's memory, or request it.
 void Engine::take_rest(Message& message) {
   Message::Movement& movement = *message.movement_;
   const int from = movement.from;
   movement.done = movement.offer.bytes;
-  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy is less than two, whoever is how far
+  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy beats two at any distance
     message.state_ = Message::kReads;
     moving_.push_back(&message);
     return;
@@ -463,7 +463,7 @@ void Engine::take_rest(Message& message) {
   control(from, accepted);
 }
 
-// The lock is let go meanwhile.
+// Read the next part. The lock is released during the read.
 void Engine::read_on(Message& message, Lock& lock) {
   Message::Movement& movement = *message.movement_;
   Port& port = *message.port_;
@@ -481,24 +481,24 @@ void Engine::read_on(Message& message, Lock& lock) {
   message.since_ = now();
   if (const auto why = port.why_ended()) {
     end(message, why->status, outcome_of(*why));
-  } else if (is_void) {  // what was read may be anything; whoever looks around finds it by its token, and why
+  } else if (is_void) {  // the data may be invalid; a later check of waits fails the message
     drop_moving(message);
     message.state_ = Message::kFlowsIn;
     movement.token = token_for(message);
-  } else if (got < size) {  // the system does not let it be read, after all
+  } else if (got < size) {  // the system does not permit the read after all
     drop_moving(message);
     take_rest(message);
   } else if (movement.done == all) {
     control(movement.from, {kTaken, port.group_, 0, movement.offer.token});
     end(message, FL_OK);
   } else if (callers_.load(std::memory_order_relaxed) > 0) {
-    wire_.wake(true);  // whoever saw it busy and sleeps reads on where this thread goes
+    wire_.wake(true);  // a waiter that saw it busy continues the read if this thread leaves
   }
 }
 
 void Engine::receive_data(const Record& record, const char* data) {
   Message* const message = by_token(record.token);
-  if (message == nullptr) return;  // it has failed meanwhile
+  if (message == nullptr) return;  // it has failed
   Message::Movement& movement = *message->movement_;
   const size_t all = message->bytes();
   if (movement.flow != nullptr) {
@@ -516,7 +516,7 @@ void Engine::receive_data(const Record& record, const char* data) {
   end(*message, FL_OK);
 }
 
-// An offer of this rank.
+// Handle the answer to an offer of this rank.
 void Engine::answered(int from, const Record& record) {
   Message* const message = by_token(record.token);
   if (message == nullptr) return;
@@ -525,7 +525,7 @@ void Engine::answered(int from, const Record& record) {
     free_token(record.token);
     message->state_ = Message::kFlowsOut;
     auto& movement = *(message->movement_ = new Message::Movement(record, from));
-    movement.done = record.digest;  // came with the offer
+    movement.done = record.digest;  // data that came with the offer
     if (wire_.choice(from) != nullptr) return moving_.push_back(message);
     movement.token = token_for(*message);
     movement.flow = wire_.flow({message->data_ + movement.done, message->bytes() - movement.done, from,

@@ -1,4 +1,4 @@
-// Messages as callers see them, and the groups that have them.
+// Messages and ports: the interface of the engine for callers.
 
 #include "engine.h"
 
@@ -43,7 +43,7 @@ void Message::cancel() {
   if (is_open()) port_->engine_.cancel(*this);
 }
 
-// Whom it is likely to hear of next, as the engine knows it; under its lock, as whoever delivers says who sends.
+// The engine rank that probably sends this message's next record. Requires the lock: delivery sets peer_.
 int Message::hot() const { return peer_ < 0 ? kNobody : port_->ranks_[peer_]; }
 
 double Message::ended_at() const { return is_open() ? 0 : ended_; }
@@ -117,15 +117,15 @@ void Port::close() {
   engine_.idle_.wait(lock, [this] { return busy_ == 0; });
 }
 
-// Why the group takes no more messages; under the engine's lock.
+// Return the reason why the group accepts no messages. Requires the engine's lock.
 std::optional<Failure> Port::why_ended() const {
   if (transport_.is_broken()) return transport_.why_broken();
   if (is_closed_) return closed_by_this_rank();
   return std::nullopt;
 }
 
-// The entry of a message that has begun, and may have ended; null: it has ended well. Where a `refusal` is to be
-// told of, no message of the call begins.
+// Begin a message and return its entry; null: it has ended well. With a `refusal`, no message of the call
+// begins and the entry reports the mismatch.
 Message* Port::begin(const fl_message& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal) {
   const auto why = why_ended();
   const bool begins = !why && !refusal;
@@ -149,7 +149,7 @@ Port::Posted Port::begin_all(const fl_message* messages, int count, double secon
   return begun;
 }
 
-// A message that has ended, if there is anything to fetch.
+// Release a message that ended well and return null; return any other message.
 Message* Port::unless_well(Message* message) {
   if (message != nullptr && message->is_well()) std::exchange(message, nullptr)->release();
   return message;

@@ -105,7 +105,7 @@ Queue::Pending Queue::make(double seconds, std::function<void(Operation&)> run) 
   return operation;
 }
 
-// What comes next when the head has ended; null: the queue is idle now.
+// Return the next operation after the head has ended; null: the queue is idle.
 Queue::Pending Queue::next() {
   is_busy_ = !waiting_.empty();
   if (!is_busy_) return nullptr;
@@ -114,8 +114,8 @@ Queue::Pending Queue::next() {
   return operation;
 }
 
-// Let a thread run the head. Where none can be had this fails, as if it had run: the others
-// wait for it, and what comes next would be out of turn.
+// Run the head on a thread. If no thread can be created, the head fails and breaks the transport: other ranks
+// wait for it, and a later operation would be out of order.
 void Queue::begin(Pending operation) noexcept {
   while (operation != nullptr) {
     bool closing;
@@ -142,7 +142,7 @@ bool Queue::hand_over(const Pending& operation) noexcept {
 }
 
 void Queue::work() noexcept {
-  const auto shared = shared_;  // this queue may go as soon as nothing runs
+  const auto shared = shared_;  // the queue may be destroyed as soon as no operation runs
   std::unique_lock<std::mutex> lock(shared->mutex);
   while (running_ != nullptr) {
     const bool closing = closing_;

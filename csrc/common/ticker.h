@@ -1,4 +1,4 @@
-// A thread that looks after something every millisecond, while there is anything to look after.
+// A thread that runs a function every millisecond while there is work.
 #pragma once
 
 #include <chrono>
@@ -18,8 +18,8 @@ class Ticker {
   ~Ticker() { stop(); }
   Ticker(const Ticker&) = delete;
 
-  // Tick from now on, for a while: between two that are near each other nobody has to be woken. Not
-  // called by two threads at once; throws where no thread can be had.
+  // Keep ticking for the next kTicks milliseconds; calls close together need no wake-up. Not thread-safe.
+  // Throws if no thread can be created.
   void wind() {
     left_.store(kTicks);
     if (is_awake_.load()) return;
@@ -28,7 +28,7 @@ class Ticker {
     wound_.notify_one();
   }
 
-  // When it returns no tick runs, nor will.
+  // Stop: after the return no tick runs.
   void stop() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -44,10 +44,10 @@ class Ticker {
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
-      // A thread that winds meanwhile sees this one asleep, or is seen here (seq_cst).
+      // A concurrent wind() sees this thread asleep, or this thread sees the new count (seq_cst).
       is_awake_.store(false);
       wound_.wait(lock, [this] { return stopping_ || left_.load() > 0; });
-      is_awake_.store(true, std::memory_order_relaxed);  // seen late it costs a wake
+      is_awake_.store(true, std::memory_order_relaxed);  // a stale value costs one wake-up
       while (!stopping_ && left_.fetch_sub(1, std::memory_order_acquire) > 0) {
         wound_.wait_for(lock, std::chrono::milliseconds(1), [this] { return stopping_; });
         if (stopping_) break;

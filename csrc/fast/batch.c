@@ -1,4 +1,4 @@
-/* Several messages of plain arrays, begun at once. */
+/* Several messages with plain arrays, begun together. */
 
 #include <limits.h>
 #include <string.h>
@@ -13,17 +13,16 @@ int batch_names(void) {
 }
 
 typedef struct {
-  PyObject *arrays; /* a list: the array of each P2POp */
-  PyObject *matches; /* bytes: the fl_match of each, of those that need one; or NULL */
-  started_op *ops;   /* of each; without a peer where that is nobody */
+  PyObject *arrays;  /* list: array of each P2POp */
+  PyObject *matches; /* bytes: fl_match per message if any needs it; or NULL */
+  started_op *ops;   /* per P2POp; peer -1 if its peer is None */
   fl_message *messages;
   plain_span *spans;
   fl_op **results;
-  int count, sent; /* P2POps, and those of them that are messages */
+  int count, sent; /* number of P2POps, and of messages among them */
 } batch;
 
-/* Give the message of the last op a copy of `match`, which lives as long as its operation; 0 with an
-   exception. */
+/* Give the message of the last op a copy of `match` that lives as long as its operation; 0: exception. */
 static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   if (all->matches == NULL) {
     all->matches = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof *match);
@@ -36,7 +35,7 @@ static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   return 1;
 }
 
-/* What a P2POp (calls/call.py) says, one of `count`: 1, or 0 with or without an exception. It is a tuple. */
+/* Read one of `count` P2POps (calls/call.py), a tuple: 1, or 0 with or without an exception. */
 static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssize_t count) {
   enum { KIND, ARRAY, PEER, TAG, PARTIAL, FIELDS };
   if (!PyTuple_Check(op) || PyTuple_CheckExact(op) || PyTuple_Size(op) != FIELDS) return 0;
@@ -44,7 +43,7 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
   started_op *one = &all->ops[all->count++];
   *one = (started_op){.verb = FL_SEND, .peer = -1};
   if (PyList_Append(all->arrays, x) != 0) return 0;
-  if (peer == Py_None) return 1; /* nobody */
+  if (peer == Py_None) return 1; /* no peer */
   const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
   plain_call call;
   if (!plain_message(sends ? FL_SEND : FL_RECV, x, peer, PyTuple_GetItem(op, TAG), PyTuple_GetItem(op, PARTIAL),
@@ -62,7 +61,7 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
   return 1;
 }
 
-/* Room for `count` messages; 0: there is none. */
+/* Allocate memory for `count` messages; 0 on failure. */
 static int allocate(batch *all, Py_ssize_t count) {
   all->arrays = PyList_New(0);
   all->messages = PyMem_Malloc((size_t)count * sizeof *all->messages);
@@ -93,7 +92,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
     one->id = record(binding, &message++->signature, one->peer, FL_RECORDED_ASYNC, place).id;
     one->number = binding->calls->number;
   }
-  if (all->sent > 0) { /* else a refusal would be told of in nobody's message */
+  if (all->sent > 0) { /* without a message an earlier mismatch could not be reported */
     Py_BEGIN_ALLOW_THREADS;
     binding->library.exchange(binding->group, all->messages, all->sent, binding->seconds, 1, all->results);
     Py_END_ALLOW_THREADS;
@@ -127,7 +126,7 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
   if (plain && !plain_mixed_up(all.spans, all.sent)) {
     work = begin_all(self, binding, &all);
   } else {
-    PyErr_Clear(); /* which Python raises again, in its words */
+    PyErr_Clear(); /* Python raises it again with its message */
     Py_INCREF(Py_NotImplemented);
     work = Py_NotImplemented;
   }

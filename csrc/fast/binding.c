@@ -1,7 +1,7 @@
-/* The flight record's calls with the line of user code: the innermost frame outside this package and what calls it.
+/* Flight records with the line of user code: the innermost frame outside this package and its callers.
 
-   Runs no Python code, so that no signal handler can raise in the middle of a collective; but to put a
-   new line into words, before one begins. */
+   It runs no Python code, so that no signal handler can raise inside a collective. Exception: a new line is
+   looked up in Python before a call begins. */
 
 #include "binding.h"
 
@@ -19,9 +19,9 @@ int binding_names(void) {
   return name_back && name_file && name_function && name_instruction;
 }
 
-enum { NAMELESS = 2 }; /* code of contextlib, the second of the folders */
+enum { NAMELESS = 2 }; /* contextlib, the second of the folders */
 
-/* In which of the folders of the package and of libraries that call it `code` lies, from 1 on; 0: in none. */
+/* Return the number, from 1, of the package or library folder that contains `code`; 0: it is user code. */
 static int is_ours(Binding *binding, PyObject *code) {
   known_code *known = &binding->codes[(uintptr_t)code / 64 % CODES];
   if (known->code == code) return known->is_ours;
@@ -39,7 +39,7 @@ static int is_ours(Binding *binding, PyObject *code) {
   return known->is_ours;
 }
 
-/* The place of a call of this package: the user's code and instruction, and the code of ours that it called. */
+/* The caller of this package: code and instruction of the user, and the package code that was called. */
 typedef struct {
   PyObject *code, *instruction, *via; /* references; `via` may be NULL */
 } caller;
@@ -50,12 +50,11 @@ static void release(caller *one) {
   Py_CLEAR(one->via);
 }
 
-/* 0 with an exception. A thread of a library may have called, in which no code is the user's: then it is the
-   outermost frame. */
+/* Find the caller; 0 with an exception. Without user code, as on a library's thread: the outermost frame. */
 static int find_caller(Binding *binding, caller *found) {
   PyObject *frame = (PyObject *)PyEval_GetFrame();
   *found = (caller){NULL, NULL, NULL};
-  if (frame == NULL) { /* C has called, such as atexit */
+  if (frame == NULL) { /* called from C, such as atexit */
     found->code = PyObject_GetAttrString(binding->here, "__code__");
     found->instruction = found->code == NULL ? NULL : PyLong_FromLong(0);
   }
@@ -108,7 +107,7 @@ static int look_up(Binding *binding, known_site *known, const caller *one) {
   Py_DECREF(address);
   PyObject *before = known->place;
   known->place = place;
-  known->code = one->code; /* which the place keeps */
+  known->code = one->code; /* kept alive by the place */
   known->instruction = PyLong_AsLong(one->instruction);
   Py_XDECREF(before);
   return known->site != NULL;
@@ -127,7 +126,7 @@ int place_and_site(Binding *binding, PyObject **place, const fl_site **site) {
   return is_found;
 }
 
-/* Note the line of a call, a reference of its own, or NULL with an exception. */
+/* Store the line of a call. `place` is an owned reference, or NULL with an exception. */
 static void set_place(const Binding *binding, ring_call *row, PyObject *place) {
   if (place != NULL && PyList_SetItem(binding->notes, row - binding->calls->calls, place) == 0) {
     row->flags |= FL_RECORDED_PLACED;

@@ -1,6 +1,6 @@
-/* The public verbs: a plain call goes from here to native_call, any other one to the verb's function in Python.
+/* The public verbs. A plain call goes directly to native_call, any other call to the verb's Python function.
 
-   CPython 3.11 takes 80 ns to begin a function in Python that has keyword-only arguments. */
+   CPython 3.11 takes 80 ns to enter a Python function with keyword-only arguments. */
 
 #include <stddef.h>
 #include <string.h>
@@ -8,15 +8,15 @@
 #include "verbs.h"
 #include <structmember.h>
 
-/* What the limited API has from Python 3.12 on. It is the same in the versions before, which do not change. */
+/* Parts of the limited API from Python 3.12 on. Earlier versions have the same values. */
 enum { HAVE_VECTORCALL = 1 << 11 };
 #define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
 typedef PyObject *(*vectorcall)(PyObject *self, PyObject *const *args, size_t count, PyObject *keywords);
 
-/* Places of what a call is given: those of native_call, or from 1 on PAIR for native_sendrecv, then the group. */
+/* Argument slots of native_call; or, from slot 1, of native_sendrecv (PAIR slots); then the group. */
 enum { ONLY_IN_PYTHON, PAIR = 6, GROUP = 8, PLACES, MOST_PARAMETERS = 8 };
 
-/* A parameter. Of one that is ONLY_IN_PYTHON native code knows nothing but the default. */
+/* A parameter. Native code only knows the default of an ONLY_IN_PYTHON parameter. */
 typedef struct {
   PyObject *name, *fallback;
   int place;
@@ -27,17 +27,17 @@ typedef struct {
   PyObject *attributes, *references; /* __dict__ and __weakref__ */
   vectorcall call;
   PyObject *(*native)(PyObject *, PyObject *const *, Py_ssize_t); /* native_call or native_sendrecv */
-  PyObject *kept;           /* a tuple that has the objects below */
+  PyObject *kept; /* tuple that keeps the objects below alive */
   PyObject *function, *name;
-  PyObject *points, *world, *groups; /* a name, the EntryPoints of the world, and the class of groups */
-  PyObject *given[PLACES];  /* for arguments that are left out */
+  PyObject *points, *world, *groups; /* attribute name; the EntryPoints of the world; the class of groups */
+  PyObject *given[PLACES];           /* values of omitted arguments */
   parameter parameters[MOST_PARAMETERS];
   Py_ssize_t count, positional; /* parameters */
 } entry;
 
 static PyObject *name_fast;
 
-/* Put the arguments in their places; 0: the function must do the call, or says what is wrong with it. */
+/* Store the arguments in their slots; 0: the Python function must handle the call or raise the error. */
 static int read_arguments(const entry *one, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
                           PyObject **given) {
   const Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
@@ -45,7 +45,7 @@ static int read_arguments(const entry *one, PyObject *const *args, Py_ssize_t co
   if (count > one->positional) return 0;
   for (Py_ssize_t i = 0; i < count + named; ++i) {
     Py_ssize_t at = i;
-    if (i >= count) { /* names are compared by identity, as those in programs are interned */
+    if (i >= count) { /* names are compared by identity, because names in programs are interned */
       PyObject *name = PyTuple_GetItem(keywords, i - count);
       for (at = count; at < one->count && one->parameters[at].name != name;) ++at;
       if (at == one->count) return 0;
@@ -57,7 +57,7 @@ static int read_arguments(const entry *one, PyObject *const *args, Py_ssize_t co
   return 1;
 }
 
-/* The native function of the group, a new reference; NULL where there is none, or with an exception. */
+/* Return the native function of the group, a new reference; NULL if it has none, or with an exception. */
 static PyObject *native_of(const entry *one, PyObject *group) {
   const int is_world = group == Py_None;
   if (!is_world && !PyType_IsSubtype(Py_TYPE(group), (PyTypeObject *)one->groups)) return NULL;
@@ -99,7 +99,7 @@ static PyObject *call_entry(PyObject *self, PyObject *const *args, size_t flags,
     result = one->native(PyCFunction_GetSelf(native), given + is_pair, is_pair ? PAIR : GROUP);
     called_verb = before;
     Py_DECREF(native);
-    if (result != NULL && PyTuple_CheckExact(result)) { /* of native_several: what is to be done at the end */
+    if (result != NULL && PyTuple_CheckExact(result)) { /* from native_several: work to do at the end */
       PyObject *const started = result;
       result = PyObject_CallMethod(self, "finish", "OOO", started, given[1], given[GROUP]);
       Py_DECREF(started);

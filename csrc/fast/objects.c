@@ -1,19 +1,19 @@
-/* Objects between ranks: pickled into memory that travels in one collective, and made of what came.
+/* Objects between ranks: pickled into memory that one collective sends, and unpickled.
 
-   Frames are those of backends/exchange.py, which makes and reads them where this does not. */
+   backends/exchange.py defines the frames, and handles the calls that this file does not. */
 
 #include <string.h>
 
 #include "verbs.h"
 
-/* As in exchange.py and api/objects.py. */
+/* Same values as in exchange.py and api/objects.py. */
 enum { ALIGNED = 16, APART_BYTES = 4096, SHORT_BYTES = 1024, MOST_PADDING = 65536 };
 enum { CONTENT, PROBLEM, LATER };
-enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 does not name */
+enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 does not define */
 
-/* A frame: this, the lengths of the buffers, the buffers, and the content, each padded. */
+/* A frame: this header, the lengths of the buffers, the buffers, and the content, each padded. */
 typedef struct {
-  int64_t bytes; /* of the content: what was pickled, but for buffers; or another frame's length, or words */
+  int64_t bytes; /* of the content: pickle data without buffers, the length of another frame, or a message */
   int32_t kind, buffers;
 } frame_head;
 
@@ -41,7 +41,7 @@ static PyObject *new_bytes(int64_t bytes) {
 static char *data_of(PyObject *array) { return PyArray_BYTES((PyArrayObject *)array); }
 static int64_t bytes_of(PyObject *array) { return PyArray_NBYTES((PyArrayObject *)array); }
 
-/* What pickle asks of each buffer: whether it goes with the pickle; else it is kept in the list `self`. */
+/* Callback of pickle for each buffer. True: pickle it in-band; else it is appended to the list `self`. */
 static PyObject *keep_large(PyObject *self, PyObject *buffer) {
   PyObject *raw = PyObject_CallMethod(buffer, "raw", NULL);
   if (raw == NULL) return NULL;
@@ -75,7 +75,7 @@ static char *append(char *at, const void *data, int64_t bytes) {
   return at + padded(bytes);
 }
 
-/* An array with the frame of an object; NULL with an exception. */
+/* Return an array with the frame of an object; NULL with an exception. */
 static PyObject *frame_of(PyObject *object) {
   PyObject *buffers = PyList_New(0), *frame = NULL;
   PyObject *pickle = buffers == NULL ? NULL : pickled(object, buffers);
@@ -103,8 +103,8 @@ static PyObject *frame_of(PyObject *object) {
   return frame;
 }
 
-/* The frames of a scatter, one for each rank and all of one length; NULL with an exception, or without one for
-   Python: of unequal ones too much would be padding. */
+/* Return the frames of a scatter, one per rank and of equal length; NULL with an exception. NULL without one:
+   Python must handle it, because unequal frames would need too much padding. */
 static PyObject *frames_of(PyObject *objects, int size) {
   if (!PyList_CheckExact(objects) || PyList_Size(objects) != size) return NULL;
   PyObject *frames = PyList_New(0), *whole = NULL;
@@ -130,7 +130,7 @@ static PyObject *frames_of(PyObject *objects, int size) {
   return whole;
 }
 
-/* The frame that says how long the one is that comes later. */
+/* Return a frame with the length of the frame that follows later. */
 static PyObject *short_frame(PyObject *frame) {
   const frame_head head = {sizeof(int64_t), LATER, 0};
   const int64_t bytes = bytes_of(frame);
@@ -139,19 +139,19 @@ static PyObject *short_frame(PyObject *frame) {
   return made;
 }
 
-/* A call of a verb of objects. */
+/* A call of an object verb. */
 typedef struct {
   Binding *binding;
   int32_t verb, root;
   PyObject *object; /* borrowed */
-  PyObject *frame;  /* all that this rank has for others, or None */
-  PyObject *given;  /* what of it is in the collective */
+  PyObject *frame;  /* all data of this rank for other ranks, or None */
+  PyObject *given;  /* the data of it that is in the collective */
 } object_call;
 
 static int gathers(const object_call *call) { return call->verb == FL_ALL_GATHER_OBJECT || call->verb == FL_GATHER_OBJECT; }
 static int is_root(const object_call *call) { return call->binding->rank == call->root; }
 
-/* What has come: memory that `op` has, or `owner`. */
+/* Received data: memory of `op` or of `owner`. */
 typedef struct {
   const Binding *binding;
   fl_op *op;       /* or NULL */
@@ -177,7 +177,7 @@ static void free_op(PyObject *capsule) {
   function(PyCapsule_GetPointer(capsule, NULL));
 }
 
-/* An array of a part of it, which keeps it; NULL with an exception. */
+/* Return an array over part of the data that keeps the data alive; NULL with an exception. */
 static PyObject *part_of(received *all, char *data, int64_t bytes) {
   if (all->owner == NULL) {
     all->owner = PyCapsule_New(all->op, NULL, free_op);
@@ -215,9 +215,8 @@ static PyObject *unpickled(received *all, const frame_head *head, char *at) {
   return object;
 }
 
-/* The list of what has come, in the order of ranks, with the rank's own object in its place, or of the one
-   object; None where that is for others alone; NULL with an exception, or without one where not all has
-   come, or one rank had nothing. */
+/* Return the list of received objects in rank order, with this rank's own object, or with the one received
+   object. None if only other ranks receive. NULL: exception, or, without one, missing data. */
 static PyObject *objects_of(const object_call *call, received *all) {
   const int several = gathers(call), wanted = call->verb != FL_GATHER_OBJECT || is_root(call);
   char *at = all->data, *end = several ? at + all->bytes : at + 1;
@@ -246,8 +245,7 @@ static PyObject *objects_of(const object_call *call, received *all) {
   Py_RETURN_NONE;
 }
 
-/* All of what has come, for Python, the number of the call and this rank's frame; after an exception the
-   same: it raises another one, in its words. */
+/* Return (received data, number of the call, this rank's frame) for Python, which raises its own errors. */
 static PyObject *left_over(const object_call *call, received *all, uint64_t id) {
   if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
   PyErr_Clear();
@@ -256,7 +254,7 @@ static PyObject *left_over(const object_call *call, received *all, uint64_t id) 
   return Py_BuildValue("(NKO)", array, (unsigned long long)id, call->frame);
 }
 
-/* What the library runs: of this rank's frame, or of FL_ANY where that is None. */
+/* Return the library's call: with this rank's frame, or with FL_ANY if the frame is None. */
 static plain_call call_of(const object_call *call) {
   static const int verbs[] = {FL_BROADCAST, FL_ALL_GATHER, FL_ALL_GATHER, FL_SCATTER};
   plain_call step;
@@ -280,8 +278,7 @@ static fl_signature shown_of(const object_call *call) {
   return (fl_signature){.verb = call->verb, .root = call->root, .ndim = FL_ANY, .count = bytes, .itemsize = 1};
 }
 
-/* The array that is filled where all ranks give as much as this one, as they often do; NULL with an
-   exception. */
+/* Return the array for the received data if all ranks send as many bytes as this rank; NULL: exception. */
 static PyObject *room_for(const object_call *call, plain_call *step) {
   PyObject *room = new_bytes(call->binding->size * bytes_of(call->given));
   if (room == NULL) return NULL;
@@ -290,7 +287,7 @@ static PyObject *room_for(const object_call *call, plain_call *step) {
   return room;
 }
 
-/* Do it, and find what has come: of the root's own nothing. 0 with an exception. */
+/* Run the call and locate the received data; the root of a broadcast receives none. 0 with an exception. */
 static int run(const object_call *call, received *all, recorded *made) {
   Binding *binding = call->binding;
   plain_call step = call_of(call);
@@ -300,7 +297,7 @@ static int run(const object_call *call, received *all, recorded *made) {
   fl_op *op;
   int has_run = run_in_steps(binding, &step, &shown, &op, made);
   if (!has_run && PyErr_Occurred() == NULL) {
-    step.output = NULL; /* which the library may read later */
+    step.output = NULL; /* the library may write to it later */
     Py_CLEAR(room);
     has_run = run_at_once(binding, &step, &shown, &op, made);
   }
@@ -352,7 +349,7 @@ static PyObject *result_of(const object_call *call) {
   return result;
 }
 
-/* Pickle what this rank has for others. 0: it cannot be, or Python must do it. */
+/* Pickle this rank's data. 0: pickling failed, or Python must handle it. */
 static int pickle_own(object_call *call) {
   if (!gathers(call) && !is_root(call)) {
     Py_INCREF(Py_None);

@@ -1,5 +1,4 @@
-/* Which calls are plain: exact NumPy arrays in one piece, or memory by its address, and arguments that need
-   no conversion. */
+/* Plain calls: contiguous, exact NumPy arrays or memory by address, and arguments without conversion. */
 
 #include <limits.h>
 #include <stdlib.h>
@@ -10,7 +9,7 @@
 /* Codes of csrc/reduce/reduce.h. */
 enum { OPS = FL_XOR + 1 };
 
-/* As arrays.py says, by kind of dtype: a bit for each operation. */
+/* Operations of each kind of dtype, as bits, like arrays.py. */
 enum {
   BITS = 1 << FL_AND | 1 << FL_OR | 1 << FL_XOR,
   EXTREMES = 1 << FL_MIN | 1 << FL_MAX,
@@ -20,14 +19,14 @@ enum {
   OF_COMPLEX = 1 << FL_SUM | 1 << FL_PROD | 1 << FL_AVG,
 };
 
-/* NumPy's number of each code's dtype. It has no bfloat16: an array of that has the same bytes. */
+/* NumPy's type number of each dtype code. NumPy has no bfloat16; a uint16 array has the same size. */
 static const int types[FL_MOVED] = {
     NPY_BOOL,   NPY_INT8,       NPY_INT16,  NPY_INT32,   NPY_INT64,  NPY_UINT8,
     NPY_UINT16, NPY_UINT32,     NPY_UINT64, NPY_HALF,    NPY_UINT16, NPY_FLOAT,
     NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
 };
 
-static signed char codes[NPY_HALF + 1]; /* by NumPy's number: the code of csrc/reduce/reduce.h, or -1 */
+static signed char codes[NPY_HALF + 1]; /* by NumPy's number: code of csrc/reduce/reduce.h, or -1 */
 static PyObject *names[OPS];
 static unsigned char verbs[FL_VERBS];
 
@@ -79,7 +78,7 @@ int plain_names(void) {
   return 1;
 }
 
-/* Whether `descr`, of a user's dtype, is ml_dtypes' bfloat16. NumPy numbers such dtypes as they are registered. */
+/* Return 1 if the user-defined dtype `descr` is bfloat16 of ml_dtypes (its number varies). */
 static int is_bfloat16(const PyArray_Descr *descr) {
   static int number = NPY_NOTYPE;
   if (number == NPY_NOTYPE) {
@@ -91,7 +90,7 @@ static int is_bfloat16(const PyArray_Descr *descr) {
   return number == descr->type_num;
 }
 
-/* The code of a dtype, or -1 for what is left to Python. */
+/* The code of a dtype; -1: Python must handle it. */
 static int dtype_code(const PyArray_Descr *descr) {
   if (descr->type_num < (int)sizeof codes) return codes[descr->type_num];
   return PyTypeNum_ISUSERDEF(descr->type_num) && is_bfloat16(descr) ? FL_BFLOAT16 : -1;
@@ -106,8 +105,7 @@ int plain_int(PyObject *given, int limit, int32_t *out) {
   return 1;
 }
 
-/* Memory by its address. None lies in the first page: that is a mistake, or where there are no elements
-   no address. */
+/* Read memory by its address. An address in the first page is a mistake, unless there are no elements. */
 static void *read_address(PyObject *given, fl_signature *out) {
   static const int32_t sizes[FL_MOVED] = {
       1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, sizeof(long double), 8, 16, 2 * sizeof(long double)};
@@ -146,7 +144,7 @@ static void *describe(PyArrayObject *array, fl_signature *out) {
   return PyArray_DATA(array);
 }
 
-/* Describe an array, or memory by its address: where its elements are; NULL: Python must do it. */
+/* Describe an array or memory by its address, and return its data; NULL: Python must handle it. */
 static void *read_memory(PyObject *x, int writes, fl_signature *out) {
   if (!PyArray_CheckExact(x)) return read_address(x, out);
   PyArrayObject *array = (PyArrayObject *)x;
@@ -154,8 +152,7 @@ static void *read_memory(PyObject *x, int writes, fl_signature *out) {
   return describe(array, out);
 }
 
-/* Names of operations are literals, so that they differ by identity; members of ReduceOp are
-   numbers. */
+/* Names of operations are literals, so they are compared by identity. Members of ReduceOp are ints. */
 static int read_op(PyObject *given) {
   for (int op = 0; op < OPS; ++op) {
     if (given == names[op]) return op;
@@ -177,7 +174,7 @@ static int read_scale(PyObject *given, double *out) {
   return 1;
 }
 
-/* An average is a sum with another scale, but of a prefix: there it depends on the rank. */
+/* An average becomes a sum with another scale, except in scans, where the divisor depends on the rank. */
 static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, fl_signature *out) {
   const int code = out->dtype, op = read_op(given_op);
   if (op < 0 || !read_scale(given_scale, &out->scale)) return 0;
@@ -195,7 +192,7 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
   return 1;
 }
 
-/* A new array of `shape`, and of the dtype of `like` where that is an array. */
+/* Return a new array of `shape`, with the dtype of `like` if that is an array. */
 static PyObject *new_array(PyObject *like, const fl_signature *shape) {
   npy_intp dims[SHAPE];
   for (int d = 0; d < shape->ndim; ++d) dims[d] = (npy_intp)shape->shape[d];
@@ -256,8 +253,8 @@ PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows) {
   return new_array(x, &all);
 }
 
-/* Read where the result goes: memory like `wanted` from dimension `first` on, apart from what is given,
-   unless that is row `own` of it, which nobody writes to then; -1: no row may be. */
+/* Read `out`: memory like `wanted` from dimension `first` on. It must not overlap the input, unless the input
+   is row `own` of it, which is then not written; -1: no row may be. */
 static int read_output(PyObject *out, const fl_signature *wanted, int first, int own, plain_call *call) {
   const fl_signature *s = &call->signature;
   fl_signature room;
@@ -281,8 +278,8 @@ int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
   return out == Py_None ? PyArray_CheckExact(x) : read_output(out, s, 1, -1, call);
 }
 
-/* `out` as the result, like `wanted`; or a new array where `x` is one. The first dimension of a gather's
-   `out` is for the library to compare; who gives memory of one row says that all ranks do. */
+/* Set the result: `out`, like `wanted`; or a new array if `x` is an array. The library checks the first
+   dimension of a gather's `out`. If the input is memory of one row, all ranks send one row. */
 static int make_result(PyObject *x, PyObject *out, const fl_signature *wanted, int rank, plain_call *call) {
   const fl_signature *s = &call->signature;
   const int gathers = s->verb == FL_ALL_GATHER || s->verb == FL_GATHER;
@@ -298,18 +295,18 @@ static int make_result(PyObject *x, PyObject *out, const fl_signature *wanted, i
     call->output = PyArray_DATA((PyArrayObject *)call->result);
     call->room = (fl_room){call->output, (size_t)(wanted->count * wanted->itemsize)};
   }
-  /* A gather without bytes has no room: rows are counted at the end. */
+  /* A gather without bytes has no room; its rows are counted at the end. */
   if (gathers) call->output = call->room.bytes != 0 ? &call->room : NULL;
   return 1;
 }
 
-/* The verbs whose result is an array of its own. */
+/* Read the arguments of verbs whose result is a separate array. */
 static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call *call) {
   fl_signature *s = &call->signature;
   const int is_root = rank == s->root;
   if (s->verb == FL_SCATTER && !is_root) {
     if (out == Py_None) {
-      if (x != Py_None && !PyArray_CheckExact(x)) return 0; /* it may tell the kind of the result */
+      if (x != Py_None && !PyArray_CheckExact(x)) return 0; /* it may determine the type of the result */
       s->ndim = FL_ANY;
       return !PyTuple_Check(x);
     }
@@ -347,7 +344,7 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
   return made;
 }
 
-/* The result of a large int could pass 64 bits, also of a product of small ones: that is Python's. */
+/* Reductions of large ints, and products, could overflow 64 bits; Python handles these. */
 static int is_small(PyObject *x, PyObject *op) {
   int overflow = 0;
   const long number = PyLong_CheckExact(x) ? PyLong_AsLongAndOverflow(x, &overflow) : LONG_MAX;
@@ -421,14 +418,14 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   }
   if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
   plain_begin(call, verb);
-  const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* a digest of packed arrays; or the root */
+  const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* digest of packed arrays, or the root */
   if ((verb == FL_ALL_REDUCE || (flags & FL_VERB_ROOTED) != 0) && !plain_int(args[5], most, &s->root)) return 0;
   if (verb == FL_BARRIER) {
     x = Py_None;
   } else if ((flags & FL_VERB_IN_PLACE) != 0) {
     call->data = read_memory(x, 1, s);
     if (call->data == NULL && size == 1 && PyArray_CheckExact(x) && PyArray_ISWRITEABLE((PyArrayObject *)x)) {
-      call->data = describe((PyArrayObject *)x, s); /* nobody reads it */
+      call->data = describe((PyArrayObject *)x, s); /* no rank reads it */
       call->is_scattered = 1;
     }
     if (call->data == NULL) return 0;

@@ -1,4 +1,4 @@
-/* Collectives and messages of plain arrays; of a group of one rank a call is its record, a copy and a scale. */
+/* Collectives and messages with plain arrays. In a group of one rank: a record, a copy and a scaling. */
 
 #include <string.h>
 
@@ -6,8 +6,8 @@
 
 #include "../shm/shm.cdef.h"
 
-/* How many looks at what has come it takes (about 3 us) until the GIL is let go. To let it go takes so long that
-   the peer, which waits for this rank meanwhile, would do so too from then on: it must be rare. */
+/* Polls (about 3 us) before the GIL is released. Releasing it takes so long that the peer, which waits for
+   this rank, would release its GIL too from then on, so it must be rare. */
 enum { SPINS_WITH_GIL = 100, SPINS_FOR_MESSAGES = 400 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 
@@ -36,7 +36,7 @@ void run_alone(const plain_call *call) {
   void *to = is_gather(s) ? call->room.data : call->output;
   const size_t bytes = (size_t)(s->count * s->itemsize);
   PyThreadState *others = bytes >= LARGE_BYTES ? PyEval_SaveThread() : NULL;
-  if (to != NULL && bytes != 0) memmove(to, call->data, bytes); /* `out` may be what is given */
+  if (to != NULL && bytes != 0) memmove(to, call->data, bytes); /* `out` may be the input */
   if (s->scale != 1.0 && s->verb != FL_EXSCAN) scale(s, to == NULL ? call->data : to);
   if (others != NULL) PyEval_RestoreThread(others);
 }
@@ -50,7 +50,7 @@ PyObject *fetch(Binding *binding, fl_op *op, PyObject *x, PyObject *out, const p
                                (int)s->root, (unsigned long long)made.id, call->seconds);
 }
 
-/* What a rank receives that has called scatter without a place for it: a copy, where it is small. */
+/* Return the part that scatter received without `out`: a copy, if it is small. */
 static PyObject *received_part(const Binding *binding, fl_op *op, int root) {
   size_t bytes;
   if (binding->library.wait(op, 0) != FL_OK) return NULL;
@@ -61,7 +61,7 @@ static PyObject *received_part(const Binding *binding, fl_op *op, int root) {
   return array;
 }
 
-/* The result of a call that has ended, or that `op` describes; takes over call->result. */
+/* Return the result of a call that has ended, or that `op` describes; takes over call->result. */
 static PyObject *end(Binding *binding, fl_op *op, PyObject *x, PyObject *out, plain_call *call,
                      recorded made) {
   PyObject *result = call->result;
@@ -75,7 +75,7 @@ static PyObject *end(Binding *binding, fl_op *op, PyObject *x, PyObject *out, pl
   return result;
 }
 
-/* A call notes its line if it has to wait anyway, or if it takes so long that nobody will notice. */
+/* A call records its line if it must wait anyway, or if it is long compared with that. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row) {
   const int64_t bytes = call->signature.count * call->signature.itemsize;
   const int is_small = bytes <= SMALL_BYTES;
@@ -97,7 +97,7 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   return op;
 }
 
-/* A rank that needs nobody's call cannot be asked later where it was, as it has gone on by then. */
+/* A rank that needs no other call may be gone when its site is requested, so it passes the site now. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                  recorded *made) {
   static const fl_site not_known = {""};
@@ -141,7 +141,7 @@ PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_cal
     return end(binding, NULL, x, out, call, made);
   }
   int has_run = run_in_steps(binding, call, &call->signature, &op, &made);
-  /* What is behind other calls may go on after Ctrl-C, when the room of a gather is gone. */
+  /* A call behind other calls may continue after Ctrl-C, when the buffer of a gather is already freed. */
   const int may_wait = binding->library.begin == NULL || call->output != &call->room;
   if (!has_run && may_wait && PyErr_Occurred() == NULL) {
     has_run = run_at_once(binding, call, &call->signature, &op, &made);

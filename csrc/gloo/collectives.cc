@@ -1,4 +1,4 @@
-// How a collective begins: every rank announces to every other what it calls.
+// Start of a collective: every rank announces its call to every other rank.
 #include "collectives.h"
 
 #include <sys/mman.h>
@@ -35,7 +35,7 @@ fl_site Collectives::Frame::site() const {
   return site;
 }
 
-// All zero. In small pages: most of a place is never touched.
+// Zeroed frames in small pages, because most pages of a frame are never touched.
 Collectives::Frames Collectives::frames(size_t count) {
   const size_t bytes = count * sizeof(Frame);
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -60,7 +60,7 @@ void Collectives::open() {
   if (std::all_of(neighbours.begin(), neighbours.end(), connected)) begin();
 }
 
-// Once, when the neighbours are connected.
+// Call it once, when the neighbours are connected.
 void Collectives::begin() {
   has_begun_ = true;
   if (passes_on_) return relay_.open();
@@ -70,21 +70,20 @@ void Collectives::begin() {
   }
 }
 
-// Of many ranks: what did not go with the headers has been sent.
+// Wait until payloads sent separately from the headers have been sent.
 void Collectives::await_given() {
   for (int r : given_) waiter_->sent(*outgoing_buffers_[r], r);
   given_.clear();
 }
 
-// Receives are posted ahead of time: a header then arrives in one message, without waiting for
-// this rank to say that it is ready.
+// Post a receive for the header of a later call, so that the header arrives in one message without a request.
 void Collectives::post_header(int r, uint32_t number, bool tells) {
   mesh_.expect(*incoming_buffers_[r], r, kHeaderSlot, number % kTurns * sizeof(Frame), sizeof(Frame), tells);
 }
 
-// Every rank announces to every other what it calls and, where it is small, what `give` has of `data` for
-// it. All ranks come to the same verdict, but where one needs no more than the calls of some: see enter().
-// Payloads are there until the next call, those of many ranks once they are fetched.
+// Announce this rank's call to every rank, with the small payloads that `give` selects of `data`. All ranks
+// reach the same verdict, except that a rank may need the calls of only some ranks: see enter(). Payloads
+// stay valid until the next call; with many ranks they must be fetched first.
 void Collectives::meet(Call& call, const void* data, const Parts& give) {
   waiter_ = &call.waiter;
   mesh_.has_called(call.mine.sequence);
@@ -102,19 +101,18 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
     if (!are_one_call(call.seen.calls.data(), size_)) throw Mismatch(call.seen);
     if (common == 0) give_each(data, give);
   } catch (const TimedOut& failure) {
-    // A peer that has given up is not late itself; it was not the one that was waited for.
+    // If a peer has given up, report its reason: the awaited rank need not be late.
     if (mesh_.has_farewell()) throw mesh_.explain(failure.missing[0], failure.what());
     const auto missing = not_arrived(call);
     throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
   }
 }
 
-// Few ranks -------------------------------------------------------------------------------------
-//
-// As in shared memory (shm/entering.cc): a rank that needs fewer calls than all, as the root of a small
-// broadcast needs none, returns when what it has given was copied. It compares the others' calls in its next
-// ones, and may be kMostAhead ahead of the latest. Where they differ, who sees it at once raises at once; then
-// also the next call in which every rank waits for every other does nothing and raises on all.
+// As in shared memory (shm/entering.cc), a rank that needs only some calls may return early. For example, the
+// root of a small broadcast needs no call and returns after the copy of its data. It compares the calls of
+// other ranks in its next calls, and may be at most kMostAhead calls ahead of the last compared one. If calls
+// differ, a rank that detects it raises at once. In addition, the next call in which every rank waits for
+// every other rank does nothing and raises on all ranks.
 
 void Collectives::enter(Call& call, const void* data, const Parts& give) {
   while (calls_ + 1 - compared_ > kMostAhead) compare_call(compared_ + 1);
@@ -128,8 +126,8 @@ void Collectives::enter(Call& call, const void* data, const Parts& give) {
   receive_all(call);
 }
 
-// The mismatch of an earlier call of which this rank has not been told. What goes with a call that raises
-// would be the result of other ranks: they are told that it was withdrawn.
+// Raise the mismatch of an earlier call that this rank has not raised yet. The payload of the current call
+// would become a result on other ranks, so this rank announces the call as withdrawn.
 void Collectives::raise_news(const Call& call) {
   while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
   const auto news = differing_.to_raise(calls_, true);
@@ -139,10 +137,9 @@ void Collectives::raise_news(const Call& call) {
   raise_earlier(news);
 }
 
-// The ranks whose calls bring something for `rank`, which calls that. All, where data follows that does not
-// go with the call.
+// Return the ranks whose calls bring data for `rank` in `call`; all ranks if data follows outside the calls.
 Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
-  const bool is_scan = call.verb == FL_SCAN || call.verb == FL_EXSCAN;  // of which all that it gives goes along
+  const bool is_scan = call.verb == FL_SCAN || call.verb == FL_EXSCAN;  // all its data travels in the calls
   const size_t bytes = static_cast<size_t>(call.count) * call.itemsize * (is_scan ? size_ - 1 : 1);
   const bool is_small = may_be_small(rank, call) || (call.ndim >= 0 && bytes <= kInlineBytes);
   const bool is_ahead = is_small && !is_compared(call);
@@ -152,7 +149,7 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
 void Collectives::announce(const fl_signature& mine, const fl_site& site, const void* data, const Parts& give,
                            How how) {
   const char* const source = static_cast<const char*>(data);
-  const uint32_t read = compared_;  // what came with these calls
+  const uint32_t read = compared_;  // payloads of these calls were used
   awaited_ = calls_;
   made_[calls_ % made_.size()] = {mine, site, how};
   for (int r = 0; r < size_; ++r) {
@@ -166,7 +163,7 @@ void Collectives::announce(const fl_signature& mine, const fl_site& site, const 
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.rest + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = asked_; number != read;) post_header(r, ++number + kTurns, false);
-    // A rank that gives more to a gather than goes with its call waits for all.
+    // A rank that gives a gather more than fits into its call waits for all ranks.
     const bool may_wait = how == kWaits || first_dimension_is_free(mine.verb);
     const bool is_needed = may_wait || fl::needed_by(r, size_, mine).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
@@ -179,12 +176,13 @@ void Collectives::announce(const fl_signature& mine, const fl_site& site, const 
   asked_ = read;
 }
 
-// Until there is a place for one more.
+// Wait for a free frame.
 void Collectives::await_leaving(int r) {
   for (; leaving_[r] == kLeaving; --leaving_[r]) waiter_->sent(*outgoing_buffers_[r], r);
 }
 
-// A rank that has left in order may have done its part before. A rank that waits for more finds it lost.
+// Ignore a failed send to a rank that has closed the group, because it may have completed its part. If this
+// rank needs data from it, the later wait fails.
 template <typename Send>
 void Collectives::unless_left(int r, Send send) {
   try {
@@ -194,9 +192,9 @@ void Collectives::unless_left(int r, Send send) {
   }
 }
 
-// False: the calls of all are needed, as the root has more than goes with its call: see awaited().
+// Return false if the calls of all ranks are needed, because the root's data is large: see awaited().
 bool Collectives::receive_some(Call& call, Ranks needed) {
-  call.seen = last_;  // of whom this call need not be known
+  call.seen = last_;  // for ranks whose calls this rank does not need
   call.seen.ago = 0;
   for (int r = needed.first; r < needed.last; ++r) {
     if (r != rank_) wait_for(calls_, r);
@@ -237,7 +235,7 @@ void Collectives::wait_for(uint32_t number, int r) {
   for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*incoming_buffers_[r], r);
 }
 
-// Also where it was not waited for.
+// True even if the header was not awaited.
 bool Collectives::has_arrived(uint32_t number, int r) const {
   return !is_before(received_[r], number) || !is_before(received_[r] + incoming_buffers_[r]->received(), number);
 }
@@ -249,7 +247,7 @@ bool Collectives::all_have_called(uint32_t number) const {
   return true;
 }
 
-// What is known of a call: this rank's own is in what it has sent.
+// Return the known calls of number `number`. This rank's own call is in made_.
 Seen Collectives::seen_in(uint32_t number) const {
   Seen seen;
   seen.reset(size_);
@@ -263,8 +261,8 @@ Seen Collectives::seen_in(uint32_t number) const {
   return seen;
 }
 
-// What all have called in the next call that was not compared; whether it is the same. A rank that may not
-// have been told where not, as it has returned ahead, hears of it in a later call.
+// Receive and compare the next uncompared call; return true if all calls agree. A rank that returned ahead
+// may not have raised a mismatch; it raises in a later call.
 bool Collectives::compare_call(uint32_t number) {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) wait_for(number, r);
@@ -296,13 +294,13 @@ void Collectives::flush(Clock::time_point end) noexcept {
       for (; leaving_[r] > 0; --leaving_[r]) waiter.sent(*outgoing_buffers_[r], r);
     }
   } catch (const std::exception&) {
-    // Somebody has gone, or is too late.
+    // A peer has left or is too late.
   }
 }
 
 // Many ranks ------------------------------------------------------------------------------------
 
-// Of what all ranks that get anything get alike, where it is so little that it can go by all.
+// Return the payload size if all receivers get the same small payload, which the relay can carry; else 0.
 size_t Collectives::common_bytes(const Parts& give) const {
   Part common;
   for (int r = 0; r < size_; ++r) {
@@ -321,7 +319,7 @@ void Collectives::pass_on(Call& call, const void* data, const Parts& give, size_
   relay_.exchange(call.mine, call.site, static_cast<const char*>(data) + begin, bytes, call.waiter);
 }
 
-// What did not go by all.
+// Send small payloads that the relay did not carry.
 void Collectives::give_each(const void* data, const Parts& give) {
   const char* const source = static_cast<const char*>(data);
   for (int step = 1; step < size_; ++step) {
@@ -333,7 +331,7 @@ void Collectives::give_each(const void* data, const Parts& give) {
   }
 }
 
-// What each rank has given this one: take[r] bytes; empty where that was nothing, or large.
+// Receive the small payload of every rank: take[r] bytes, unless it is empty or large.
 void Collectives::fetch(const Parts& take) {
   if (!passes_on_) return;
   std::vector<int> asked;
@@ -351,7 +349,7 @@ const char* Collectives::payload(int r) const {
   return relay_.bytes(r) > 0 ? relay_.payload(r) : incoming_[r].payload();
 }
 
-// What is known of the others -------------------------------------------------------------------
+// Last known calls ------------------------------------------------------------------------------
 
 void Collectives::remember(Call& call) {
   received_at_ = Clock::now();
@@ -366,7 +364,7 @@ void Collectives::remember(Call& call) {
 Seen Collectives::last_calls() const {
   Seen seen = last_;
   seen.ago = 0;
-  // And what has come of those that this rank has not compared.
+  // Add headers that have arrived and were not compared.
   for (uint32_t number = compared_; !passes_on_ && number != calls_;) {
     const Seen later = seen_in(++number);
     for (int r = 0; r < size_; ++r) {
@@ -388,8 +386,7 @@ bool Collectives::is_ahead(int rank, fl_signature& call) const {
   return true;
 }
 
-// Of many ranks those are asked of which nothing has come: whoever should have passed it on may be
-// waiting itself.
+// With many ranks, ask the ranks without blocks: a rank that should have relayed them may itself be waiting.
 std::vector<int> Collectives::not_arrived(const Call& call) {
   if (passes_on_ && has_begun_) return mesh_.not_called(relay_.missing(), call.mine.sequence);
   std::vector<int> missing;

@@ -7,10 +7,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// News that cannot be delivered in this time is not worth waiting for; and how often that is looked at.
+// Maximum time to wait for the delivery of notifications, and the interval of checks.
 constexpr milliseconds kGoodbye{500}, kDeliveryTick{2};
 
-// A rank that has gone needs to be told nothing.
+// A rank that has left needs no notification.
 void tell_one(Pair& pair, uint64_t group, const std::string& text) noexcept {
   try {
     pair.tell(group, text, Mesh::is_last(text));
@@ -79,7 +79,7 @@ bool Family::has_ended() const {
   return std::all_of(groups_.begin(), groups_.end(), [](const auto& each) { return each.second->has_ended; });
 }
 
-// A rank that connects just now is told by this or by connected().
+// A rank that is connecting gets the text here or in connected().
 void Family::tell(Mesh& group, const std::string& text) noexcept {
   std::vector<Pair*> connections;
   {
@@ -105,7 +105,7 @@ void Family::soon_pass_on(const Mesh& group, std::string text) {
   });
 }
 
-// A connection that is closed while something comes from the other end drops what is on its way there.
+// Closing a connection while data arrives from the peer would drop data on its way there.
 void Family::deliver() const noexcept {
   const auto is_delivered = [&] {
     for (int peer = 0; peer < links->size; ++peer) {
@@ -119,7 +119,7 @@ void Family::deliver() const noexcept {
   }
 }
 
-// On Gloo's thread: before anything else is sent or received there.
+// On Gloo's thread, before any other message on this connection.
 void Family::connected(int peer, Pair& pair) {
   std::vector<std::pair<uint64_t, Told>> words;
   {
@@ -135,7 +135,7 @@ void Family::connected(int peer, Pair& pair) {
   }
 }
 
-// One that is not here is about to be made.
+// An unknown group is about to be created by this rank.
 void Family::told(int peer, uint64_t group, const std::string& text) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = groups_.find(group);
@@ -179,12 +179,12 @@ int Family::listen_for_hosts() {
 void Family::watch_hosts(std::shared_ptr<const Hosts> hosts) {
   if (!(hosts->seconds > 0)) return heartbeat_.reset();
   links->keep_alive_for(patience_ = hosts->seconds);
-  if (heartbeat_ == nullptr) return;  // another group watches, and takes this one along
+  if (heartbeat_ == nullptr) return;  // another group monitors hosts and ends this one too
   heartbeat_->begin(std::move(hosts));
   beats_ = std::thread(&Family::beat, this);
 }
 
-// On a thread of its own: news are passed on at once, whatever ends here because of them.
+// On a separate thread, so that news is forwarded at once, whatever it ends on this rank.
 void Family::beat() {
   while (!is_going_) {
     if (const auto lost = heartbeat_->look()) watch.soon([this, lost] { lose(*lost); });
@@ -192,7 +192,7 @@ void Family::beat() {
   }
 }
 
-// Of each group that has ranks there. To notify others takes time, in which a connection may break.
+// End each group with ranks on lost hosts. While other ranks are notified, connections may break.
 void Family::lose(const Failure& failure) {
   const std::lock_guard<std::mutex> losing(losing_);
   std::vector<std::pair<Mesh*, Failure>> lost;

@@ -10,32 +10,29 @@
 namespace fl {
 namespace {
 
-// What travels once both ends have shown who they are. News begin with theirs and end with a zero: the kind,
-// since how many milliseconds, and the first and the last of each run of hosts, or of ranks, whose numbers
-// follow those of the hosts. A rank that says that it leaves is not lost when its connection ends.
+// Messages after both ends have exchanged proofs. News starts with kNews and ends with a zero byte. It
+// contains the kind, the age in milliseconds, and the first and last number of each run of hosts or ranks;
+// rank numbers follow the host numbers. A rank that has sent kLeave is not lost when its connection ends.
 constexpr char kBeat = 1, kNews = 2, kLeave = 3;
-// Kinds of losses: nobody answers, a kernel does, and on the host that is cut off itself; and of a rank, its
-// process has ended.
+// Kinds of losses: no answer; only the kernel answers; this host is cut off; a rank's process has died.
 constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C', kDead = 'D';
-// News are an event, and so many beats are not; more runs of hosts than so are further news; more bytes
-// nobody sends.
+// Minimum bytes of news, which wake the peer, unlike beats; maximum runs, and maximum bytes, of one message.
 constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
-// After news nothing is passed on for so long, and then all that has come: where half of the hosts are lost
-// there are as many news.
+// Pause between two rounds of news, which are sent together: if half of the hosts are lost, there is a lot.
 constexpr std::chrono::milliseconds kPause{10};
 
-// A rank that asks says which rank it is, and what that rank must show.
+// An asking rank sends its number and its proof.
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
-constexpr size_t kMostStrangers = 64;  // who have not proven anything yet, beyond one for each rank of a host
+constexpr size_t kMostStrangers = 64;  // unproven connections beyond the ranks of one host
 
-// Of the limit: how often to look, when to doubt and when to judge. The rest of it is for the news, and for
-// what ends the operations.
+// Fractions of the limit: interval of beats, silence before doubt, silence before the decision. The remaining
+// time is for spreading the news and ending the operations.
 constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
-// A rank that has not looked for so many intervals was stopped itself, and has heard nobody for that reason.
+// A rank that has not run for this many intervals was stopped itself; its silence measurements are invalid.
 constexpr int kAsleep = 4;
-// So many other hosts are asked in doubt.
+// Number of other hosts to ask in doubt.
 constexpr int kWitnesses = 8;
-// So many ranks of a host are told of a loss by each other one; of more some, who pass it on.
+// Up to this many ranks of a host all notify each other of a loss; more ranks notify some, which forward it.
 constexpr size_t kDirect = 8;
 constexpr size_t kMostNames = 20;
 
@@ -89,10 +86,10 @@ void Heartbeat::begin(std::shared_ptr<const Hosts> hosts) {
   interval_ = std::min<Clock::duration>(seconds(hosts_->seconds * kLook), kLongestInterval);
   doubt_ = seconds(hosts_->seconds * kDoubt);
   limit_ = seconds(hosts_->seconds * kJudge);
-  // A rank that asks a host hears its last answer at most two intervals before another one does.
+  // Ranks of one host hear a lost host's last answers at most two intervals apart.
   settling_ = hosts_->count() > 2 ? 2 * interval_ : Clock::duration{};
   looked_ = beats_ = due_ = time_now();
-  // The next host is asked by all ranks of this one, and of the others each by one.
+  // All ranks of this host ask the next host; one rank asks each other host.
   const int ranks = static_cast<int>(here.size());
   for (int bit = 0; 1 << bit < hosts_->count(); ++bit) {
     if (bit == 0 || bit % ranks == place_ % ranks) watched_.push_back({1 << bit, -1, looked_});
@@ -131,7 +128,7 @@ std::optional<Failure> Heartbeat::look() {
   return report();
 }
 
-// Nobody else adds to the lines, or takes any away.
+// Only this thread adds or removes lines.
 void Heartbeat::await() {
   std::vector<const Line*> lines;
   for (const Talk& talk : talks_) lines.push_back(&talk.line);
@@ -190,7 +187,7 @@ void Heartbeat::listen_to(Talk& talk) {
   talk.line.send({kBeat});
 }
 
-// Whether both ends have shown who they are; who asks is the first.
+// True after both ends have shown valid proofs; the asking rank goes first.
 bool Heartbeat::meets(Talk& talk) {
   if (talk.is_proven) return true;
   int32_t rank = rank_;
@@ -205,7 +202,7 @@ bool Heartbeat::meets(Talk& talk) {
   if (!talk.is_ours && rank >= 0 && rank < static_cast<int>(hosts_->numbers.size())) talk.peer = rank;
   talk.is_proven = talk.peer >= 0 && prover_.is_shown_by(talk.peer, proof.data());
   if (!talk.is_proven) {
-    if (talk.is_ours) left_.insert(talk.peer);  // somebody else listens there now
+    if (talk.is_ours) left_.insert(talk.peer);  // another process listens there now
     talk.line.give_up();
     return false;
   }
@@ -215,7 +212,7 @@ bool Heartbeat::meets(Talk& talk) {
   return true;
 }
 
-// And what the news are.
+// Process beats and news; return true if a beat arrived.
 bool Heartbeat::has_beaten(Talk& talk) {
   const std::string& text = talk.line.come();
   bool has_beaten = false;
@@ -233,7 +230,8 @@ bool Heartbeat::has_beaten(Talk& talk) {
   return has_beaten;
 }
 
-// One new line to its host is enough. That to one that is silent stays: its end says something.
+// Handle an answer. One working new connection to a host is enough. The connection to the silent rank stays,
+// because its end is information.
 void Heartbeat::trust(Talk& answers) {
   Watched* const each = watched(host(answers.peer));
   if (each == nullptr) return;
@@ -247,7 +245,7 @@ void Heartbeat::trust(Talk& answers) {
 
 // Asking -------------------------------------------------------------------------------------
 
-// Once in an interval.
+// Called once per interval.
 void Heartbeat::ask_around() {
   beats_ = looked_ + interval_;
   std::set<int> asked;
@@ -279,9 +277,9 @@ void Heartbeat::ask_around() {
   }
 }
 
-// The rank in this one's place on that host; of the next host each rank is asked by one of this. Where nobody is
-// there any more, the next host is the first on which somebody is, and others have none in their place: whoever
-// lies behind many that are lost is not asked by all.
+// Ask the rank at this rank's index on the next host; every rank of that host is asked by one rank of this
+// host. If all ranks of the host are gone, the first later host with present ranks takes its place for
+// distance 1. Other distances are skipped, so that the host behind many lost hosts is not asked by all.
 bool Heartbeat::choose(Watched& each) {
   const int count = hosts_->count();
   const int end = each.distance == 1 ? count : each.distance + 1;
@@ -300,7 +298,7 @@ bool Heartbeat::choose(Watched& each) {
   return false;
 }
 
-// Spread over all, and others for each rank of this host.
+// Hosts spread over all, different for each rank of this host.
 std::vector<int> Heartbeat::witnesses() const {
   const int count = hosts_->count(), most = std::min(kWitnesses, count - 1);
   std::vector<int> found;
@@ -316,8 +314,8 @@ void Heartbeat::ask(int peer, bool is_fresh) {
   talks_.push_back({Line(hosts_->addresses[peer]), looked_, true, peer, is_fresh});
 }
 
-// Requests to connect that got lost are repeated by the kernel after ever longer pauses: too late
-// for a network that was gone for two seconds.
+// Ask on a new connection: the kernel repeats lost connection requests after growing pauses, too late for a
+// network outage of two seconds.
 void Heartbeat::ask_again(int peer) {
   doubts_.emplace(host(peer), Doubt{looked_});
   const auto is_that = [&](const Talk& talk) {
@@ -362,7 +360,7 @@ void Heartbeat::judge() {
 void Heartbeat::learn(int which, const Loss& loss) {
   if (lost_.count(which)) return;
   lost_.emplace(which, loss);
-  for (Talk& talk : talks_) {  // one that may answer is told
+  for (Talk& talk : talks_) {  // they may answer and be notified
     if (talk.is_ours && host(talk.peer) == which && !talk.line.is_connected()) talk.line.give_up();
   }
   untold_.emplace(which, loss);
@@ -383,7 +381,7 @@ void Heartbeat::hear(const std::string& text) {
   }
 }
 
-// All those of this host, or some that pass it on.
+// All ranks of this host, or a subset that forwards.
 std::vector<int> Heartbeat::near() const {
   const std::vector<int>& here = hosts_->ranks[own_];
   const int count = static_cast<int>(here.size());
@@ -397,8 +395,8 @@ std::vector<int> Heartbeat::near() const {
   return found;
 }
 
-// Connections to those of this host are made at once. A host that is cut off tells nobody else: when it is
-// back, the others know better.
+// Send news. Connections to ranks of this host are made now. A host that is cut off notifies only its own
+// ranks: after it returns, other hosts have better information.
 void Heartbeat::tell() {
   if (!untold_.empty() && news_.empty()) {
     for (int peer : near()) ask(peer, false);
@@ -436,12 +434,12 @@ void Heartbeat::tell() {
   for (Talk& talk : talks_) {
     const bool is_known = talk.is_ours ? talk.has_shown : talk.is_proven;
     if (!is_known || talk.told == news_.size()) continue;
-    const bool is_near = host(talk.peer) == own_;  // then the other line, which is ours, has it
+    const bool is_near = host(talk.peer) == own_;  // the peer gets it on the other connection
     if (is_near ? talk.is_ours : !stays_here) talk.told += talk.line.send(news_.substr(talk.told));
   }
 }
 
-// Hosts, and else ranks: both at once is rare enough to be said one after the other.
+// Report hosts first, then ranks; both at once is rare.
 std::optional<Failure> Heartbeat::report() {
   if (looked_ < reports_) return std::nullopt;
   const int count = hosts_->count();

@@ -11,9 +11,9 @@ namespace fl {
 namespace {
 
 constexpr size_t kMostWaiting = 16384;
-constexpr int kProbes = 3, kMostIdle = 32767;  // more seconds the kernel refuses
+constexpr int kProbes = 3, kMostIdle = 32767;  // maximum seconds that the kernel accepts
 
-// Nothing is wrong, it only cannot be done now.
+// True if the call failed only for now.
 bool is_later(int error) { return error == EAGAIN || error == EINTR || error == EINPROGRESS; }
 
 void set(int socket, int level, int option, int value) {
@@ -137,7 +137,7 @@ std::optional<Line> Listener::accept() {
   return made < 0 ? std::nullopt : std::make_optional<Line>(made);
 }
 
-// A waiter that is left would be an event that does not end.
+// A pending connection that cannot be accepted would wake the poll forever.
 void Listener::await(const std::vector<const Line*>& lines, Clock::time_point end) {
   std::vector<pollfd> events{{bell_, POLLIN, 0}, {has_room_ ? socket_ : -1, POLLIN, 0}};
   for (const Line* line : lines) events.push_back(line->awaited());
@@ -156,9 +156,8 @@ void set_port(sockaddr_storage& address, int port) {
 
 void keep_alive(int socket, double seconds) noexcept {
   const int idle = static_cast<int>(seconds);
-  // No TCP_USER_TIMEOUT: the kernel counts the time of a full window too, also while the other
-  // end answers, so a rank in a debugger would be lost. Connections of the rendezvous have it, as
-  // nobody else watches over them.
+  // No TCP_USER_TIMEOUT: the kernel also counts time with a full window while the peer answers, so a rank in
+  // a debugger would be lost. Rendezvous connections use it, because nothing else monitors them.
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(socket, IPPROTO_TCP, TCP_KEEPIDLE, std::clamp(idle, 1, kMostIdle));
   const int interval = (idle + kProbes - 1) / kProbes;

@@ -8,24 +8,23 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// An answer that does not come in this time is not worth waiting for.
+// Maximum time to wait for an answer of a peer.
 constexpr milliseconds kGoodbye{500};
 
-// So long after another rank at most this one reports that a host is lost: news come at once, but whoever hears
-// of a loss waits a little for others.
+// Maximum delay between reports of a lost host on two ranks: each rank waits a little for more losses.
 constexpr milliseconds kNewsTakes = 2 * Heartbeat::kLongestInterval;
 
-// Errors of the kernel about hosts, where of a process that has ended another kernel says so.
+// Errors that mean a host does not answer. If only a process has ended, its kernel answers.
 constexpr int kSilence[] = {ETIMEDOUT, EHOSTUNREACH, EHOSTDOWN, ENETUNREACH, ENETDOWN};
 
-// Whether `what`, all that Gloo keeps of an error, is that.
+// True if `what`, the text that Gloo keeps of an error, is such an error.
 bool is_silence(const std::string& what) {
   return std::any_of(std::begin(kSilence), std::end(kSilence), [&](int error) {
     return what.find(std::generic_category().message(error)) != std::string::npos;
   });
 }
 
-// How far apart the ranks' ends of one wait may lie, and how often who is to blame is looked at.
+// Maximum time between the ends of one wait on different ranks, and the interval of checks for the culprit.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
 
 std::string in_words_for_others(std::string message, const std::string& name) {
@@ -38,10 +37,10 @@ std::string in_words_for_others(std::string message, const std::string& name) {
 
 }  // namespace
 
-// Why a rank gave up; as it travels: its first letter, the status, how many ranks and which, the words.
+// The reason why a rank gave up. Wire format: kMark, status, number of missing ranks, these ranks, text.
 struct Mesh::Farewell {
   static constexpr char kMark = 'F';
-  static constexpr size_t kMostBytes = 4000;  // of words
+  static constexpr size_t kMostBytes = 4000;  // of text
 
   int status = 0;
   std::vector<int> missing;
@@ -76,7 +75,7 @@ int place_in(const std::vector<int>& ranks, int rank) {
 
 }  // namespace
 
-// The watch belongs to the family, which is a member: a base needs it before.
+// The watch belongs to the family, a member, but the base class needs it first.
 Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
            double connect_seconds)
     : Mesh(std::make_shared<Family>(rank, size, host, interface, size > kDirect), all_ranks(size), 0,
@@ -154,7 +153,7 @@ void Mesh::require(int peer) {
   }
 }
 
-// What it means that there can be no connection.
+// Return the failure for a connection that cannot be made.
 Failure Mesh::not_connected(int peer, const std::string& problem) {
   await_reason(is_silence(problem));
   if (const auto why = reason()) return *why;
@@ -163,16 +162,16 @@ Failure Mesh::not_connected(int peer, const std::string& problem) {
 
 Pair& Mesh::pair_with(int peer) {
   if (!is_connected(peer)) require(peer);
-  if (has_news_ && has_said_all(peer)) throw std::runtime_error(kHasLeft);  // or given up: see explain
+  if (has_news_ && has_said_all(peer)) throw std::runtime_error(kHasLeft);  // or has given up: see explain
   return *links_.pair(ranks_[peer]);
 }
 
 void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes) {
-  if (!is_connected(peer)) require(peer);  // one that is not made is no connection that broke
+  if (!is_connected(peer)) require(peer);  // a missing connection is not a broken one
   try {
     buffer.recv(peer, slot, offset, bytes);
   } catch (const std::exception&) {
-    // Anything that is sent there says so.
+    // A later send to the peer reports it.
   }
 }
 
@@ -180,7 +179,7 @@ void Mesh::expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size
   try {
     pair_with(peer).expect(buffer, group, slot, offset, bytes, tells);
   } catch (const std::exception&) {
-    // As above.
+    // A later send to the peer reports it.
   }
 }
 
@@ -195,9 +194,9 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
   return behind.empty() ? absent : behind;
 }
 
-// What the members tell each other ---------------------------------------------------------------
+// Notifications between members ---------------------------------------------------------------
 
-// On Gloo's thread, or one that reads, with a pair locked: others are told by another thread.
+// Called on Gloo's or a reading thread with a pair locked, so another thread notifies the other ranks.
 void Mesh::hear(int peer, const std::string& text) {
   const bool is_hearsay = text[0] == kHearsay;
   bool is_first = false;
@@ -223,7 +222,7 @@ void Mesh::hear(int peer, const std::string& text) {
 void Mesh::pass_on(const std::string& text) noexcept {
   if (has_reported_) return;
   family_->tell(*this, text);
-  connect_neighbours(all_ranks(size));  // they are told where they are connected
+  connect_neighbours(all_ranks(size));  // a new connection gets the text
 }
 
 Mesh::Known Mesh::known(int peer) const {
@@ -231,7 +230,7 @@ Mesh::Known Mesh::known(int peer) const {
   return known_[peer];
 }
 
-// Later ones may be of ranks that found nobody any more.
+// Later reasons may come from ranks that found other ranks gone.
 Mesh::Said Mesh::first_farewell() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return first_;
@@ -268,7 +267,7 @@ std::unique_ptr<Port> Mesh::port() {
   return std::make_unique<Port>(family_->engine, group, rank, ranks_, *this);
 }
 
-// One that is not connected could go unnoticed.
+// Connect first, because the loss of an unconnected rank could go undetected.
 std::optional<Failure> Mesh::loss_of(int peer) {
   if (const auto why = reason()) return why;
   try {
@@ -295,9 +294,8 @@ Clock::time_point Mesh::end_of(int peer) const {
 
 void Mesh::stop() { end(Failure(FL_CLOSED, {}, kWasClosed)); }
 
-// A peer may have closed a connection because it has found out that a host is lost: then news of that
-// are on their way. Where nobody answers, the heartbeats are about to say which host that is, and since
-// when. That may take longer, so there must be somebody who can say that it takes too long.
+// A peer may close a connection because it has detected a lost host; news of the host then arrives soon. If a
+// host does not answer, the heartbeats report it later, so a waiter with a deadline must exist.
 void Mesh::await_reason(bool is_silent) {
   const Waiter* const waiter = Waiter::current();
   auto end = Clock::now();
@@ -312,8 +310,8 @@ void Mesh::await_reason(bool is_silent) {
   }
 }
 
-// A connection broke. A peer that gave up has said why before it closed, and that reason is the
-// true one; otherwise the connections that are broken by now show who is gone.
+// Explain a broken connection. A peer that gave up has sent the true reason before it closed. Without a
+// reason, the connections broken so far show which ranks are gone.
 Failure Mesh::explain(int peer, const std::string& what) {
   std::map<int, std::string> broken;
   std::vector<int> missing;
@@ -350,8 +348,8 @@ std::map<int, std::string> Mesh::broken_peers() {
   return broken;
 }
 
-// A rank that gives up because of another closes later: when the reason has come through, or not for so long.
-// One that has left as planned is no cause, unless it is waited for or nobody else has gone.
+// Return the peers that ended first. A rank that gives up because of another rank closes later, after its
+// reason was delivered or kGoodbye has passed. A planned exit is only a cause if awaited or the only one.
 std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
   std::vector<int> suspects, found;
   for (const auto& each : broken) {
@@ -373,8 +371,7 @@ std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
   return await_cause(timeout.missing);
 }
 
-// Follow who waited for whom, from `missing` on, to the rank that has not said that it waited.
-// No event says that none will come.
+// Follow the reported waits from `missing` to a rank that has not reported a wait until the time is over.
 std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   const auto end = Clock::now() + kSettling;
   for (int steps = 0; steps < size && missing.size() == 1 && missing[0] != rank; ++steps) {
@@ -391,7 +388,7 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   return missing;
 }
 
-// Of a loss that the heartbeats have found all know.
+// All ranks learn of a loss that the heartbeats detected, so no connections are needed for it.
 void Mesh::give_up(const Failure& failure) noexcept {
   report_to_others(failure);
   if (!reason()) connect_neighbours(failure.missing);
@@ -400,8 +397,8 @@ void Mesh::give_up(const Failure& failure) noexcept {
   family_->end(*this);
 }
 
-// A rank that wants to connect to this one later would find nobody, and call it lost. `missing` are not
-// waited for.
+// Connect to the neighbours, so that a later connection from them does not find this rank gone and report it
+// lost. `missing` ranks are not awaited.
 void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   const auto end = Clock::now() + kGoodbye;
   const std::vector<int> peers = neighbours();
@@ -410,7 +407,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
       try {
         connect(peer);
       } catch (const std::exception&) {
-        // It has gone, or all has ended here.
+        // It has left, or the group has ended here.
       }
     }
   };
@@ -420,14 +417,14 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   });
 }
 
-// Once: others ask for no second reason.
+// Only once: peers use the first reason.
 void Mesh::report_to_others(const Failure& failure) noexcept {
   if (has_reported_.exchange(true)) return;
   const Farewell farewell{failure.status, failure.missing, in_words_for_others(failure.what(), name(rank))};
   family_->tell(*this, farewell.text());
 }
 
-// Hosts that are lost ----------------------------------------------------------------------------
+// Lost hosts ----------------------------------------------------------------------------
 
 void Mesh::take_along(Companion companion) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -442,7 +439,7 @@ Failure Mesh::as_its_own(const Failure& failure) const {
   return {failure.status, missing, failure.what()};
 }
 
-// The next operation raises what has happened, as do those that wait.
+// The next operation and waiting operations raise `failure`.
 void Mesh::lose(const Failure& failure) noexcept {
   end(failure);
   family_->end(*this);
@@ -456,7 +453,7 @@ void Mesh::lose(const Failure& failure) noexcept {
   }
 }
 
-// As this rank's Python code says it of an error that ends another group: see native_errors.py.
+// Return the text that Python uses for an error that ends another group: see native_errors.py.
 std::string Mesh::words_of(const Failure& failure) const {
   std::string names;
   for (int r : failure.missing) {

@@ -1,17 +1,17 @@
-// The collectives that move data without combining it.
+// Collectives that move data without reducing it.
 
 #include "collectives.h"
 
 namespace fl {
 namespace {
 
-// Call `visit(offset, bytes)` for each piece.
+// Call `visit(offset, bytes)` for each chunk.
 template <typename Visit>
 void for_each_piece(size_t bytes, Visit visit) {
   for (size_t at = 0; at < bytes; at += kChunkBytes) visit(at, std::min(kChunkBytes, bytes - at));
 }
 
-// The root's array in a part for each other rank.
+// Divide the root's array into a part for each other rank.
 Parts parts_for_others(size_t bytes, int ranks, int root) {
   const size_t others = ranks - 1;
   const int last = root == ranks - 1 ? ranks - 2 : ranks - 1;
@@ -22,7 +22,7 @@ Parts parts_for_others(size_t bytes, int ranks, int root) {
 
 }  // namespace
 
-// Take what came with the headers, then move the rest.
+// Copy payloads that arrived with the headers, then move large ones.
 void Collectives::deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take) {
   char* const place = static_cast<char*>(into);
   fetch(take);
@@ -34,8 +34,7 @@ void Collectives::deliver(Call& call, const void* from, const Parts& give, void*
   move_large(call, from, give, place, take);
 }
 
-// Send give[r] of `from` to every rank r and receive take[r] of `into` from it, all at once, except
-// what was small.
+// Send give[r] of `from` to every rank r and receive take[r] of `into`, all at once, except small parts.
 void Collectives::move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take) {
   const char* const source = static_cast<const char*>(from);
   std::vector<Buffer> sends(size_), receives(size_);
@@ -64,9 +63,8 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
   }
 }
 
-// Large: every other rank gets a part of its own from the root and passes it on, so that the
-// root's link carries the array once instead of n-1 times. Only the root need know its size before the
-// headers have come.
+// A large array is divided into a part for each other rank. These ranks forward their parts, so that the
+// root's link carries the array once instead of n-1 times. Only the root must know the size at the start.
 Bytes Collectives::broadcast(Call& call, void* data) {
   const int root = call.mine.root;
   const auto in_one_piece = [&](size_t bytes) { return bytes <= kInlineBytes || size_ == 2; };
@@ -158,7 +156,7 @@ Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Pa
   return output;
 }
 
-// Only the root need know the size of a part before the headers have come.
+// Only the root must know the size of a part before the headers arrive.
 Bytes Collectives::scatter(Call& call, const void* data, void* output) {
   const int root = call.mine.root;
   Parts give(size_), take(size_);

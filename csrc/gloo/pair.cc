@@ -19,8 +19,7 @@ namespace tcp = gloo::transport::tcp;
 
 namespace {
 
-// Private members are named in explicit instantiations, where access is not checked: a Gloo that
-// has others does not compile.
+// Private members are named in explicit instantiations, which skip access checks and fail on other versions.
 template <typename Of, typename Of::Member member>
 struct Reveal {
   friend typename Of::Member reveal(Of) { return member; }
@@ -77,7 +76,7 @@ sockaddr_storage read_address(const char* address, size_t bytes) {
 
 namespace {
 
-// Words about a group, and parcels, which Gloo has no opcodes for.
+// Opcodes of notes and parcels, which Gloo does not define.
 constexpr size_t kNote = 16, kParcel = 17;
 constexpr size_t kMostInParcel = 1 << 24;
 constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_RECV_READY;
@@ -85,10 +84,10 @@ constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_
 constexpr size_t kHead = sizeof(tcp::Op::preamble);
 constexpr size_t kWasteBytes = 64 << 10;
 constexpr size_t kBeyondBytes = 32 << 10;
-// Of a receiver that is ready for all that comes.
+// Offset that marks permission for any number of sends.
 constexpr size_t kForEver = 1;
 
-// As a base, which is there before the others.
+// A base class, so that it is initialised first.
 struct Memory {
   Parcel parcel;
 };
@@ -101,7 +100,7 @@ Parcel copied(const char* bytes, size_t size) {
 
 }  // namespace
 
-// A buffer of its own bytes.
+// A buffer that owns its bytes.
 class Pair::Kept : private Memory, public Buffer {
  public:
   explicit Kept(Parcel given)
@@ -110,7 +109,7 @@ class Pair::Kept : private Memory, public Buffer {
   Weak weak() const { return getWeakNonOwningPtr(); }
 };
 
-// It is made to listen, at an address that no rank knows.
+// Gloo's base class listens at an address that no rank knows; replace its socket.
 Pair::Pair(Context* context, Device* device, int peer, int socket, Told told, Parcels& parcels)
     : tcp::Pair(context, device, peer, std::chrono::hours(24)), told_(std::move(told)), parcels_(parcels) {
   const std::lock_guard<std::mutex> lock(m_);
@@ -121,7 +120,7 @@ Pair::Pair(Context* context, Device* device, int peer, int socket, Told told, Pa
   try {
     handleConnected();
   } catch (const std::exception&) {
-    state_ = CLOSED;  // with nothing to close: Gloo's loop does not serve it
+    state_ = CLOSED;  // Gloo's loop does not serve it
     throw;
   }
 }
@@ -137,7 +136,7 @@ void Pair::is_served(bool served) {
   epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo would try to add it first
 }
 
-// Gloo's thread does not wait for the lock, as who has it may wait for that thread, but comes again at once.
+// Gloo's thread must not wait for the lock, as the holder may wait for that thread. The event repeats.
 void Pair::handleEvents(int events) {
   if (!m_.try_lock()) return void(sched_yield());
   m_.unlock();
@@ -176,7 +175,7 @@ std::string Pair::problem() {
   return "the connection was closed";
 }
 
-// What is sent ---------------------------------------------------------------------------------
+// Sending ---------------------------------------------------------------------------------
 
 void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure) {
   const std::lock_guard<std::mutex> lock(m_);
@@ -193,7 +192,7 @@ void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, 
   is_at_leisure_ = false;
 }
 
-// To set the option again sends what the kernel holds back.
+// Setting the option again sends data that the kernel holds back.
 void Pair::hurry() {
   const std::lock_guard<std::mutex> lock(m_);
   const int on = 1;
@@ -261,8 +260,7 @@ void Pair::tidy(Lines& lines, uint64_t slot) {
   if (!found.is_open && found.ready == 0 && found.sends.empty() && found.receives.empty()) lines.erase(line);
 }
 
-// Of what has begun to go out the other end gets all, as it cannot be told from its first bytes that the
-// rest is none; what has not begun is not sent.
+// Messages that have begun are completed with a copy, as the peer cannot skip the rest. Others are not sent.
 void Pair::forget(const Receiver& buffer, uint64_t group) {
   const std::lock_guard<std::mutex> lock(m_);
   let_go(buffer, group);
@@ -296,11 +294,11 @@ void Pair::let_go(const Receiver& buffer, uint64_t group) {
     const size_t sent = std::max(op.nwritten, kHead) - kHead;
     kept_.emplace_back(copied(static_cast<const char*>(buffer.ptr) + op.offset + sent, op.nbytes - sent));
     op.ubuf = kept_.back().weak();
-    op.offset = -sent;  // what was sent is not there
+    op.offset = -sent;  // the copy lacks the sent bytes
   }
 }
 
-// On the thread that sends, or Gloo's. An op that was released before it began is done.
+// On the sending thread or Gloo's. Ops released before they began count as done.
 bool Pair::write(tcp::Op& op) {
   if (state_ == CLOSED) return false;
   const bool notifies = op.preamble.opcode == kReady;
@@ -323,8 +321,8 @@ bool Pair::write(tcp::Op& op) {
       op.nwritten += count;
     } else if (errno != EINTR) {
       const int error = errno;
-      buffer = Alive();  // it may be one of those that go when the connection ends
-      // A reset is found where the other end's last words have been read.
+      buffer = Alive();  // the end of the connection may destroy it
+      // A reset is reported after the last data of the peer has been read.
       if (error != EAGAIN && error != ECONNRESET && error != EPIPE) fail("write", error);
       return false;
     }
@@ -333,7 +331,7 @@ bool Pair::write(tcp::Op& op) {
   Buffer* const sent = buffer.operator->();
   const auto kept = std::find_if(kept_.begin(), kept_.end(), [&](Kept& each) { return &each == sent; });
   if (kept != kept_.end()) {
-    buffer = Alive();  // else it would wait for this thread
+    buffer = Alive();  // otherwise its destructor would wait for this thread
     kept_.erase(kept);
     if (op.preamble.opcode == kParcel) parcels_.sent(rank_, op.nbytes);
   } else {
@@ -349,7 +347,7 @@ void Pair::fail(const char* doing, int error) {
   signalException(std::string(doing) + " " + peer_.str() + ": " + std::strerror(error));
 }
 
-// What arrives ---------------------------------------------------------------------------------
+// Receiving ---------------------------------------------------------------------------------
 
 bool Pair::read() {
   Alive buffer;
@@ -372,7 +370,7 @@ bool Pair::read() {
   return true;
 }
 
-// As far as something has come; as recv(2). Bytes that come after it are read in the same call.
+// Read available bytes into `room`, like recv(2), and further bytes into beyond_ in the same call.
 ssize_t Pair::fill(const iovec& room) {
   if (beyond_begin_ < beyond_end_) {
     const size_t bytes = std::min(room.iov_len, beyond_end_ - beyond_begin_);
@@ -398,7 +396,7 @@ ssize_t Pair::fill(const iovec& room) {
   return std::min(come, room.iov_len);
 }
 
-// Where the next bytes of a message go, and for what is for a buffer, that; no room: that was all.
+// Return the memory for the next bytes of the message, and its buffer if any. Empty: the message is complete.
 iovec Pair::next_room(Alive& buffer) {
   if (state_ == CLOSED) return {};
   if (rx_.nread < kHead) {
@@ -424,7 +422,7 @@ iovec Pair::next_room(Alive& buffer) {
   return {waste_.get(), std::min(left, kWasteBytes)};
 }
 
-// Of the receives that wait in its slot a message takes the first. There is none where its group is over.
+// Match the message with the first waiting receive of its slot. There is no receive if the group has ended.
 void Pair::find_place() {
   Talk& talk = talks_[rx_.preamble.roffset];
   Line& line = talk.lines[rx_.preamble.slot];
@@ -477,11 +475,11 @@ void Pair::take_message(const Alive& buffer) {
   try {
     for (const Part& part : parts) put(kSend, group, slot, part);
   } catch (const std::exception&) {
-    // The connection has ended, and all have been notified.
+    // The connection has ended, and the buffers were notified.
   }
 }
 
-// The end ------------------------------------------------------------------------------------------
+// Closing ------------------------------------------------------------------------------------------
 
 void Pair::changeState(state next) noexcept {
   if (next == CLOSED && state_ == CONNECTED) {
@@ -494,7 +492,7 @@ void Pair::changeState(state next) noexcept {
   tcp::Pair::changeState(next);
 }
 
-// All that still wait to send or to receive; see also Waiter::look_around.
+// Notify all waiting sends and receives; see also Waiter::look_around.
 void Pair::signal_all() noexcept {
   const auto signal = [&](const Weak& weak) {
     const Alive buffer(weak);
@@ -513,7 +511,7 @@ void Pair::signal_all() noexcept {
 Receiver::Receiver(std::shared_ptr<Context> context, Route& route, void* data, size_t bytes, Mover* mover)
     : UnboundBuffer(std::move(context), data, bytes), route_(route), mover_(mover) {}
 
-// Gloo's destructor waits until no thread uses the buffer, but this part of it is destroyed by then.
+// Gloo's destructor waits until no thread uses the buffer, but this subclass is already destroyed by then.
 Receiver::~Receiver() {
   if (unfinished_ == 0) return;
   for (Pair* pair : pairs_) pair->forget(*this, group_);

@@ -7,7 +7,7 @@
 namespace fl {
 namespace {
 
-// SHA-256, as FIPS 180-4 has it.
+// SHA-256 (FIPS 180-4).
 constexpr size_t kBlock = 64;
 using Words = std::array<uint32_t, 8>;
 

@@ -1,4 +1,4 @@
-// The collectives that combine the ranks' arrays.
+// Collectives that reduce arrays.
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
@@ -6,21 +6,20 @@
 namespace fl {
 namespace {
 
-// A part has so many pieces at least, if they are not too small: what is combined is sent on while the
-// rest is on the wire.
+// Minimum number of chunks of a part, and minimum chunk size in bytes: reductions overlap with transfers.
 constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 
-// So many pieces of each rank can arrive unasked, if they fit in the memory for those of all.
+// Maximum number of chunks per rank that can arrive without a request, and bytes for the chunks of all ranks.
 constexpr size_t kMostPlaces = 8, kOfAll = 8 << 20;
 
-// Two ranks exchange so much in one step, and reduce it twice; of more, half the additions count more than
-// a step.
+// Maximum size, in bytes, that two ranks exchange in one step and both reduce. Above it, half the additions
+// save more than a step costs.
 constexpr size_t kInOneStep = 4 << 20;
 
-// Who gets the reduced parts, where it is not one rank.
+// Collector value: all ranks get the reduced parts.
 constexpr int kEverybody = -2;
 
-// Memory for a piece of one rank.
+// Bytes reserved for a chunk of one rank.
 size_t place_bytes(int ranks) {
   return std::max(kOfAll / ranks / kMostPlaces / kLeastPiece * kLeastPiece, kLeastPiece);
 }
@@ -34,7 +33,7 @@ size_t piece_bytes(const Parts& parts, const fl_signature& mine) {
   return std::clamp(longest(parts) / kPieces, kLeastPiece, most) / mine.itemsize * mine.itemsize;
 }
 
-// A part for each rank but `without`.
+// Divide the array into a part for each rank except `without`.
 Parts even_parts(const fl_signature& mine, int ranks, int without = -1) {
   const size_t count = static_cast<size_t>(mine.count), item = mine.itemsize;
   const size_t among = without < 0 ? ranks : ranks - 1;
@@ -47,16 +46,14 @@ Parts even_parts(const fl_signature& mine, int ranks, int without = -1) {
 
 }  // namespace
 
-// A direct reduce-scatter (rank p gets part p of every rank and reduces in rank order), after
-// which every part goes to those who want it.
+// A direct reduce-scatter: rank p receives part p of every rank and reduces in rank order. Each reduced part
+// is then sent to the collecting ranks.
 //
-// The next pieces of every part are on the wire while one is being reduced. A collecting rank gets a reduced
-// piece into the place it came from: its owner can only send it after it has received that place's old
-// contents from everybody, so nothing unsent is lost.
+// The next chunks of every part are in transit while one is reduced. A collecting rank receives a reduced
+// chunk into its own data. This is safe: the owner sends it only after receiving that data from all ranks.
 class Collectives::ReductionInParts {
  public:
-  // `output` takes this rank's reduced part; null: it only passes through, on its way to the
-  // collector.
+  // `output` receives this rank's reduced part. Null: the part is only forwarded to the collector.
   ReductionInParts(Collectives& group, Call& call, const void* data, char* output, Parts parts, int collector)
       : group_(group),
         waiter_(call.waiter),
@@ -92,7 +89,7 @@ class Collectives::ReductionInParts {
   }
 
  private:
-  // Bytes of piece `c` of rank r's part; none where the part has ended.
+  // Chunk `c` of rank r's part; empty behind the part's end.
   Part piece(int r, size_t c) const {
     const size_t begin = std::min(c * piece_bytes_, parts_[r].bytes);
     return {parts_[r].begin + begin, std::min(piece_bytes_, parts_[r].bytes - begin)};
@@ -150,18 +147,18 @@ class Collectives::ReductionInParts {
   const fl_signature& mine_;
   const int rank_, size_, collector_;
   const Parts parts_;
-  const size_t piece_bytes_, depth_;  // of each part so many pieces are on the wire or being reduced
-  const size_t first_;                // where in the rooms the first one arrives
-  const bool in_place_;               // what is sent is overwritten by the result
+  const size_t piece_bytes_, depth_;  // depth_: chunks of each part in transit or being reduced
+  const size_t first_;                // index of the first chunk's place in the rooms
+  const bool in_place_;               // the result overwrites the sent data
   char* const data_;
   char* const output_;
   const Buffer sends_, results_;
   std::vector<Buffer> collected_;
   std::vector<const void*> from_;
-  std::vector<int> sent_, given_;  // to whom, of what is to be waited for
+  std::vector<int> sent_, given_;  // destinations of sends to be awaited
 };
 
-// What comes from rank r; nothing does from this rank itself: its own room is free.
+// The receive buffer for rank r. This rank's own buffer is free for other use.
 gloo::transport::UnboundBuffer& Collectives::room(int r) { return *rooms_[r]; }
 
 void Collectives::make_rooms() {
@@ -171,7 +168,7 @@ void Collectives::make_rooms() {
   for (size_t at = 0; at < bytes; at += place_bytes(size_)) ask_for_piece(at);
 }
 
-// Ahead of time, as for headers: a piece is sent as soon as it is known that all call the same.
+// Request chunks ahead of time, as for headers: a chunk can be sent as soon as the calls are known to agree.
 void Collectives::ask_for_piece(size_t at) {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) mesh_.ask(room(r), r, kReduceSlot, at, place_bytes(size_));
@@ -191,9 +188,9 @@ void Collectives::reduce_inline(const Call& call, const void* data, size_t skip,
   fl::reduce(call.mine.dtype, call.mine.op, call.mine.scale, into, from.data(), size_, count);
 }
 
-// Small: everybody has everybody's data and reduces it, and so do two ranks of more, which then send no
-// more than otherwise. Large: bytes sent per rank are 2 (n-1)/n of the array, as for a ring, in 2 steps
-// instead of 2 (n-1), and with a sum that does not depend on where in the ring a part began.
+// Small: every rank receives all data and reduces it. Two ranks also do so for larger arrays, because it
+// sends no more bytes. Large: each rank sends 2 (n-1)/n of the array, as with a ring, but in 2 steps instead
+// of 2 (n-1), and the order of additions does not depend on the position in a ring.
 void Collectives::all_reduce(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   meet(call, data, same_for_all(small ? call.bytes() : 0));
@@ -208,8 +205,8 @@ void Collectives::all_reduce(Call& call, void* data) {
   reduce_in_parts(call, data, own, parts, kEverybody);
 }
 
-// Large: the others reduce a part each, so that every link carries the array once in each direction: the
-// root gives its own and gets the result. Of two ranks the root reduces all, and gives nothing.
+// Large: every rank except the root reduces a part, so that each link carries the array once in each
+// direction: the root sends its data and receives the result. Of two ranks, the root reduces everything.
 void Collectives::reduce(Call& call, void* data) {
   const int root = call.mine.root;
   const bool small = call.bytes() <= kInlineBytes;
@@ -237,7 +234,7 @@ void Collectives::reduce_scatter_uneven(Call& call, const fl_sections& sections,
   reduce_sections(call, sections.data, output, in_a_row(size_, [&](int r) { return sections.bytes[r]; }));
 }
 
-// Small where all parts are: every rank must choose alike.
+// Small only if all parts are small, so that every rank chooses the same path.
 void Collectives::reduce_sections(Call& call, const void* data, void* output, const Parts& sections) {
   const bool small = std::all_of(sections.begin(), sections.end(), [](const Part& part) {
     return part.bytes <= kInlineBytes;

@@ -1,4 +1,4 @@
-// Prefix reductions: of the arrays of ranks 0 to r, or of those before r, on rank r.
+// Prefix reductions: rank r gets the reduction of ranks 0 to r, or 0 to r-1.
 
 #include "../reduce/half.h"
 #include "../reduce/reduce.h"
@@ -7,10 +7,10 @@
 namespace fl {
 namespace {
 
-// Pieces that are on the wire or being combined.
+// Chunks in transit or being reduced.
 constexpr size_t kDepth = 2;
 
-// Partial results go from rank to rank before they are rounded: of 16-bit floats as float32.
+// Partial results are sent unrounded: for 16-bit floats as float32.
 bool is_narrow(int dtype) { return dtype == FL_FLOAT16 || dtype == FL_BFLOAT16; }
 
 template <typename T>
@@ -25,7 +25,7 @@ void narrow(void* into, const float* from, size_t count) {
   for (size_t i = 0; i < count; ++i) values[i] = T::narrow(from[i]);
 }
 
-// Memory of kDepth pieces, which go to a rank or come from it.
+// Memory for kDepth chunks to or from one rank.
 class Pieces {
  public:
   Pieces(Mesh& mesh, size_t bytes) : memory_(new char[kDepth * bytes]) {
@@ -40,8 +40,8 @@ class Pieces {
   Buffer buffers_[kDepth];
 };
 
-// Large: rank after rank combines what arrives with its own, and passes it on, piece by piece. All
-// links carry the array once, and at the same time but for a piece for each rank before.
+// Large: each rank combines the arriving chunks with its own and forwards them, chunk by chunk. Each link
+// carries the array once, delayed by one chunk per previous rank.
 class Chain {
  public:
   Chain(Mesh& mesh, Call& call, char* data)
@@ -94,7 +94,7 @@ class Chain {
     }
     const void* own = place(c);
     if (is_narrow_) own = widened(own, n);
-    const void* all = own;  // up to this rank
+    const void* all = own;  // reduction up to this rank
     if (has_next()) {
       if (c >= kDepth) call_.waiter.sent(leaving_[c], rank_ + 1);
       void* next = leaving_[c].ptr;
@@ -114,7 +114,7 @@ class Chain {
     return wide_.get();
   }
 
-  // The result of this rank, of one array or two.
+  // Write this rank's result from one or two arrays.
   void finish(size_t c, const void* one, const void* other) {
     const size_t n = count(c);
     if (!is_narrow_) return reduce(factor_, place(c), one, other, n);
@@ -126,19 +126,19 @@ class Chain {
   Call& call_;
   const fl_signature& mine_;
   const int rank_, size_;
-  const int terms_;  // so many arrays are combined here, from rank 0 on; of none rank 0 keeps its own
+  const int terms_;  // number of arrays reduced here, from rank 0 on; 0: rank 0 keeps its own
   char* const data_;
   const bool is_narrow_;
   const int dtype_, op_;
   const double factor_;
-  const size_t item_, piece_;  // bytes of an element on its way, elements of a piece
+  const size_t item_, piece_;  // bytes of an element in transit, elements of a chunk
   Pieces arriving_, leaving_;
   const std::unique_ptr<float[]> wide_;
 };
 
 }  // namespace
 
-// Small: every rank has what those before it have given.
+// Small: every rank receives the arrays of all ranks before it.
 void Collectives::scan(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   Parts give(size_);

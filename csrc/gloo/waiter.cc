@@ -7,7 +7,7 @@
 namespace fl {
 namespace {
 
-// Longer than any deadline that matters: the watch ends waits, not Gloo.
+// Longer than any real deadline: the watch ends waits, not Gloo.
 constexpr std::chrono::hours kForever{10000};
 
 }  // namespace
@@ -42,8 +42,7 @@ void Watch::soon(std::function<void()> chore) {
   changed_.notify_one();
 }
 
-// Ticks while there are waiters, and one tick longer: operations that follow each other closely
-// wake nobody.
+// Tick while there are waiters, and one tick longer, so that operations in close succession need no wake-up.
 void Watch::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!closing_) {
@@ -57,7 +56,7 @@ void Watch::work() {
   }
 }
 
-// Without the mutex: they may end the waits.
+// Without the mutex, because chores may end waits.
 void Watch::do_chores(std::unique_lock<std::mutex>& lock) {
   const auto chores = std::exchange(chores_, {});
   lock.unlock();
@@ -123,8 +122,8 @@ void Waiter::sent(gloo::transport::UnboundBuffer& buffer, int peer) {
   wait(buffer, peer, {&UnboundBuffer::waitSend, &UnboundBuffer::abortWaitSend, &Receiver::sent});
 }
 
-// A wait that was woken has not lost what it waits for: it can be taken up again. So it is where the end of
-// the connection was noticed before what had come on it.
+// A woken wait can be resumed without loss. The same applies if the end of the connection was noticed before
+// data that had arrived on it.
 void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const Way& way) {
   const auto has_ended = [&] { return (static_cast<Receiver&>(buffer).*way.count)() > 0; };
   for (;;) {
@@ -159,8 +158,7 @@ void Waiter::leave() noexcept {
   buffer_ = nullptr;
 }
 
-// The watch's mutex is held. Waking one that has just finished does no harm: its next wait of this
-// buffer returns at once, finds nothing the matter, and waits on.
+// Requires the watch's mutex. A late wake is harmless: the buffer's next wait is checked and resumed.
 void Waiter::wake() noexcept {
   if (buffer_ != nullptr) (buffer_->*abort_)();
 }
@@ -175,7 +173,7 @@ void Waiter::look_around(int peer) {
   if (is_interrupted()) throw Failure(FL_CLOSED, {}, kInterrupted);
   if (Clock::now() >= deadline_) throw TimedOut(peer);
   if (!connections_.is_lost(peer)) return;
-  // Gloo notifies only some of those who wait on a broken connection.
+  // Gloo notifies only some waiters of a broken connection.
   if (doomed_) throw connections_.explain(peer, "the connection broke");
   doomed_ = true;
 }

@@ -3,23 +3,23 @@
 namespace fl {
 namespace {
 
-// What may wait to be sent to a peer, in bytes.
+// Maximum number of bytes that may wait to be sent to a peer.
 constexpr size_t kMostWaiting = 1 << 20;
-// Records with so little always have room: nobody may be there to send them later.
+// Records up to this size are always accepted, because no thread may be there to send them later.
 constexpr size_t kSmall = 1 << 10;
 
-// A thread that looks for what comes reads it itself: Gloo's thread, and then this one, need not be scheduled
-// first. So many looks it takes at most.
+// Maximum number of polls. A polling thread reads the connection itself, so that neither Gloo's thread nor
+// this thread must be scheduled first.
 constexpr int kLooks = 200;
 
-// Of more ranks a thread reads only what comes of the one that it waits for.
+// With more ranks a thread polls only the peer that it waits for.
 constexpr int kMostLookedAt = 8;
 
 }  // namespace
 
 GlooWire::GlooWire(Links& links) : links_(links), ends_(std::make_unique<Ends[]>(links.size)) {}
 
-// Where there is no connection it is begun: ended() says that it is there.
+// A missing connection is begun; ended() announces its completion.
 Wire::Room GlooWire::reserve(int peer, size_t bytes) {
   Ends& ends = ends_[peer];
   Pair* const pair = links_.pair(peer);
@@ -27,7 +27,7 @@ Wire::Room GlooWire::reserve(int peer, size_t bytes) {
     try {
       links_.reach(peer);
     } catch (const std::exception&) {
-      // A look around finds it lost.
+      // A later check reports it as lost.
     }
     return {};
   }
@@ -46,7 +46,7 @@ void GlooWire::send(int peer, const Room& room) {
   try {
     links_.pair(peer)->post(room.group, std::move(*ends.reserved));
   } catch (const std::exception&) {
-    ends.waits -= bytes;  // it has ended just now: whoever looks around finds it lost
+    ends.waits -= bytes;  // it has just ended; a later check reports it as lost
   }
   ends.reserved.reset();
 }
@@ -69,7 +69,7 @@ Wire::Room GlooWire::next(int peer) {
 
 void GlooWire::drop(int peer) {
   Ends& ends = ends_[peer];
-  std::optional<Come> taken;  // freed without the lock
+  std::optional<Come> taken;  // freed after the lock
   const std::lock_guard<std::mutex> lock(ends.mutex);
   taken.emplace(std::move(ends.come.front()));
   ends.come.pop_front();
@@ -78,7 +78,7 @@ void GlooWire::drop(int peer) {
 
 // Memory to memory -----------------------------------------------------------------------------
 
-// The route of one group, on connections that are there, and on it one buffer.
+// A route of one group over existing connections, with one buffer.
 class GlooWire::Stream final : public Flow, private Route, private Receiver::Mover, private Receiver {
  public:
   Stream(GlooWire& wire, const Moves& moves)
@@ -101,15 +101,15 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
     try {
       moves_.out ? send(moves_.peer, slot, at_, bytes) : recv(moves_.peer, slot, at_, bytes);
     } catch (const std::exception&) {
-      // It has ended just now: whoever looks around finds it lost.
+      // It has just ended; a later check reports it as lost.
     }
     at_ += bytes;
   }
 
  private:
-  // Of a peer's and this rank's groups no other slot is so high.
+  // Slots of streams, above all other slots.
   static constexpr uint64_t kFirstStream = uint64_t{1} << 40;
-  // In pieces, so that what runs beside them gets its turn on the connection; and some on their way at once.
+  // Chunk size in bytes, small enough to interleave other messages, and number of chunks in flight.
   static constexpr size_t kPieceBytes = 4 << 20;
   static constexpr int kAtOnce = 2;
 
@@ -135,7 +135,7 @@ std::unique_ptr<Wire::Flow> GlooWire::flow(const Moves& moves) {
   return std::make_unique<Stream>(*this, moves);
 }
 
-// Looking --------------------------------------------------------------------------------------
+// Polling --------------------------------------------------------------------------------------
 
 template <typename Visit>
 void GlooWire::for_each(int peer, Visit visit) {
@@ -161,7 +161,7 @@ void GlooWire::end_looking(int peer, bool in_vain) {
 
 Patience GlooWire::patience() const { return {0, kLooks >> looking_.halvings()}; }
 
-// What pairs say -------------------------------------------------------------------------------
+// Events of pairs -------------------------------------------------------------------------------
 
 void GlooWire::received(int peer, uint64_t group, bool is_over, Parcel parcel) {
   if (parcel.bytes < sizeof(Record)) return;
@@ -173,7 +173,7 @@ void GlooWire::come(int peer, Come what) {
   {
     const std::lock_guard<std::mutex> lock(ends.mutex);
     ends.come.push_back(std::move(what));
-    // In one order with the futex: see there.
+    // Single order with the futex: see Futex.
     ends.count.fetch_add(1, std::memory_order_seq_cst);
   }
   wake_all();

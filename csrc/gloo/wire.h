@@ -1,4 +1,4 @@
-// Records between the ranks of a family, over its connections.
+// Transport of records over the connections of a Family.
 #pragma once
 
 #include "../common/engine.h"
@@ -7,8 +7,7 @@
 
 namespace fl {
 
-// Gloo's thread reads what comes, or for a moment one that looks for it, and keeps it until the engine takes
-// it.
+// Gloo's thread, or a polling thread, reads the parcels and stores them until the engine takes them.
 class GlooWire final : public Wire, public Parcels {
  public:
   explicit GlooWire(Links& links);
@@ -34,7 +33,7 @@ class GlooWire final : public Wire, public Parcels {
   void sent(int peer, size_t bytes) override;
   void ended(int) noexcept override { wake_all(); }
 
-  // How long to look before sleeping: less, where that has been in vain of late.
+  // Number of polls before a sleep. Smaller after polls without success.
   Patience patience() const;
 
  private:
@@ -44,12 +43,12 @@ class GlooWire final : public Wire, public Parcels {
     uint64_t group;
     Parcel parcel;
   };
-  // With one peer.
+  // State of the records from and to one peer.
   struct Ends {
-    std::mutex mutex;            // of what has come; waits for nothing
-    std::list<Come> come;        // of most peers nothing ever does, so it has no room before
+    std::mutex mutex;      // guards `come`; held briefly
+    std::list<Come> come;  // a list, because an empty one needs no memory for the many idle peers
     std::atomic<size_t> count{0};
-    std::atomic<size_t> waits{0};  // bytes that are to be sent
+    std::atomic<size_t> waits{0};  // bytes waiting to be sent
     std::optional<Parcel> reserved;
     std::atomic<int> lookers{0};
   };

@@ -50,7 +50,7 @@ int fl_call(const fl_launcher *l, uintptr_t comm, int is_group, int count, const
     if (!is_failure(status)) status = found;
   }
   if (!is_group) return status;
-  /* Also after a failure: NCCL counts the levels of groups. */
+  /* Also after a failure, because NCCL counts nested groups. */
   const int ended = ((group_fn)l->group_end)();
   return is_failure(status) ? status : ended;
 }

@@ -1,4 +1,4 @@
-// Functions of elements and of rows, and rows of a table by numbers, with their gradients.
+// Elementwise and row functions, and table look-ups, with their gradients.
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@ enum { GELU, GELU_BY_TANH, SILU, SIGMOID };
 #define FL_KERNELS "csrc/nn/elements.inc"
 #include "../common/each_set.inc"
 
-// (result, table, indices), sizes (count, width, rows of the table): rows of the table.
+// (result, table, indices), sizes (count, width, rows of the table): look up rows of the table.
 template <typename R>
 void take_rows(char* const* arrays, const int64_t* sizes, const double*) {
   const int64_t* index = reinterpret_cast<const int64_t*>(arrays[2]);
@@ -23,7 +23,7 @@ void take_rows(char* const* arrays, const int64_t* sizes, const double*) {
   }
 }
 
-// (result, rows, indices), sizes (count, width, rows of the result): each row added to where it is from.
+// (result, rows, indices), sizes (count, width, rows of the result): add each row to result[index].
 template <typename R>
 void add_rows(char* const* arrays, const int64_t* sizes, const double*) {
   const int64_t count = sizes[0], width = sizes[1];

@@ -1,4 +1,4 @@
-/* Steps whose arrays are known beforehand: what replays of a captured step take. */
+/* Steps on arrays that are known beforehand, for replays of captured steps. */
 
 #include "tasks.h"
 
@@ -39,9 +39,9 @@ void destroy(PyObject* capsule) {
 
 }  // namespace
 
-/* Steps(pieces, lr, counts, norms, rule, scale): a function that takes a step of `pieces`, each
-   (position, parameter, gradient, *states), without Python. It keeps the arrays; who calls it sees to
-   it that their memory stays where it is. ValueError where one does not fit into a kernel. */
+/* Steps(pieces, lr, counts, norms, rule, scale): return a function that updates `pieces`, each (position,
+   parameter, gradient, *states), without Python code. It keeps the arrays alive; the caller must keep their
+   addresses fixed. ValueError if a kernel does not support a piece. */
 PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 6 || !PyList_Check(args[0])) {
     PyErr_SetString(PyExc_TypeError, "Steps(pieces, lr, counts, norms, rule, scale)");

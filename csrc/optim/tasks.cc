@@ -6,10 +6,10 @@
 namespace fl::optim {
 namespace {
 
-// From here on steps are long enough to let other threads run meanwhile.
+// Bytes from which a step releases the GIL.
 constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
 
-// Python has pow() square a number, and one in 1,200 products differs from that in its last bit.
+// Exponent for std::pow: Python's pow() and multiplication differ in the last bit of one of 1,200 squares.
 const volatile double TWO = 2;
 
 bool read_field(PyObject* given, Field* to) {
@@ -30,7 +30,7 @@ bool read_field(PyObject* given, Field* to) {
   return !PyErr_Occurred();
 }
 
-// The data of an array of `size` elements (any: -1) that is read and written in place; or null.
+// Return the data of an array of `size` elements (-1: any) that is read and written in place, or null.
 void* memory(PyObject* given, int type, npy_intp size) {
   PyArrayObject* array = reinterpret_cast<PyArrayObject*>(given);
   if (PyArray_CheckExact(given) && PyArray_ISCARRAY(array) && PyArray_TYPE(array) == type &&
@@ -41,7 +41,7 @@ void* memory(PyObject* given, int type, npy_intp size) {
   return nullptr;
 }
 
-// Compute the numbers of step `time`, in the operations of FORMS; false where one divides by 0.
+// Compute the numbers of step `time` like FORMS; false if a division by 0 occurs.
 bool evaluate(const Source& source, const Task& task, npy_int64 time, double* numbers) {
   const double lr = *source.lr;
   bool is_defined = true;
@@ -149,7 +149,7 @@ bool take_param(Owned param, Task* task) {
   task->piece.param = PyArray_DATA(array);
   task->piece.size = static_cast<size_t>(PyArray_SIZE(array));
   task->is_double = PyArray_TYPE(array) == NPY_DOUBLE;
-  for (void*& state : task->piece.states) state = task->piece.param;  // of rules with fewer
+  for (void*& state : task->piece.states) state = task->piece.param;  // for rules with fewer states
   task->kept[0] = std::move(param);
   return true;
 }

@@ -1,4 +1,4 @@
-// What ranks know of each other's memory, and how they read it.
+// Access to the memory of other ranks.
 #include "collectives.h"
 
 #include "../common/copying.h"
@@ -17,8 +17,7 @@ Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int ran
 
 // Large arrays --------------------------------------------------------------------------------
 
-// The way of this call's `bytes`, the same on every rank, by what all have announced. Unless `may_read` it
-// goes through the slots.
+// Choose the copy path for `bytes`, equal on all ranks, by the announced costs. Slots only unless `may_read`.
 Way Collectives::choose(const fl_signature& mine, size_t bytes, bool may_read) {
   return choose_in(calls_, mine, bytes, may_read);
 }
@@ -36,16 +35,15 @@ Way Collectives::choose_in(uint32_t number, const fl_signature& mine, size_t byt
   return trial_.way;
 }
 
-// Of what rank r gave with this call.
+// Read data that rank r sends in this call.
 void Collectives::read(int r, size_t begin, void* into, size_t bytes) {
   if (bytes == 0) return;
   const size_t done = remote_.read(r, call_of(r).large.address + begin, into, bytes);
   if (done < bytes) ask_for(r, begin + done, static_cast<char*>(into) + done, bytes - done);
 }
 
-// Have rank r copy into a slot of this rank what cannot be read from its memory. It does so while it
-// waits, here or in end_reading(); nothing else goes through the slots meanwhile, as all ranks have
-// called.
+// Ask rank r to copy data that cannot be read from its memory into a slot of this rank. It does so while it
+// waits, here or in end_reading(). The slots are free, because all ranks have called.
 void Collectives::ask_for(int r, size_t begin, char* into, size_t bytes) {
   ReadRequest& request = segment_.block(rank_).request;
   for (size_t done = 0; done < bytes;) {
@@ -61,7 +59,7 @@ void Collectives::ask_for(int r, size_t begin, char* into, size_t bytes) {
   }
 }
 
-// Do what others have asked this rank for; whether any has.
+// Handle requests of other ranks; return true if there was one.
 bool Collectives::serve() {
   bool served = false;
   for (int r = 0; r < size_; ++r) {
@@ -76,7 +74,7 @@ bool Collectives::serve() {
   return served;
 }
 
-// Wait until nobody reads this rank's data any more.
+// Wait until no rank reads this rank's data.
 void Collectives::end_reading() {
   pass_chunks(1);
   for (int r = 0; r < size_; ++r) {
@@ -98,7 +96,7 @@ void Collectives::drop_region(const void* array) {
   if (place != 0) regions_[(place >> 44) - 1].mapping = nullptr;
 }
 
-// Region number (from 1) and offset in this rank's part of it.
+// Region number (from 1) and offset in this rank's array.
 uint64_t Collectives::place_of(const void* data) const {
   const char* at = static_cast<const char*>(data);
   for (size_t i = 0; i < regions_.size(); ++i) {

@@ -1,6 +1,6 @@
-// The collectives between the ranks of one host, each written once on a Segment.
+// Collectives between the ranks of one host, on top of a Segment.
 //
-// entering.cc: how a call is entered; collectives.cc: the memory of large arrays; the others: the verbs.
+// entering.cc: start of a call; collectives.cc: memory of large arrays; other files: the verbs.
 #pragma once
 
 #include "../common/ahead.h"
@@ -12,83 +12,81 @@
 
 namespace fl {
 
-// A pipeline stage runs this many chunks ahead of the next, to have work while peers catch up.
+// Number of chunks by which a pipeline stage runs ahead of the next, to have work while peers catch up.
 constexpr uint32_t kAhead = 2;
 static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was drained");
 
-// So many arrays one rank combines by itself; of more, everybody combines a part.
+// Up to this many arrays are reduced by one rank; of more arrays every rank reduces a part.
 constexpr int kFewRanks = sized(4, 3);
 
-// Memory that holds one array of each rank, mapped by all: see Collectives::add_region.
+// Memory that holds one array of each rank and that all ranks map: see Collectives::add_region.
 struct Region {
-  std::shared_ptr<Mapping> mapping;  // shared with whoever uses the array; null once dropped
-  size_t stride;                     // bytes from one rank's array to the next
+  std::shared_ptr<Mapping> mapping;  // shared with users of the array; null once dropped
+  size_t stride;                     // bytes between the arrays of consecutive ranks
 };
 
-// What a rank says with the kind of its call, among others; see entering.cc.
-constexpr uint32_t kIsLarge = 1u << 30;  // its data does not come with it, but its address
-constexpr uint32_t kCanRead = 1u << 31;  // it can read the memory of all others
+// Flags in Call::kind; see entering.cc.
+constexpr uint32_t kIsLarge = 1u << 30;  // the data is not in the call, but its address is
+constexpr uint32_t kCanRead = 1u << 31;  // this rank can read the memory of all other ranks
 
-// Of the other ranks' calls, those that this rank needs: not all are there yet; all are; and so is all that
-// they bring.
+// State of the calls that this rank needs: some are missing; all have arrived; all have arrived with data.
 enum class Progress { kAwaited, kCalled, kComplete };
 
-// All throw Failure, or Mismatch before anything has changed. One thread at a time may call, and
-// says how long with begin() first.
+// The collectives. Call begin() first. They throw Failure, or Mismatch before data changes. One thread only.
 class Collectives {
  public:
   Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size);
 
-  // The next call: each of its waits may take `seconds`, and be interrupted on the caller's thread.
+  // Begin the next call. Each of its waits may take `seconds`, and can be interrupted on the caller's thread.
   void begin(double seconds, InterruptCheck interrupt);
 
-  // The first step of every verb: show the others what this rank calls, without waiting. The verb's
-  // own function does the rest; in between, progress() says how far the others are. `site`, which lives as
-  // long as the call, is where the program calls; null: where this rank needs nobody it waits for all then.
+  // Announce this rank's call without waiting: the first step of every verb. The verb's function does the
+  // rest; before it, progress() returns the state of the other ranks. `site` is the call site, valid during
+  // the call. If it is null, a call that needs no other rank waits for all ranks.
   void call(const fl_signature& mine, const void* data, const fl_site* site, bool is_ahead = false);
-  // Whether all that this rank has for the others goes with that, at once.
+  // True if all data for the other ranks fits into the call and the call can be announced at once.
   bool can_begin(const fl_signature& mine);
-  // Later, and maybe on another thread, before the rest: as begin() for the call that was made.
+  // Continue the announced call, perhaps on another thread, with new limits as for begin().
   void go_on(double seconds, InterruptCheck interrupt);
   Progress progress();
-  // From now on no call ends before all others have called.
+  // From now on no call returns before all ranks have called.
   void compare_at_once() { compares_at_once_ = true; }
 
-  // The verbs, whose call has been made; see common/verbs.h.
+  // The verbs, after call(); see common/verbs.h.
   void barrier(const fl_signature& mine) { receive_calls(mine); }
   void all_reduce(const fl_signature& mine, void* data);
   void reduce(const fl_signature& mine, void* data);
   void scan(const fl_signature& mine, void* data);
   void reduce_scatter(const fl_signature& mine, const void* data, void* output);
   void reduce_scatter_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
-  // A rank that does not know what comes has no `data`: it is returned.
+  // If this rank does not know the size, `data` is null and the data is returned.
   Bytes broadcast(const fl_signature& mine, void* data);
-  // Where `room` is null, or what comes does not fit exactly, it is returned.
+  // If `room` is null or has the wrong size, the data is returned.
   Bytes all_gather(const fl_signature& mine, const void* data, const fl_room* room);
   Bytes gather(const fl_signature& mine, const void* data, const fl_room* room);
-  // Where `output` is null, the part is returned.
+  // If `output` is null, the part is returned.
   Bytes scatter(const fl_signature& mine, const void* data, void* output);
   void all_to_all(const fl_signature& mine, const void* data, void* output);
   void all_to_all_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
 
-  // What every rank calls now.
+  // Return every rank's current call.
   std::vector<fl_signature> calls() const { return calls(calls_); }
-  // After a mismatch: let the others know where this rank has called.
+  // After a mismatch: publish this rank's call site.
   void place(const fl_site& site);
-  // What every rank calls now, and where. Waits until all have said that, but not for long.
+  // Return every rank's current call and site. Waits briefly until all ranks have published them.
   Seen seen_now() { return seen_in(calls_); }
-  // The last call of every rank, and how long ago it was.
+  // Return the last call of every rank with its age.
   Seen last_calls() const;
 
-  // Whether `rank` has made a call that this rank has not made yet, and which.
+  // True if `rank` has made a call that this rank has not made; `call` receives it.
   bool is_ahead(int rank, fl_signature& call) const;
 
-  // Compare the calls that this rank has made ahead of others; whether some ranks have not made one of them.
-  // Throws Mismatch if the ranks differ in a call, or Failure if a rank has not made one for so long.
+  // Compare calls that this rank made ahead of other ranks; return true if some ranks have not made all of
+  // them. Throws Mismatch if calls differ, or Failure if a rank is more than `seconds` late.
   bool look_back(double seconds);
 
-  // Arrays in this memory are reduced where they are. Collective in effect: every rank adds the
-  // same regions in the same order. Returns this rank's array.
+  // Add memory whose arrays are reduced in place, and return this rank's array in it. Every rank adds the
+  // same regions in the same order.
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   void drop_region(const void* array);
 
@@ -97,14 +95,14 @@ class Collectives {
   struct Rows;
   struct Sections;
   struct Routes;
-  // What a rank has for the others, and how much of it goes with its call.
+  // The data that a rank sends, and the number of bytes that travel with its call.
   struct Given {
     const void* data;
     size_t inline_bytes;
   };
   struct Payload {
     bool is_used;
-    uint32_t call;  // the last with data in it
+    uint32_t call;  // the last call with data in it
   };
   const Call& call_of(int rank, uint32_t number) const {
     return segment_.block(rank).calls[number % kCalls];
@@ -166,10 +164,10 @@ class Collectives {
   Routes routes_of(const Sections& sections) const;
   void stream_sections(const Routes& routes, const void* data, const std::function<void(uint32_t)>& consume);
 
-  // Large calls: the way of the data, and reading it from other ranks' memory.
+  // Large calls: choice of the copy path, and reads of other ranks' memory.
   Way choose(const fl_signature& mine, size_t bytes, bool may_read = true);
   Way choose_in(uint32_t number, const fl_signature& mine, size_t bytes, bool may_read);
-  // Whether `rank` reads what this one shows in the running call.
+  // True if `rank` reads the data that this rank shows in the running call.
   bool reads(int rank) const {
     return rank != rank_ && (only_reader_ < 0 || rank == only_reader_);
   }
@@ -192,24 +190,24 @@ class Collectives {
   Remote& remote_;
   Watch watch_;  // of the running call
   const int rank_, size_;
-  uint32_t calls_ = 0;     // calls of this group so far that this rank has shown
-  uint32_t compared_ = 0;  // up to which they were compared with the others'
-  Ranks needed_;           // by the running call
-  bool is_shown_ = true;   // it; else there was no room for it:
+  uint32_t calls_ = 0;     // number of calls that this rank has announced
+  uint32_t compared_ = 0;  // number of the last compared call
+  Ranks needed_;           // ranks that the running call needs
+  bool is_shown_ = true;   // the running call is announced; if false, it waits for space:
   fl_signature waiting_{};
   const void* waiting_data_ = nullptr;
   const fl_site* waiting_site_ = nullptr;
   std::array<Payload, kPayloads> payloads_{};
   uint32_t payload_ = 0;  // a free one
   Differing differing_{rank_, kMostAhead};
-  std::optional<Differing::Call> news_;  // an earlier call whose mismatch the running one raises
+  std::optional<Differing::Call> news_;  // earlier mismatch that the running call raises
   bool compares_at_once_ = false;
-  int only_reader_ = -1;  // of what this rank shows in the running call; -1: all read it
-  uint32_t chunks_ = 0;  // chunks that have gone through the slots so far
-  std::vector<Region> regions_;  // never moved: a dropped one stays, empty
+  int only_reader_ = -1;         // the only rank that reads this rank's data in the running call; -1: all
+  uint32_t chunks_ = 0;          // chunks passed through the slots so far
+  std::vector<Region> regions_;  // elements keep their index; a dropped region stays, empty
   std::vector<const void*> from_;
   Choice choice_;
-  Choice::Trial trial_;  // the running call's
+  Choice::Trial trial_;  // of the running call
   std::vector<char> scratch_;
 };
 

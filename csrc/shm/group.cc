@@ -6,7 +6,7 @@
 namespace fl {
 namespace {
 
-// So long a group that is closed waits for a collective of another thread, which ends sooner.
+// Milliseconds that close() waits for a collective of another thread, which ends sooner.
 constexpr long kLeavingMilliseconds = 500;
 
 }  // namespace
@@ -31,7 +31,7 @@ ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, co
 
 ShmGroup::~ShmGroup() { close(); }
 
-// A rank that leaves in the middle of a collective has not done its part of it, and says so.
+// A rank that leaves inside a collective has not done its part, and reports that.
 void ShmGroup::close() {
   if (closed_.exchange(true, std::memory_order_relaxed)) return;
   Result begun;
@@ -61,13 +61,13 @@ Handle ShmGroup::start(const Request& call) {
   return handle_of(start_collective(call, asked(call.site)));
 }
 
-// On the caller's own thread, unless operations are queued: they come first.
+// Run on the caller's thread, unless queued operations must run first.
 ShmGroup::Result ShmGroup::run_collective(const Request& call) {
   if (queued_.load(std::memory_order_relaxed) != 0 && !has_caught_up()) {
     return start_collective(call, asked(call.site));
   }
   if (turn_.is_mine()) return in_the_middle();
-  bool was_late = false;  // another thread has begun one meanwhile, or it has been queued
+  bool was_late = false;  // another thread has begun a collective, or this one was queued
   Result result = guarded([&](Seen& seen) {
     const Turn::Held running = await_turn(interrupt_);
     was_late = is_begun_;
@@ -77,7 +77,7 @@ ShmGroup::Result ShmGroup::run_collective(const Request& call) {
   return was_late ? start_collective(call, asked(call.site)) : result;
 }
 
-// Throws Failure where the group ends meanwhile, or a signal handler raises.
+// Throws Failure if the group ends or a signal handler raises.
 Turn::Held ShmGroup::await_turn(InterruptCheck interrupt) {
   while (!turn_.try_take_for(kSliceMilliseconds)) {
     if (peers_.has_ended()) throw peers_.why_ended();
@@ -110,8 +110,8 @@ void ShmGroup::give_up(const std::string& why) {
   peers_.fail(Failure(FL_RAISED, {rank_}, why));
 }
 
-// Without any lock: threads that are not in this process may have held it. The segment's file has
-// a lock that others take for this rank's life.
+// Takes no lock, because threads that do not exist in this process may hold it. The segment's file holds the
+// lock that other ranks take as a sign of life.
 void ShmGroup::abandon() noexcept {
   family_->segment.close_file();
   segment_.close_file();

@@ -1,4 +1,4 @@
-// How chunks flow through the slots, and the verbs that move whole arrays.
+// Flow of chunks through the slots, and the verbs that move whole arrays.
 
 #include "collectives.h"
 #include "../common/copying.h"
@@ -15,7 +15,7 @@ uint32_t chunks_of(size_t bytes, size_t chunk) {
 
 }  // namespace
 
-// Write what the others will read.
+// Write data for other ranks.
 void Collectives::show(void* slot, const void* data, size_t bytes) const {
   if (trial_.way == kThroughCaches) {
     copy(slot, data, bytes);
@@ -30,16 +30,15 @@ void Collectives::wait_for_free_slot(uint32_t chunk) {
   }
 }
 
-// Several chunks even of what would fit one, so that filling and draining overlap. The same on every
-// rank.
+// Chunk size for `bytes`, equal on every rank. Small data has several chunks too, to overlap both copies.
 size_t Collectives::chunk_for(size_t bytes) const {
   const size_t part = (bytes / kPipelined + kLine - 1) / kLine * kLine;
   return std::min(segment_.chunk_bytes(), std::max(kLeastChunk, part));
 }
 
-// Chunks flow from every producer's slots to every consumer. `produce(c, slot)` fills this rank's
-// slot, `consume(c, filled)` reads the others', whose counters it has to wait for. Every rank counts
-// every chunk, so that counters agree in the end.
+// Stream chunks from every producer's slots to every consumer. `produce(c, slot)` fills this rank's slot.
+// `consume(c, filled)` reads the other slots after waiting for their counters. Every rank counts every chunk,
+// so that the counters agree at the end.
 void Collectives::stream(size_t chunks, bool produces, bool consumes, const Produce& produce,
                          const Consume& consume) {
   RankBlock& own = segment_.block(rank_);
@@ -61,8 +60,8 @@ void Collectives::stream(size_t chunks, bool produces, bool consumes, const Prod
   own.reduced.set(chunks_);
 }
 
-// The same in three stages: of each chunk every rank combines a part when all have filled their slots, and collects
-// what it needs when all parts are done.
+// Like stream() in three stages. For each chunk, every rank reduces a part when all slots are filled, and
+// collects the results when all parts are reduced.
 void Collectives::stream_parts(uint32_t number, const Produce& fill, const Stage& combine, const Stage& collect) {
   RankBlock& own = segment_.block(rank_);
   const uint32_t base = chunks_;
@@ -84,17 +83,17 @@ void Collectives::stream_parts(uint32_t number, const Produce& fill, const Stage
   chunks_ = base + number;
 }
 
-// Where each rank's rows begin in a gathered array.
+// Offsets of the ranks' rows in a gathered array.
 struct Collectives::Rows {
   std::vector<size_t> begin;
   size_t largest = 0;
-  bool wanted = false;  // on this rank
+  bool wanted = false;  // this rank receives the rows
 
   size_t bytes(int r) const { return begin[r + 1] - begin[r]; }
   size_t total() const { return begin.back(); }
 };
 
-// What is large moves as rows that the root alone has.
+// Large data moves as rows of the root.
 Bytes Collectives::broadcast(const fl_signature& mine, void* data) {
   const int root = mine.root;
   receive_calls(mine);
@@ -125,7 +124,7 @@ Bytes Collectives::gather(const fl_signature& mine, const void* data, const fl_r
 Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const fl_room* room, bool wanted) {
   const size_t item = mine.itemsize;
   receive_calls(mine);
-  if (needed_.count() == 0) return {};  // it has given what it has; see pass_rows
+  if (needed_.count() == 0) return {};  // this rank has sent its data; see pass_rows
   Rows rows{{0}, 0, wanted};
   for (int r = 0; r < size_; ++r) {
     rows.begin.push_back(rows.total() + static_cast<size_t>(call_of(r).count) * item);
@@ -140,13 +139,13 @@ Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const f
     if (!is_here || theirs == 0) continue;
     copy(into + rows.begin[r], r == rank_ ? data : inline_data(r, theirs), theirs);
   }
-  // The others may have gone on, if they had little to give.
+  // Ranks with little data may have continued.
   if (mine.verb == FL_GATHER) only_reader_ = mine.root;
   if (rows.largest > kInlineBytes) move_rows(mine, rows, data, into);
   return output;
 }
 
-// Those that did not come with the call.
+// Move the rows that were not in the calls.
 void Collectives::move_rows(const fl_signature& mine, const Rows& rows, const void* data, char* into) {
   if (choose(mine, rows.largest) == kDirectly) {
     for (int r = 0; rows.wanted && r < size_; ++r) {
@@ -159,7 +158,7 @@ void Collectives::move_rows(const fl_signature& mine, const Rows& rows, const vo
   choice_.end(trial_);
 }
 
-// What a rank counts of a gather that it has left before the others have called: as if it had moved rows.
+// Count the chunks of a gather that this rank left before the other ranks called, as if it had moved rows.
 void Collectives::pass_rows(uint32_t number) {
   const fl_signature& mine = description_of(rank_, number).signature;
   size_t largest = 0;
@@ -170,7 +169,7 @@ void Collectives::pass_rows(uint32_t number) {
   pass_chunks(direct ? 1 : chunks_of(largest, chunk_for(largest)));
 }
 
-// Count chunks of which this rank has moved nothing.
+// Count chunks in which this rank has moved nothing.
 void Collectives::pass_chunks(uint32_t chunks) {
   RankBlock& own = segment_.block(rank_);
   chunks_ += chunks;

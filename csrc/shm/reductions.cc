@@ -1,4 +1,4 @@
-// The verbs that combine arrays.
+// The verbs that reduce arrays.
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
@@ -7,17 +7,17 @@
 namespace fl {
 namespace {
 
-// Parts of a chunk begin on lines of their own, so that ranks do not write to one line.
+// Parts of a chunk begin on separate lines, so that ranks do not write to the same line.
 constexpr size_t kPartElements = sized(64, 16);
 
-// Combining these takes longer than moving them, and should be done once, not by each of two.
+// Reducing these dtypes takes longer than moving them, so it should not be done twice.
 bool is_costly(int dtype) {
   return dtype == FL_BFLOAT16 || dtype == FL_LONGDOUBLE || dtype == FL_CLONGDOUBLE;
 }
 
 }  // namespace
 
-// How an array goes through the slots: the element ranges of its chunks.
+// Division of an array into chunks: the element range of each.
 struct Collectives::Chunks {
   size_t elements, itemsize, per_chunk;
 
@@ -72,7 +72,7 @@ void Collectives::reduce(const fl_signature& mine, void* data) {
   choice_.end(trial_);
 }
 
-// One shot: everybody's data came with the call, and everybody reduces it.
+// All data came with the calls, and every rank reduces it.
 void Collectives::reduce_inline(const fl_signature& mine, const void* data, size_t skip, size_t count, void* into) {
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   for (int r = 0; r < size_; ++r) {
@@ -81,8 +81,7 @@ void Collectives::reduce_inline(const fl_signature& mine, const void* data, size
   fl::reduce(mine.dtype, mine.op, mine.scale, into, from_.data(), size_, count);
 }
 
-// Every array is mapped by everyone: each rank reduces its part of all of them where it lies, and
-// writes the result into all of them. Nobody else touches that part.
+// Every rank maps all arrays, reduces its part of them in place, and writes the result into all of them.
 void Collectives::reduce_in_place(const fl_signature& mine, void*) {
   const size_t count = static_cast<size_t>(mine.count), item = mine.itemsize;
   const size_t rows = (count + kPartElements - 1) / kPartElements;
@@ -107,8 +106,8 @@ void Collectives::reduce_in_place(const fl_signature& mine, void*) {
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
 }
 
-// Few ranks: those that are `seen` show their arrays, and those that `see` combine what ranks 0 to `terms` - 1 show
-// with their own.
+// Few ranks: ranks that are `seen` show their arrays. Ranks that `see` combine the arrays of ranks 0 to
+// `terms` - 1 with their own.
 void Collectives::combine_seen(const fl_signature& mine, char* data, size_t chunk_bytes, int terms, bool seen,
                                bool sees) {
   const Chunks chunks(mine, chunk_bytes);
@@ -126,7 +125,7 @@ void Collectives::combine_seen(const fl_signature& mine, char* data, size_t chun
   stream(chunks.number(), seen, sees, fill, combine);
 }
 
-// Combine `count` elements of each of the first `terms` arrays; `into` may be one of them.
+// Reduce `count` elements of the first `terms` arrays; `into` may be one of them.
 void Collectives::reduce_terms(const fl_signature& mine, void* into, int terms, size_t count) {
   if (terms == 1 && mine.scale == 1.0) {
     if (into != from_[0]) copy(into, from_[0], count * mine.itemsize);
@@ -135,8 +134,8 @@ void Collectives::reduce_terms(const fl_signature& mine, void* into, int terms, 
   }
 }
 
-// Combine `count` elements of all ranks, which begin at byte `begin` of their arrays. The others' data is
-// read in steps that stay in a second-level cache.
+// Reduce `count` elements of all ranks, starting at byte `begin` of their arrays. The data of other ranks is
+// read in steps that fit into a second-level cache.
 void Collectives::reduce_read(const fl_signature& mine, size_t begin, const char* own, size_t count, char* into) {
   const size_t item = mine.itemsize;
   const size_t step = std::max(kPartElements, segment_.chunk_bytes() / size_ / item);
@@ -152,16 +151,14 @@ void Collectives::reduce_read(const fl_signature& mine, size_t begin, const char
   }
 }
 
-// More ranks: of each chunk every rank reduces one part and shows the result, which the others
-// collect. `collector` is the only rank that does, or -1 for all.
-//
-// A part is read and written by one rank alone, so its result can take the place of its input.
+// More ranks: every rank reduces one part of each chunk and shows the result. `collector`: rank that collects
+// the results, or -1 for all ranks. Only one rank accesses a part, so the result can replace the input.
 void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int collector) {
   const Chunks chunks(mine, segment_.chunk_bytes());
   const size_t item = chunks.itemsize;
   const uint32_t base = chunks_;
   const bool collects = collector < 0 || collector == rank_;
-  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // a result that is not for this rank
+  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // for results that this rank does not keep
 
   const auto part_begin = [&](uint32_t c, int r) {
     const size_t rows = (chunks.size(c) + kPartElements - 1) / kPartElements;

@@ -11,7 +11,7 @@ Remote::Remote(const Segment& segment, int rank, int size)
       token_(std::make_unique<uint64_t>()),
       answers_(size, kUnknown) {
   RankBlock& mine = segment.block(rank);
-  // Nobody else's memory holds this at this address by chance.
+  // No other process has this value at this address by chance.
   *token_ = reinterpret_cast<uintptr_t>(token_.get()) * 0x9e3779b97f4a7c15u + process_id();
   mine.token = *token_;
   mine.token_at = reinterpret_cast<uintptr_t>(token_.get());
@@ -37,21 +37,21 @@ bool Remote::can_read_all() {
 
 bool Remote::find_out(int r) const {
   const RankBlock& theirs = segment_.block(r);
-  const int32_t pid = theirs.pid.load(std::memory_order_relaxed);  // that answer() has seen
+  const int32_t pid = theirs.pid.load(std::memory_order_relaxed);  // answer() has seen it
   uint64_t found = 0;
   const ssize_t got = read_memory(pid, theirs.token_at, &found, sizeof found);
   return got == sizeof found && found == theirs.token;
 }
 
 size_t Remote::read(int r, uint64_t from, void* into, size_t bytes) {
-  constexpr size_t kAtOnce = sized(16 << 20, 128);  // a rank that gives up is noticed before long
+  constexpr size_t kAtOnce = sized(16 << 20, 128);  // limits the delay until a rank that gives up is noticed
   const RankBlock& theirs = segment_.block(r);
   const int32_t pid = theirs.pid.load(std::memory_order_relaxed);
   char* to = static_cast<char*>(into);
   size_t done = 0;
   while (done < bytes) {
     const ssize_t got = read_memory(pid, from + done, to + done, std::min(kAtOnce, bytes - done));
-    full_fence();  // what was read is as it was before the farewell that is looked for
+    full_fence();  // data that was read is older than the farewell checked next
     if (got <= 0 || theirs.farewell.given.value() != 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       answers_[r] = kNo;

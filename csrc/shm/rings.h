@@ -1,4 +1,4 @@
-// Records between the ranks of one host: each pair has a ring in shared memory for either direction.
+// Records between the ranks of one host. Each pair has a ring in shared memory per direction.
 #pragma once
 
 #include <unordered_set>
@@ -32,13 +32,13 @@ class Rings final : public Wire {
   void end_wait() override { futex().end_wait(); }
   void wake(bool callers) override { futex().wake(callers ? kCallers : kThread); }
 
-  // This rank's end of the ring to a peer, and of that from it. Counters wrap.
+  // State of the rings to and from one peer. Counters wrap.
   struct Ends {
     uint32_t sent = 0, seen_drained = 0;  // records
-    uint32_t at = 0, drained_at = 0;      // bytes of data: written, and not needed any more
+    uint32_t at = 0, drained_at = 0;      // bytes of data: written, released
     uint32_t reserved_at = 0;
-    std::vector<uint32_t> ends;           // of the data of each record that is in the ring
-    uint32_t received = 0;                // records
+    std::vector<uint32_t> ends;  // by record in the ring: end of its data
+    uint32_t received = 0;       // records
     Choice choice{1};
   };
 

@@ -1,4 +1,4 @@
-// Prefix reductions: of the arrays of ranks 0 to r, or of those before r, on rank r.
+// Prefix reductions: rank r gets the reduction of ranks 0 to r, or 0 to r-1.
 
 #include "collectives.h"
 #include "../common/copying.h"
@@ -7,7 +7,7 @@ namespace fl {
 
 void Collectives::scan(const fl_signature& mine, void* data) {
   char* const array = static_cast<char*>(data);
-  // So many arrays are combined here, from rank 0 on; of none rank 0 keeps its own.
+  // Number of arrays reduced here, from rank 0 on; 0: rank 0 keeps its own.
   const int terms = rank_ + (mine.verb == FL_SCAN ? 1 : 0);
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   receive_calls(mine);
@@ -25,9 +25,8 @@ void Collectives::scan(const fl_signature& mine, void* data) {
   choice_.end(trial_);
 }
 
-// More ranks: of each chunk every rank combines one part for all, from the last rank down, and each
-// result takes the place of that rank's own part, which those further down do not need. Then rank r
-// collects the result of all up to the last that it combines.
+// More ranks: every rank reduces one part of each chunk for all ranks, from the last rank down. Each result
+// replaces that rank's own part, which lower ranks do not need. Rank r collects the result of its last term.
 void Collectives::scan_in_parts(const fl_signature& mine, char* data, int terms) {
   const size_t chunk = segment_.chunk_bytes(), bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   const uint32_t base = chunks_;

@@ -1,5 +1,4 @@
-// The verbs in which each rank has something else for every other: reduce_scatter, scatter,
-// all_to_all.
+// Verbs in which each rank has different data for every other rank: reduce_scatter, scatter, all_to_all.
 
 #include "../common/signature.h"
 #include "../reduce/reduce.h"
@@ -11,12 +10,12 @@ namespace {
 
 size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// How a section goes through the slots: a piece of it in each chunk.
+// The path of a section through the slots: one piece in each chunk.
 struct Route {
   size_t bytes = 0;     // of the section
-  size_t in_array = 0;  // where it begins
+  size_t in_array = 0;  // offset in the array
   size_t piece = 0;     // bytes of a piece
-  size_t in_slot = 0;   // where its pieces lie
+  size_t in_slot = 0;   // offset of its pieces in a slot
 
   size_t begin(uint32_t chunk) const { return std::min(bytes, chunk * piece); }
   size_t size(uint32_t chunk) const { return std::min(piece, bytes - begin(chunk)); }
@@ -24,19 +23,19 @@ struct Route {
 
 }  // namespace
 
-// What each rank has for each.
+// The sizes of the sections between all ranks.
 struct Collectives::Sections {
   int ranks;
   size_t equal = 0;                 // bytes of every section, or
-  const int64_t* uneven = nullptr;  // those of each: [source * ranks + destination]
-  int only_source = -1;             // the others have nothing; -1: all have
+  const int64_t* uneven = nullptr;  // of each: [source * ranks + destination]
+  int only_source = -1;             // other ranks send nothing; -1: all ranks send
 
   size_t bytes(int source, int destination) const {
     if (only_source >= 0 && source != only_source) return 0;
     return uneven != nullptr ? static_cast<size_t>(uneven[source * ranks + destination]) : equal;
   }
 
-  // Where a section begins in its source's array; `ranks`: where that ends.
+  // Offset of a section in the source's array; with `ranks` as destination: the end of the array.
   size_t begin(int source, int destination) const {
     size_t before = 0;
     for (int d = 0; d < destination; ++d) before += bytes(source, d);
@@ -52,8 +51,8 @@ struct Collectives::Sections {
   }
 };
 
-// The routes of all sections from and to one rank. Each section is cut into as many pieces as there
-// are chunks, so that all arrive evenly, however much their lengths differ.
+// Routes of all sections from and to one rank. Each section has as many pieces as there are chunks, so that
+// all sections arrive evenly whatever their lengths.
 struct Collectives::Routes {
   uint32_t chunks = 1;
   std::vector<Route> give, take;  // by destination, by source
@@ -98,8 +97,7 @@ Collectives::Routes Collectives::routes_of(const Sections& sections) const {
   return Routes(sections, rank_, std::max(least, chunk_for(sections.most_bytes())));
 }
 
-// Fill this rank's slots with what is for the others. `consume` is called when the pieces of a chunk
-// from all sources lie at from_.
+// Fill this rank's slots. `consume` is called when from_ points to the pieces of a chunk from all sources.
 void Collectives::stream_sections(const Routes& routes, const void* data,
                                   const std::function<void(uint32_t)>& consume) {
   const char* array = static_cast<const char*>(data);
@@ -209,7 +207,7 @@ void Collectives::exchange_sections(const fl_signature& mine, const Sections& se
   }
 }
 
-// The root's signature describes one part; what the others know of it may be nothing.
+// The root's signature describes one part. Other ranks may not know it.
 Bytes Collectives::scatter(const fl_signature& mine, const void* data, void* output) {
   const int root = mine.root;
   const bool is_root = rank_ == root;

@@ -29,7 +29,7 @@ const auto row_squares = FL_CHOSEN(row_squares);
 const auto standardize = FL_CHOSEN(standardize);
 const auto standardize_back = FL_CHOSEN(standardize_back);
 
-// 0; -1 where there is no memory for `run`.
+// Run `run`; return 0, or -1 if there is not enough memory.
 template <typename Run>
 int with_room(Run run) noexcept {
   try {

@@ -1,4 +1,4 @@
-// Instructions as Python describes them: tuples that begin with a name.
+// Instructions, read from tuples that Python creates and that begin with a name.
 
 #include <cstring>
 #include <new>
@@ -9,7 +9,7 @@
 namespace fl::tape {
 namespace {
 
-// Call what Python gave with arguments that never change.
+// Calls a Python function with fixed arguments.
 struct Call final : public Instruction {
   PyObject *function, *args;
 
@@ -24,7 +24,7 @@ struct Native final : public Instruction {
   Kernel* kernel;
   int64_t elements;
   enum { MOST = 16 };
-  int count = 0, at[MOST];  // of arrays; -1: not given
+  int count = 0, at[MOST];  // entries of the arrays; -1: array not passed
   char* arrays[MOST];       // of the current run
   std::vector<int64_t> sizes;
   std::vector<double> numbers;
@@ -34,7 +34,7 @@ struct Native final : public Instruction {
     try {
       kernel(arrays, sizes.data(), numbers.data());
     } catch (const std::bad_alloc&) {
-      const PyGILState_STATE state = PyGILState_Ensure();  // it may run without the interpreter
+      const PyGILState_STATE state = PyGILState_Ensure();  // it may run without the GIL
       PyErr_NoMemory();
       PyGILState_Release(state);
       return Outcome::failed;
@@ -44,7 +44,7 @@ struct Native final : public Instruction {
   int64_t work() const override { return elements; }
 };
 
-// Leave the captured path unless a truth value is true.
+// Leaves the captured path unless a truth value is true.
 struct Require final : public Instruction {
   int at;
 
@@ -53,7 +53,7 @@ struct Require final : public Instruction {
   bool may_leave() const override { return true; }
 };
 
-// The loop of `ufunc` for the dtypes whose characters are `types`, or one of our own by its name.
+// Find the loop of `ufunc` for the dtype characters `types`, or an own loop by name.
 bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
   *data = nullptr;
   if (PyUnicode_Check(function)) {
@@ -62,9 +62,8 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
     if (*loop == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no loop %s", name);
     return *loop != nullptr;
   }
-  // The loops inside NumPy's ufuncs, and NumPy's BLAS by address: the bits are NumPy's without a
-  // word about them. A kernel of our own for small products was 0.9 to 2 times as fast as
-  // OpenBLAS's, and has other bits.
+  // Loops of NumPy's ufuncs, and NumPy's BLAS by address, give NumPy's bits. An own kernel for small products
+  // was 0.9 to 2 times as fast as OpenBLAS and gave other bits.
   const PyUFuncObject* ufunc = reinterpret_cast<PyUFuncObject*>(function);
   for (int i = 0; i < ufunc->ntypes; ++i) {
     bool same = PyTuple_Size(types) == ufunc->nargs;
@@ -114,7 +113,7 @@ std::unique_ptr<Instruction> read_loops(PyObject* described) {
   return is_read ? group(std::move(group_of), dimensions) : nullptr;
 }
 
-// ("reduce", ufunc, types, rows, columns, itemsize, along rows, the initial value or None, from, to)
+// ("reduce", ufunc, types, rows, columns, itemsize, along rows, initial value or None, from, to)
 std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   PyObject *ufunc, *types;
   auto made = std::make_unique<Reduction>();
@@ -135,7 +134,7 @@ std::unique_ptr<Instruction> read_call(PyObject* described) {
   return read(described, 1, &made->function, &made->args) ? std::move(made) : nullptr;
 }
 
-// A kernel of our own by its name, or one of csrc/nn by the address of its row, which begins with it.
+// Find an own kernel by name, or a kernel of csrc/nn by the address of its row, whose first field it is.
 Kernel* find_kernel(PyObject* which) {
   if (PyLong_Check(which)) return *static_cast<Kernel* const*>(PyLong_AsVoidPtr(which));
   const char* name = PyUnicode_AsUTF8AndSize(which, nullptr);
@@ -144,7 +143,7 @@ Kernel* find_kernel(PyObject* which) {
   return kernel;
 }
 
-// ("native", kernel, work, sizes, numbers, whether each array is given, entries ...)
+// ("native", kernel, work, sizes, numbers, for each array whether it is passed, entries ...)
 std::unique_ptr<Instruction> read_native(PyObject* described) {
   const Owned fixed(PyTuple_GetSlice(described, 0, 6));
   auto made = std::make_unique<Native>();

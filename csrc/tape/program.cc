@@ -11,12 +11,12 @@ const int64_t* structure;
 
 namespace {
 
-// From here on, in elements, a step is long enough to let other threads run meanwhile.
+// Elements from which a step releases the GIL.
 constexpr int64_t WORK_WITHOUT_GIL = 100000;
 
 PyArrayObject* as_array(const Owned& object) { return reinterpret_cast<PyArrayObject*>(object.get()); }
 
-// The array of an argument; null: it is none.
+// Return the array of an argument; null if it has none.
 Owned array_of(PyObject* object, Argument::Kind kind) {
   Owned array = share(object);
   if (kind == Argument::VARIABLE) {
@@ -27,7 +27,7 @@ Owned array_of(PyObject* object, Argument::Kind kind) {
   return array != nullptr && PyArray_CheckExact(array.get()) ? std::move(array) : nullptr;
 }
 
-constexpr int FLAGS = NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;  // those that are compared
+constexpr int FLAGS = NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;  // the compared flags
 
 }  // namespace
 
@@ -48,7 +48,7 @@ Form::Form(PyArrayObject* array)
   extents.insert(extents.end(), PyArray_STRIDES(array), PyArray_STRIDES(array) + dimensions);
 }
 
-// How far apart the elements of a dimension are does not matter where there is one.
+// The stride of a dimension with one element is ignored.
 bool Form::fits(PyArrayObject* array) const {
   const size_t dimensions = static_cast<size_t>(PyArray_NDIM(array));
   if (PyArray_TYPE(array) != type || (PyArray_FLAGS(array) & FLAGS) != flags ||
@@ -99,7 +99,8 @@ PyObject* Slots::make(Owned array, PyObject* calc_grad, PyObject* node) const {
   return made.release();
 }
 
-// Of one type, equal, and written alike: 0.0 is not -0.0, (1,) is not (True,), and NaN is NaN.
+// True for equal values of one type with the same representation: 0.0 differs from -0.0 and (1,) from
+// (True,), and NaN equals NaN.
 int same_value(PyObject* before, PyObject* after) {
   if (before == after) return 1;
   if (Py_TYPE(before) != Py_TYPE(after)) return 0;
@@ -118,7 +119,7 @@ int same_value(PyObject* before, PyObject* after) {
 }
 
 // (arguments, names, (arrays of the state, names of the function, gradients), table, instructions, bindings,
-//  result, occupied, keep)
+// result, occupied, keep)
 std::unique_ptr<Program> Program::read(PyObject* description) {
   PyObject *arguments{}, *names{}, *state{}, *table{}, *instructions{}, *bindings{}, *result{}, *occupied{};
   PyObject *keep{}, *arrays{}, *known{}, *found{};
@@ -158,7 +159,7 @@ bool Program::read_argument(PyObject* described) {
   return true;
 }
 
-// (number of an argument or, after these, of a new array, else -1; address or offset)
+// (index of an argument or, after these, of a new array, else -1; address or offset)
 bool Program::read_table(PyObject* described) {
   int argument;
   intptr_t where;
@@ -215,7 +216,7 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
   return answer;
 }
 
-// Values first: to compare them may run Python, after which arrays might be others.
+// Values first: comparing them may run Python code that changes arrays.
 int Program::take_arguments(PyObject* args, PyObject* kwargs) {
   for (const bool is_array : {false, true}) {
     for (size_t i = 0; i < arguments_.size(); ++i) {
@@ -267,17 +268,16 @@ int Program::Name::is_as_before() const {
     item = holder;
   }
   if (item == value) return 1;
-  if (item == nullptr && PyErr_Occurred()) {  // such as a variable of an outer function that was deleted
+  if (item == nullptr && PyErr_Occurred()) {  // for example a deleted variable of an outer function
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
     PyErr_Clear();
   }
   if (item == nullptr || !is_number) return 0;
-  const Owned kept = share(item);  // to compare it may run Python
+  const Owned kept = share(item);  // comparing may run Python code
   return same_value(value, kept.get());
 }
 
-// Return 1 if each name has the value of the recorded step and each array of the state its address,
-// 0 if not, -1 with an exception.
+// Return 1 if names have the values of the recorded step and state arrays their addresses, else 0; -1: error.
 int Program::holds() const {
   for (const Name& each : known_) {
     if (const int same = each.is_as_before(); same != 1) return same;
@@ -293,8 +293,7 @@ int Program::holds() const {
   return 1;
 }
 
-// Whether no argument shares memory with another one, or with what the step changes, as when it was
-// recorded.
+// True if no argument overlaps another argument or memory that the step changes, as in the recorded step.
 bool Program::are_apart() const {
   for (size_t i = 0; i < arrays_.size(); ++i) {
     if (arrays_[i] == nullptr) continue;
@@ -353,12 +352,11 @@ Outcome Program::run(Py_ssize_t* count) {
 
 PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   *is_left = false;
-  // Arrays that are used where they lie must not go while other threads run; and until the result is there,
-  // none may begin a replay.
+  // Keep arrays used in place alive while other threads run. No replay may begin before the result exists.
   const Owned kept_args = share(args), kept_kwargs = share(kwargs);
   is_busy_ = true;
   PyObject* result = nullptr;
-  std::vector<Owned> before;  // the slots, if the step is left
+  std::vector<Owned> before;  // old gradients, restored if the step is left
   if (set_arguments()) {
     for (const Binding& each : bindings_) {
       if (may_leave_) before.push_back(slots.get(each.variable, Slots::GRAD));
@@ -370,7 +368,7 @@ PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
     *is_left = outcome == Outcome::left;
     for (size_t i = 0; outcome != Outcome::done && i < bindings_.size(); ++i) {
       const Binding& each = bindings_[i];
-      // Others may have used the memory of gradients that are still to be computed.
+      // Memory of gradients that are still to be computed may have been reused.
       const bool is_missing = !*is_left && each.since + 1 >= count;
       if (*is_left || is_missing) {
         slots.set(each.variable, Slots::GRAD, is_missing ? Py_None : before[i].get());

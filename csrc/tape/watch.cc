@@ -1,4 +1,4 @@
-// What NumPy allocates on a thread while it is watched: the arrays that a step makes.
+// The memory that NumPy allocates on a thread while it is watched: the arrays that a step creates.
 
 #include <sys/mman.h>
 
@@ -13,10 +13,10 @@
 namespace fl::tape {
 namespace {
 
-// Memory is freed, and may be allocated again, as in a step that nobody watches. So each piece has a
-// second address that no other one ever has: an array there stands for one that is gone. Addresses are all
-// that is needed of this memory, which nobody writes to; who reads finds zeros.
-// Where so many are not to be had, as under a limit of the shell, fewer are taken, which leaves others some.
+// Freed memory may be allocated again, as in a step that is not watched. Therefore each block also gets a
+// unique second address, and an array there represents a freed block. Only the addresses matter: nothing
+// writes to this memory, and reads give zeros. If the reservation fails, for example under a shell limit, a
+// smaller one is tried, which leaves address space for other uses.
 constexpr uintptr_t LINE = 64, MOST = uintptr_t(1) << 40, FEWEST = uintptr_t(1) << 28;
 
 uintptr_t reserved() {
@@ -52,7 +52,7 @@ class Pieces {
     const std::lock_guard<std::mutex> lock(mutex_);
     alive_.erase(reinterpret_cast<uintptr_t>(place));
   }
-  // The piece in which `address` lies, and how far from its beginning; false: none.
+  // Find the block that contains `address` and the offset in it; false if there is none.
   bool find(uintptr_t address, Piece* piece, uintptr_t* offset) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto next = alive_.upper_bound(address);
@@ -66,7 +66,7 @@ class Pieces {
 
  private:
   PyDataMemAllocator under_;
-  std::mutex mutex_;  // arrays are freed by any thread
+  std::mutex mutex_;  // any thread may free arrays
   std::map<uintptr_t, Piece> alive_;
   uintptr_t end_ = reserved();
 };
@@ -95,13 +95,13 @@ void release(void* context, void* place, size_t size) {
   under.free(under.ctx, place, size);
 }
 
-// NumPy's arrays refer to the capsule until they are freed.
+// Arrays refer to the capsule until they are freed.
 constexpr char CAPSULE[] = "mem_handler";
 
 struct Handler {
   PyDataMem_Handler handler;
   Pieces pieces;
-  Owned under;  // whose allocator the pieces use
+  Owned under;  // provides the allocator of the pieces
 };
 
 Handler* handler_of(PyObject* capsule) {
