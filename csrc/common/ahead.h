@@ -44,8 +44,8 @@ inline bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - 
 // True if `rank` finds a call that differs from its own among the calls of the ranks `needed`.
 inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
   for (int r = needed.first; r < needed.last; ++r) {
-    const fl_signature both[] = {calls[rank], calls[r]};
-    if (!all_same(both, 2) || (root_must_know(calls[rank].verb) && calls[r].ndim == FL_ANY)) return true;
+    const fl_signature pair[] = {calls[rank], calls[r]};
+    if (!all_same(pair, 2) || (root_must_know(calls[rank].verb) && calls[r].ndim == FL_ANY)) return true;
   }
   return false;
 }
@@ -73,18 +73,18 @@ Ranks awaited(const fl_signature* calls, int size, int rank, Ranks needed, Waits
 }
 
 // Earlier mismatches that some ranks have not raised yet. Every rank computes the same list from the calls.
-class Differing {
+class Mismatches {
  public:
   struct Call {
     uint32_t number;
-    Seen seen;
-    std::vector<bool> told;  // by rank: it raised in this call or a later one
-    bool is_raised = false;  // by this rank, possibly in a call not compared yet
+    CallReport report;
+    std::vector<bool> raised;  // by rank: it raised in this call or a later one
+    bool is_raised = false;    // by this rank, possibly in a call not compared yet
   };
   // `most_ahead`: number of calls by which a rank may be ahead of another rank.
-  Differing(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}
+  Mismatches(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}
 
-  bool none() const { return calls_.empty(); }
+  bool empty() const { return calls_.empty(); }
 
   void forget_old(uint32_t number) {
     forget([&](const Call& call) { return number - call.number > most_ahead_; });
@@ -93,22 +93,23 @@ class Differing {
   // Record that call `number`, the next in order, was compared. `needed(r)` returns the ranks whose calls
   // rank r awaits in it: all ranks, if r can raise an earlier mismatch.
   template <typename Needed>
-  void compared(uint32_t number, bool same, const std::vector<fl_signature>& calls, Needed needed, Seen seen) {
+  void compared(uint32_t number, bool same, const std::vector<fl_signature>& calls, Needed needed,
+                CallReport report) {
     forget_old(number);
     const int size = static_cast<int>(calls.size());
-    std::vector<bool> told(size);
+    std::vector<bool> raised(size);
     for (int r = 0; r < size; ++r) {
       const bool is_withdrawn = calls[r].ndim == FL_WITHDRAWN;
-      const Ranks others = is_withdrawn ? Ranks{r, r + 1} : needed(r);
-      const bool waits = others.count() == size;
-      const auto known = withdrawn_after(calls.data(), others);
+      const Ranks wanted = is_withdrawn ? Ranks{r, r + 1} : needed(r);
+      const bool waits = wanted.count() == size;
+      const auto until = withdrawn_after(calls.data(), wanted);
       for (Call& call : calls_) {
-        call.told[r] = call.told[r] || waits || (known && !is_before(*known, call.number));
+        call.raised[r] = call.raised[r] || waits || (until && !is_before(*until, call.number));
       }
-      told[r] = waits || is_withdrawn || calls[r].ndim == FL_REFUSED || sees_difference(calls.data(), r, others);
+      raised[r] = waits || is_withdrawn || calls[r].ndim == FL_REFUSED || sees_difference(calls.data(), r, wanted);
     }
-    if (!same && !only_withdrawn(calls)) calls_.push_back({number, std::move(seen), std::move(told)});
-    forget([](const Call& call) { return std::find(call.told.begin(), call.told.end(), false) == call.told.end(); });
+    if (!same && !only_withdrawn(calls)) calls_.push_back({number, std::move(report), std::move(raised)});
+    forget([](const Call& c) { return std::find(c.raised.begin(), c.raised.end(), false) == c.raised.end(); });
   }
 
   // Return the mismatch to raise in call `number`: the first that this rank has not raised. Without such a
@@ -116,13 +117,13 @@ class Differing {
   // forget_old() first; other callers must not forget before.
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
     const auto is_news = [&](const Call& call) {
-      return !call.told[rank_] && !call.is_raised && number - call.number <= most_ahead_;
+      return !call.raised[rank_] && !call.is_raised && number - call.number <= most_ahead_;
     };
     const auto news = std::find_if(calls_.begin(), calls_.end(), is_news);
-    if (none() || (only_news && news == calls_.end())) return std::nullopt;
-    const Call found = news == calls_.end() ? calls_.back() : *news;
+    if (empty() || (only_news && news == calls_.end())) return std::nullopt;
+    const Call result = news == calls_.end() ? calls_.back() : *news;
     for (Call& call : calls_) call.is_raised = true;
-    return found;
+    return result;
   }
 
  private:

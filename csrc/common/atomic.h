@@ -24,7 +24,7 @@ namespace fl {
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain word");
 
 // Whether a futex is shared by processes or by the threads of one process.
-enum class Among { kProcesses, kThreads };
+enum class FutexScope { kProcesses, kThreads };
 constexpr uint32_t kAllBits = ~0u;
 
 // Values in place of a process descriptor: it is unavailable; the process had already ended.
@@ -38,8 +38,8 @@ constexpr T sized(T, T model) {
   return model;
 }
 
-void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among among);
-void futex_wake(const void* word, uint32_t bits, Among among);
+void futex_wait(const void* word, uint32_t expected, int64_t nanoseconds, uint32_t bits, FutexScope scope);
+void futex_wake(const void* word, uint32_t bits, FutexScope scope);
 void full_fence();
 void pause_briefly();
 void yield_processor();
@@ -48,13 +48,13 @@ int32_t process_id();
 int open_process(int32_t pid);
 bool process_has_ended(int process);
 ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes);
-void* of_this_process(const void* type, void* (*make)());
+void* process_object(const void* type, void* (*make)());
 
 // The only object of this type in a process.
 template <typename T>
-T& one_per_process() {
+T& process_singleton() {
   static const char type = 0;
-  return *static_cast<T*>(of_this_process(&type, [] { return static_cast<void*>(new T()); }));
+  return *static_cast<T*>(process_object(&type, [] { return static_cast<void*>(new T()); }));
 }
 
 #else
@@ -64,19 +64,19 @@ constexpr T sized(T real, T) {
   return real;
 }
 
-// Sleep while `word` equals `seen`: until a wake with a matching bit, the timeout, or a spurious wake-up.
-inline void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among among) {
+// Sleep while `word` equals `expected`: until a wake with a matching bit, the timeout, or a spurious wake-up.
+inline void futex_wait(const void* word, uint32_t expected, int64_t nanoseconds, uint32_t bits, FutexScope scope) {
   timespec end;
   clock_gettime(CLOCK_MONOTONIC, &end);
   const int64_t fraction = end.tv_nsec + nanoseconds % 1000000000;
   end.tv_sec += nanoseconds / 1000000000 + fraction / 1000000000;
   end.tv_nsec = fraction % 1000000000;
-  const int operation = FUTEX_WAIT_BITSET | (among == Among::kThreads ? FUTEX_PRIVATE_FLAG : 0);
-  syscall(SYS_futex, word, operation, seen, &end, nullptr, bits);
+  const int operation = FUTEX_WAIT_BITSET | (scope == FutexScope::kThreads ? FUTEX_PRIVATE_FLAG : 0);
+  syscall(SYS_futex, word, operation, expected, &end, nullptr, bits);
 }
 
-inline void futex_wake(const void* word, uint32_t bits, Among among) {
-  const int operation = FUTEX_WAKE_BITSET | (among == Among::kThreads ? FUTEX_PRIVATE_FLAG : 0);
+inline void futex_wake(const void* word, uint32_t bits, FutexScope scope) {
+  const int operation = FUTEX_WAKE_BITSET | (scope == FutexScope::kThreads ? FUTEX_PRIVATE_FLAG : 0);
   syscall(SYS_futex, word, operation, INT_MAX, nullptr, nullptr, bits);
 }
 
@@ -124,14 +124,14 @@ inline bool process_has_ended(int process) {
 
 // Read memory of another process. Return the number of bytes read, or -1.
 inline ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes) {
-  const iovec here{into, bytes}, there{reinterpret_cast<void*>(from), bytes};
-  return process_vm_readv(pid, &here, 1, &there, 1, 0);
+  const iovec local{into, bytes}, remote{reinterpret_cast<void*>(from), bytes};
+  return process_vm_readv(pid, &local, 1, &remote, 1, 0);
 }
 
 template <typename T>
-T& one_per_process() {
-  static T one;
-  return one;
+T& process_singleton() {
+  static T singleton;
+  return singleton;
 }
 
 #endif

@@ -68,17 +68,17 @@ int fl_op_missing(fl_op* op, int* ranks, int capacity) {
   return count;
 }
 
-const fl_signature* fl_op_signatures(fl_op* op) { return op->outcome().seen.calls.data(); }
+const fl_signature* fl_op_signatures(fl_op* op) { return op->outcome().report.calls.data(); }
 
 const char* fl_op_site(fl_op* op, int rank) {
-  const auto& sites = op->outcome().seen.sites;
+  const auto& sites = op->outcome().report.sites;
   return static_cast<size_t>(rank) < sites.size() ? sites[rank].text : "";
 }
 
-int fl_op_calls_ago(fl_op* op) { return static_cast<int>(op->outcome().seen.ago); }
+int fl_op_calls_ago(fl_op* op) { return static_cast<int>(op->outcome().report.ago); }
 
 double fl_op_age(fl_op* op, int rank) {
-  const auto& ages = op->outcome().seen.ages;
+  const auto& ages = op->outcome().report.ages;
   return static_cast<size_t>(rank) < ages.size() ? ages[rank] : -1;
 }
 
@@ -93,7 +93,7 @@ int fl_op_cancel(fl_op* op) {
 }
 
 void fl_claim_wait(int32_t* claim, double seconds) {
-  fl::futex_wait(claim, 0, static_cast<int64_t>(seconds * 1e9), fl::kAllBits, fl::Among::kThreads);
+  fl::futex_wait(claim, 0, static_cast<int64_t>(seconds * 1e9), fl::kAllBits, fl::FutexScope::kThreads);
 }
 
 void fl_op_free(fl_op* op) {

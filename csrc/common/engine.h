@@ -42,7 +42,7 @@ struct Record {
 
   std::atomic<uint32_t> number;  // used by the transport
   Kind kind;
-  uint8_t way;
+  uint8_t path;
   uint16_t site;  // number of the sender's call site, defined by a kSite record
   int32_t tag;
   uint32_t bytes;   // of the data sent with this record
@@ -52,8 +52,8 @@ struct Record {
   union {
     char tiny[kTinyMessage];  // the data, if it fits
     struct {
-      uint32_t at;      // used by the transport: location of the data
-      uint32_t theirs;  // kAccepted: token of the receiver's message
+      uint32_t at;              // used by the transport: location of the data
+      uint32_t receiver_token;  // kAccepted: token of the receiver's message
     };
   };
   // Read if the digests differ, or if the record does not contain all data.
@@ -112,9 +112,9 @@ class Wire {
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
 
-  // Bracket a polling wait for records from `peer` (kNobody: any rank).
-  virtual void begin_looking(int) {}
-  virtual void end_looking(int, bool /* in_vain */) {}
+  // Bracket a polling wait for records from `peer` (kNoPeer: any rank).
+  virtual void begin_polling(int) {}
+  virtual void end_polling(int, bool /* in_vain */) {}
   // Sleep, as a caller or as the engine's thread, until a record may have arrived since begin_wait().
   virtual uint32_t begin_wait() = 0;
   virtual void wait(uint32_t since, bool as_caller, long milliseconds) = 0;
@@ -126,9 +126,9 @@ class Engine;
 class Message;
 class Port;
 
-constexpr int kNobody = -1;
+constexpr int kNoPeer = -1;
 
-// Key that matches receives and messages: source rank (kNobody: any) and tag.
+// Key that matches receives and messages: source rank (kNoPeer: any) and tag.
 inline uint64_t key_of(int peer, int32_t tag) {
   return static_cast<uint64_t>(static_cast<uint32_t>(peer)) << 32 | static_cast<uint32_t>(tag);
 }
@@ -142,7 +142,7 @@ inline fl_message message_by(const Request& call, const fl_site& site) {
 // One open send or receive, or the handle of a finished one.
 class Message final : public fl_op {
  public:
-  Message(Port& port, const fl_message& given, double seconds, uint16_t site);
+  Message(Port& port, const fl_message& request, double seconds, uint16_t site);
   ~Message() override;
   Message(const Message&) = delete;
 
@@ -177,11 +177,11 @@ class Message final : public fl_op {
   enum State : uint8_t { kNew, kWaitsForRoom, kOffered, kFlowsOut, kPosted, kReads, kFlowsIn, kOver };
   enum Flag : uint8_t { kAny = 1, kAwaited = 2, kAnnounced = 4, kHasOutcome = 8, kTimed = 16 };
 
-  bool sends() const { return mine_.verb == FL_SEND; }
-  size_t bytes() const { return static_cast<size_t>(mine_.count) * mine_.itemsize; }
+  bool sends() const { return call_.verb == FL_SEND; }
+  size_t bytes() const { return static_cast<size_t>(call_.count) * call_.itemsize; }
   bool is_moving() const { return state_ == kFlowsOut || state_ == kReads || state_ == kFlowsIn; }
-  bool is_well() const { return status() == FL_OK && (flags_ & kHasOutcome) == 0; }
-  int hot() const;
+  bool is_plain_success() const { return status() == FL_OK && (flags_ & kHasOutcome) == 0; }
+  int hint() const;
 
   std::atomic<uint8_t> refs_{1};
   std::atomic<uint8_t> status_{FL_PENDING};
@@ -197,7 +197,7 @@ class Message final : public fl_op {
     Outcome* outcome_;  // kHasOutcome
   };
   char* data_;
-  fl_signature mine_;  // sequence: posting number in the group, until matched
+  fl_signature call_;  // sequence: posting number in the group, until matched
   int32_t peer_;       // group rank
   uint16_t site_;
   union {
@@ -232,8 +232,8 @@ class Port {
   void close();
 
   // run() blocks until the message has ended. Null: success without a result to fetch.
-  Handle run(const fl_message& given, double seconds, InterruptCheck interrupt);
-  Handle start(const fl_message& given, double seconds);
+  Handle run(const fl_message& request, double seconds, InterruptCheck interrupt);
+  Handle start(const fl_message& request, double seconds);
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, InterruptCheck interrupt);
   std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds);
   // exchange() in two steps. post() does not sleep. Its result is empty if all messages ended well within
@@ -269,10 +269,11 @@ class Port {
   };
 
   std::optional<Failure> why_ended() const;
-  Message* begin(const fl_message& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal);
+  Message* begin(const fl_message& request, double seconds, bool is_awaited,
+                 const std::optional<CallReport>& refusal);
   Posted begin_all(const fl_message* messages, int count, double seconds, bool is_awaited);
-  std::optional<Seen> take_refusal();
-  static Message* unless_well(Message* message);
+  std::optional<CallReport> take_refusal();
+  static Message* release_if_ok(Message* message);
 
   Engine& engine_;
   const uint64_t group_;
@@ -293,7 +294,7 @@ class Port {
   Table<Arrival> arrivals_;                   // messages without a receive
   std::vector<int> arrived_;                  // by rank: number of entries in arrivals_
   std::vector<std::vector<int32_t>> wanted_;  // by rank: tags of its long-waiting receives
-  std::deque<Seen> refusals_;
+  std::deque<CallReport> refusals_;
   std::atomic<bool> has_refusal_{false};
 };
 
@@ -319,10 +320,10 @@ class Engine {
     uint64_t group = 0;
     int32_t tag = 0;
     uint32_t token = 0;
-    uint32_t theirs = 0;
+    uint32_t receiver_token = 0;
     uint64_t amount = 0;  // kCredit: bytes
     uint16_t site = 0;
-    uint8_t way = 0;
+    uint8_t path = 0;
     fl_signature call{};
     std::string data{};
   };
@@ -331,9 +332,9 @@ class Engine {
     std::list<Control> controls;  // waiting for space; empty for most peers
     Message* waiting = nullptr;   // sends that wait for space, oldest first
     Message* last_waiting = nullptr;
-    size_t charged = 0;      // bytes of our messages that the peer may hold
-    size_t owed = 0;         // bytes of its messages that we released and have not reported
-    std::vector<bool> told;  // by site number: whether the peer has our text
+    size_t charged = 0;            // bytes of our messages that the peer may hold
+    size_t owed = 0;               // bytes of its messages that we released and have not reported
+    std::vector<bool> sent_sites;  // by site number: whether the peer has our text
     std::unordered_map<uint16_t, fl_site> sites;
   };
 
@@ -346,33 +347,33 @@ class Engine {
   using Lock = std::unique_lock<std::mutex>;
 
   // The following functions require the lock.
-  uint16_t number_of(const fl_site& site);
-  bool send_now(Port& port, const fl_message& given);
+  uint16_t site_number(const fl_site& site);
+  bool send_now(Port& port, const fl_message& request);
   void begin(Message& message, fl_status status = FL_OK, std::unique_ptr<Outcome> outcome = nullptr);
   static void queue(Peer& peer, Message& message);
   enum class Sent { kNot, kGone, kOffered };
   Sent put(Port& port, const fl_signature& call, int peer, const void* data, uint16_t site, Message* message);
-  bool tell_site(int to, uint16_t site);
+  bool send_site(int to, uint16_t site);
   void control(int to, Control control);
   bool put_control(int to, const Control& control);
   bool flush(int to);
   bool flow_out(Message& message);
-  bool progress(Lock& lock, int hot);
+  bool progress(Lock& lock, int hint);
   bool read_records(int from);
   void handle(int from, const Wire::Room& room);
   void arrive(int from, const Wire::Room& room);
   void arrive(Port& port, int from, const Record& record, const char* data);
-  void give_back(int from, Port::Arrival& arrival);
-  Message* first_for(Port& port, int peer, int32_t tag);
+  void return_credit(int from, Port::Arrival& arrival);
+  Message* take_receive(Port& port, int peer, int32_t tag);
   static bool claim(const Message& message);
   void credit(int from, size_t bytes);
   void deliver(Message& message, int from, const Record& record, const char* data);
   void refuse(Message& message, int from, const Record& record);
-  void end_compared(Message& message, fl_status status, int from, const fl_signature& theirs, uint16_t site);
-  void take_rest(Message& message);
-  void read_on(Message& message, Lock& lock);
+  void end_compared(Message& message, fl_status status, int from, const fl_signature& peer_call, uint16_t site);
+  void receive_rest(Message& message);
+  void read_chunk(Message& message, Lock& lock);
   void receive_data(const Record& record, const char* data);
-  void answered(int from, const Record& record);
+  void handle_answer(int from, const Record& record);
   uint32_t token_for(Message& message);
   Message* by_token(uint32_t token);
   void free_token(uint32_t token);
@@ -387,15 +388,15 @@ class Engine {
   void find_failures(Port& port, std::vector<Verdict>& found);
   void announce(Message& message);
   static bool is_claimed(const Message& message);
-  std::string what_keeps(const Message& message) const;
+  std::string describe_wait(const Message& message) const;
 
   // The following functions take the lock themselves.
   void cancel(Message& message);
   void send_answers(Port& port);
-  bool burn(const Awaited& awaited, Patience patience, int hot);
-  void wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, InterruptCheck interrupt);
+  bool poll(const Awaited& awaited, Patience patience, int hint);
+  void wait(Port& port, const Awaited& awaited, int hint, Clock::time_point until, InterruptCheck interrupt);
   bool sleep(bool as_caller, long milliseconds, const Awaited& awaited);
-  void look_around();
+  void check_waits();
   void fail(Port& port, const Failure& failure, const Message* about);
   void tick();
   uint32_t now() const { return static_cast<uint32_t>((coarse_now() - began_) / 1000000); }

@@ -15,7 +15,7 @@
 namespace fl {
 
 // The calls of the ranks as far as known, by rank: signature, site, and age in seconds (-1: unknown).
-struct Seen {
+struct CallReport {
   std::vector<fl_signature> calls;
   std::vector<fl_site> sites;
   std::vector<double> ages;
@@ -34,45 +34,45 @@ struct Failure : std::runtime_error {
       : std::runtime_error(message), status(status), missing(std::move(missing)) {}
   fl_status status;
   std::vector<int> missing;
-  Seen seen;                                  // timeout or lost rank: the last known calls
-  std::shared_ptr<const Failure> for_others;  // failure to report to the other ranks instead
+  CallReport report;                            // timeout or lost rank: the last known calls
+  std::shared_ptr<const Failure> peer_failure;  // failure to report to the other ranks instead
 };
 
 // Reason for a rank that closed its group, as at the normal end of a program.
 constexpr const char* kHasLeft = "it has left the group";
 
 // Append the source of `message` to it, unless `message` already names a source.
-inline std::string as_told(const std::string& message, const std::string& who) {
+inline std::string with_source(const std::string& message, const std::string& name) {
   const std::string end = " says";
-  const bool is_told = message.size() >= end.size() &&
+  const bool has_source = message.size() >= end.size() &&
                        message.compare(message.size() - end.size(), end.size(), end) == 0;
-  return is_told ? message : message + ", as " + who + end;
+  return has_source ? message : message + ", as " + name + end;
 }
 
-// Return the failure of rank `self` after `rank`, named `who`, gave up with the failure `theirs`.
-inline Failure given_up_by(int rank, const std::string& who, int self, const Failure& theirs) {
-  Failure told(theirs.status, theirs.missing, as_told(theirs.what(), who));
-  if (std::find(theirs.missing.begin(), theirs.missing.end(), self) != theirs.missing.end()) {
+// Return the failure of rank `self` after `rank`, named `name`, gave up with the failure `reason`.
+inline Failure given_up_by(int rank, const std::string& name, int self, const Failure& reason) {
+  Failure forwarded(reason.status, reason.missing, with_source(reason.what(), name));
+  if (std::find(reason.missing.begin(), reason.missing.end(), self) != reason.missing.end()) {
     // This rank is late, not lost. Other ranks get the reason from both ranks.
-    Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + theirs.what());
-    failure.for_others = std::make_shared<const Failure>(std::move(told));
+    Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + reason.what());
+    failure.peer_failure = std::make_shared<const Failure>(std::move(forwarded));
     return failure;
   }
-  switch (theirs.status) {
+  switch (reason.status) {
     case FL_RAISED:
-    case FL_HOST_LOST: return theirs;
+    case FL_HOST_LOST: return reason;
     case FL_PEER_LOST:
     case FL_TIMEOUT:
-    case FL_LEAVING: return told;
-    default: return {FL_PEER_LOST, {rank}, std::string("it gave up: ") + theirs.what()};
+    case FL_LEAVING: return forwarded;
+    default: return {FL_PEER_LOST, {rank}, std::string("it gave up: ") + reason.what()};
   }
 }
 
-// The calls of the ranks differ; `seen` has them. The group remains usable.
+// The calls of the ranks differ; `report` has them. The group remains usable.
 struct Mismatch : std::exception {
-  explicit Mismatch(Seen seen = {}) : seen(std::move(seen)) {}
+  explicit Mismatch(CallReport report = {}) : report(std::move(report)) {}
   const char* what() const noexcept override { return "the ranks called different things"; }
-  Seen seen;
+  CallReport report;
 };
 
 }  // namespace fl

@@ -16,7 +16,7 @@ class Futex {
   void wake(uint32_t bits) {
     if (waiters_.load(std::memory_order_seq_cst) == 0) return;
     wakes_.fetch_add(1, std::memory_order_relaxed);
-    futex_wake(&wakes_, bits, Among::kProcesses);
+    futex_wake(&wakes_, bits, FutexScope::kProcesses);
   }
 
   // Start a wait. A wake() from now on makes wait() return at once. end_wait() must follow.
@@ -29,7 +29,7 @@ class Futex {
   void end_wait() { waiters_.fetch_sub(1, std::memory_order_relaxed); }
 
   void wait(uint32_t wakes, uint32_t bits, long milliseconds) {
-    futex_wait(&wakes_, wakes, int64_t{milliseconds} * 1000000, bits, Among::kProcesses);
+    futex_wait(&wakes_, wakes, int64_t{milliseconds} * 1000000, bits, FutexScope::kProcesses);
   }
 
  private:

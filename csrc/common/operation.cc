@@ -16,7 +16,7 @@ void Transport::fail(const Failure& failure) noexcept {
     }
     is_broken_.store(true, std::memory_order_relaxed);
   }
-  give_up(failure.for_others != nullptr ? *failure.for_others : failure);
+  give_up(failure.peer_failure != nullptr ? *failure.peer_failure : failure);
 }
 
 Failure Transport::why_broken() const {
@@ -43,14 +43,14 @@ void execute(Transport& transport, Operation& operation) noexcept {
     operation.run(operation);
     return finish(operation, FL_OK);
   } catch (const Mismatch& mismatch) {
-    operation.seen = mismatch.seen;
+    operation.report = mismatch.report;
     return finish(operation, FL_MISMATCH, mismatch.what());
   } catch (const Failure& caught) {
     failure = caught;
   } catch (const std::exception& error) {
     failure = transport.explain(error.what());
   }
-  operation.seen = failure.seen;
+  operation.report = failure.report;
   transport.fail(failure);
   finish(operation, failure.status, failure.what(), failure.missing);
 }

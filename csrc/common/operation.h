@@ -77,7 +77,7 @@ class Transport {
   // Record the result of a wait with this patience. Waits without success reduce the patience of later waits.
   virtual void waited(bool /* in_vain */) {}
   // Return `found` with its details. Called without a lock, because it may have to request them.
-  virtual Failure in_full(const Failure& found) { return found; }
+  virtual Failure with_details(const Failure& found) { return found; }
 
   // Set the user-visible numbers of the ranks of a subgroup. Call it once, before the first operation.
   void call_ranks(std::vector<int> numbers) { numbers_ = std::move(numbers); }
@@ -111,7 +111,7 @@ Bytes make_bytes(size_t size);
 struct Outcome {
   std::string message;
   std::vector<int> missing;
-  Seen seen;
+  CallReport report;
   Bytes output;
 };
 

@@ -34,11 +34,11 @@ class Persistence {
   std::atomic<unsigned> waits_{0};
 };
 
-// Pause after poll number `look` of a wait, counted from 0. Answers usually arrive within some 100 ns, and
+// Pause after poll number `count` of a wait, counted from 0. Answers usually arrive within some 100 ns, and
 // one pause can take half of that time.
-inline void pause_after(int look) {
+inline void pause_after(int count) {
   constexpr int kAtOnce = 32;
-  if (look >= kAtOnce) pause_briefly();
+  if (count >= kAtOnce) pause_briefly();
 }
 
 }  // namespace fl

@@ -4,7 +4,7 @@
 
 namespace fl {
 
-Crew::~Crew() {
+ThreadPool::~ThreadPool() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
@@ -13,10 +13,10 @@ Crew::~Crew() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-bool Crew::run(std::function<void()> task) noexcept {
+bool ThreadPool::run(std::function<void()> task) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   try {
-    if (idle_ <= ready_.size()) threads_.emplace_back(&Crew::work, this);
+    if (idle_ <= ready_.size()) threads_.emplace_back(&ThreadPool::work, this);
     ready_.push_back(std::move(task));
   } catch (const std::exception&) {
     return false;
@@ -25,7 +25,7 @@ bool Crew::run(std::function<void()> task) noexcept {
   return true;
 }
 
-void Crew::work() {
+void ThreadPool::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     ++idle_;
@@ -41,7 +41,7 @@ void Crew::work() {
   }
 }
 
-Queue::Queue(Transport& transport, std::shared_ptr<Crew> crew)
+Queue::Queue(Transport& transport, std::shared_ptr<ThreadPool> crew)
     : transport_(transport), crew_(std::move(crew)) {
   shared_->transport = &transport;
 }

@@ -24,11 +24,11 @@
 namespace fl {
 
 // A pool with as many threads as there are tasks at a time.
-class Crew {
+class ThreadPool {
  public:
-  Crew() = default;
-  ~Crew();  // call when no task runs
-  Crew(const Crew&) = delete;
+  ThreadPool() = default;
+  ~ThreadPool();  // call when no task runs
+  ThreadPool(const ThreadPool&) = delete;
 
   // Run `task` at once. False: no thread can be created.
   bool run(std::function<void()> task) noexcept;
@@ -46,7 +46,7 @@ class Crew {
 
 class Queue {
  public:
-  explicit Queue(Transport& transport, std::shared_ptr<Crew> crew = std::make_shared<Crew>());
+  explicit Queue(Transport& transport, std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>());
   ~Queue();
   Queue(const Queue&) = delete;
 
@@ -77,7 +77,7 @@ class Queue {
   void work() noexcept;
 
   Transport& transport_;
-  const std::shared_ptr<Crew> crew_;
+  const std::shared_ptr<ThreadPool> crew_;
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards what follows
   std::list<Pending> waiting_;                                         // queued behind the running operation
   Pending running_;                                                    // on a thread; null: no operation

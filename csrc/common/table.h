@@ -21,7 +21,7 @@ class Table {
 
   // Return the oldest item with this key, or null.
   T* first(uint64_t key) const {
-    T* const tail = size_ == 0 ? nullptr : tails_[place_of(key)];
+    T* const tail = size_ == 0 ? nullptr : tails_[bucket_of(key)];
     if (tail == nullptr) return nullptr;
     for (T* item = tail->next;; item = item->next) {
       if (item->key() == key) return item;
@@ -30,7 +30,7 @@ class Table {
   }
 
   void remove(T& item) {
-    T*& tail = tails_[place_of(item.key())];
+    T*& tail = tails_[bucket_of(item.key())];
     T* before = tail;
     while (before->next != &item) before = before->next;
     before->next = item.next;
@@ -62,12 +62,12 @@ class Table {
  private:
   static constexpr size_t kLoad = 2;  // maximum number of items per bucket
 
-  size_t place_of(uint64_t key) const {
+  size_t bucket_of(uint64_t key) const {
     return (key * 0x9e3779b97f4a7c15u >> 32) & (tails_.size() - 1);
   }
 
   void put(T& item) {
-    T*& tail = tails_[place_of(item.key())];
+    T*& tail = tails_[bucket_of(item.key())];
     item.next = tail == nullptr ? &item : std::exchange(tail->next, &item);
     tail = &item;
   }

@@ -29,9 +29,9 @@ static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
     if (all->matches == NULL) return 0;
     memset(PyBytes_AsString(all->matches), 0, (size_t)count * sizeof *match);
   }
-  fl_match *own = (fl_match *)(void *)PyBytes_AsString(all->matches) + all->count - 1;
-  *own = *match;
-  all->messages[all->sent].match = own;
+  fl_match *copy = (fl_match *)(void *)PyBytes_AsString(all->matches) + all->count - 1;
+  *copy = *match;
+  all->messages[all->sent].match = copy;
   return 1;
 }
 
@@ -40,8 +40,8 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
   enum { KIND, ARRAY, PEER, TAG, PARTIAL, FIELDS };
   if (!PyTuple_Check(op) || PyTuple_CheckExact(op) || PyTuple_Size(op) != FIELDS) return 0;
   PyObject *kind = PyTuple_GetItem(op, KIND), *x = PyTuple_GetItem(op, ARRAY), *peer = PyTuple_GetItem(op, PEER);
-  started_op *one = &all->ops[all->count++];
-  *one = (started_op){.verb = FL_SEND, .peer = -1};
+  started_op *started = &all->ops[all->count++];
+  *started = (started_op){.verb = FL_SEND, .peer = -1};
   if (PyList_Append(all->arrays, x) != 0) return 0;
   if (peer == Py_None) return 1; /* no peer */
   const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
@@ -55,7 +55,7 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
   const char *data = call.data;
   fill_message(&all->messages[all->sent], &call, &not_known);
   all->spans[all->sent] = (plain_span){data, data + s->count * s->itemsize, !sends};
-  *one = (started_op){.verb = s->verb, .root = s->root, .peer = call.peer};
+  *started = (started_op){.verb = s->verb, .root = s->root, .peer = call.peer};
   if (call.output != NULL && !add_match(all, &call.match, count)) return 0;
   ++all->sent;
   return 1;
@@ -86,11 +86,11 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
   if (!place_and_site(binding, &place, &site)) return NULL;
   fl_message *message = all->messages;
   for (int i = 0; i < all->count; ++i) {
-    started_op *one = &all->ops[i];
-    if (one->peer < 0) continue;
+    started_op *started = &all->ops[i];
+    if (started->peer < 0) continue;
     message->site = *site;
-    one->id = record(binding, &message++->signature, one->peer, FL_RECORDED_ASYNC, place).id;
-    one->number = binding->calls->number;
+    started->id = record(binding, &message++->signature, started->peer, FL_RECORDED_ASYNC, place).id;
+    started->number = binding->calls->number;
   }
   if (all->sent > 0) { /* without a message an earlier mismatch could not be reported */
     Py_BEGIN_ALLOW_THREADS;
@@ -99,14 +99,14 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
   }
   fl_op **result = all->results;
   for (int i = 0; i < all->count; ++i) {
-    started_op *one = &all->ops[i];
-    if (one->peer < 0) continue;
-    ring_call *row = &binding->calls->calls[(one->id - 1) % FL_RECORDED_CALLS];
-    one->op = *result++;
-    if (one->op == NULL) {
-      ring_end(row, one->id, 0);
+    started_op *started = &all->ops[i];
+    if (started->peer < 0) continue;
+    ring_call *row = &binding->calls->calls[(started->id - 1) % FL_RECORDED_CALLS];
+    started->op = *result++;
+    if (started->op == NULL) {
+      ring_end(row, started->id, 0);
     } else {
-      binding->library.stamp(one->op, &row->ended, -(int64_t)one->id);
+      binding->library.stamp(started->op, &row->ended, -(int64_t)started->id);
     }
   }
   PyObject *work = make_work(self, all->ops, all->count, all->arrays, all->matches);

@@ -23,20 +23,20 @@ enum { NAMELESS = 2 }; /* contextlib, the second of the folders */
 
 /* Return the number, from 1, of the package or library folder that contains `code`; 0: it is user code. */
 static int is_ours(Binding *binding, PyObject *code) {
-  known_code *known = &binding->codes[(uintptr_t)code / 64 % CODES];
-  if (known->code == code) return known->is_ours;
-  PyObject *file = PyObject_GetAttr(code, name_file), *before = known->code;
+  cached_code *cached = &binding->codes[(uintptr_t)code / 64 % CODES];
+  if (cached->code == code) return cached->is_ours;
+  PyObject *file = PyObject_GetAttr(code, name_file), *previous = cached->code;
   if (file == NULL) return 0;
-  known->is_ours = 0;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(binding->folders) && !known->is_ours; ++i) {
+  cached->is_ours = 0;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(binding->folders) && !cached->is_ours; ++i) {
     PyObject *folder = PyTuple_GetItem(binding->folders, i);
-    if (PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1) > 0) known->is_ours = (int)i + 1;
+    if (PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1) > 0) cached->is_ours = (int)i + 1;
   }
   Py_INCREF(code);
-  known->code = code;
-  Py_XDECREF(before);
+  cached->code = code;
+  Py_XDECREF(previous);
   Py_DECREF(file);
-  return known->is_ours;
+  return cached->is_ours;
 }
 
 /* The caller of this package: code and instruction of the user, and the package code that was called. */
@@ -44,86 +44,86 @@ typedef struct {
   PyObject *code, *instruction, *via; /* references; `via` may be NULL */
 } caller;
 
-static void release(caller *one) {
-  Py_CLEAR(one->code);
-  Py_CLEAR(one->instruction);
-  Py_CLEAR(one->via);
+static void release(caller *site_caller) {
+  Py_CLEAR(site_caller->code);
+  Py_CLEAR(site_caller->instruction);
+  Py_CLEAR(site_caller->via);
 }
 
 /* Find the caller; 0 with an exception. Without user code, as on a library's thread: the outermost frame. */
-static int find_caller(Binding *binding, caller *found) {
+static int find_caller(Binding *binding, caller *result) {
   PyObject *frame = (PyObject *)PyEval_GetFrame();
-  *found = (caller){NULL, NULL, NULL};
+  *result = (caller){NULL, NULL, NULL};
   if (frame == NULL) { /* called from C, such as atexit */
-    found->code = PyObject_GetAttrString(binding->here, "__code__");
-    found->instruction = found->code == NULL ? NULL : PyLong_FromLong(0);
+    result->code = PyObject_GetAttrString(binding->here, "__code__");
+    result->instruction = result->code == NULL ? NULL : PyLong_FromLong(0);
   }
   Py_XINCREF(frame);
   while (frame != NULL) {
-    found->code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-    const int ours = is_ours(binding, found->code);
+    result->code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+    const int ours = is_ours(binding, result->code);
     PyObject *back = ours ? PyObject_GetAttr(frame, name_back) : NULL;
     if (back == Py_None) Py_CLEAR(back);
     if (back == NULL) {
-      if (!PyErr_Occurred()) found->instruction = PyObject_GetAttr(frame, name_instruction);
+      if (!PyErr_Occurred()) result->instruction = PyObject_GetAttr(frame, name_instruction);
       break;
     }
     if (ours == NAMELESS) {
-      Py_DECREF(found->code);
+      Py_DECREF(result->code);
     } else {
-      Py_XDECREF(found->via);
-      found->via = found->code;
+      Py_XDECREF(result->via);
+      result->via = result->code;
     }
-    found->code = NULL;
+    result->code = NULL;
     Py_DECREF(frame);
     frame = back;
   }
   Py_XDECREF(frame);
-  if (found->instruction != NULL) return 1;
-  release(found);
+  if (result->instruction != NULL) return 1;
+  release(result);
   return 0;
 }
 
-static PyObject *make_place(const caller *one) {
+static PyObject *make_place(const caller *site_caller) {
   PyObject *name = called_verb == NULL ? Py_None : called_verb;
-  if (one->via == NULL) {
+  if (site_caller->via == NULL) {
     Py_INCREF(name);
   } else {
-    name = PyObject_GetAttr(one->via, name_function);
+    name = PyObject_GetAttr(site_caller->via, name_function);
   }
-  PyObject *place = name == NULL ? NULL : PyTuple_Pack(3, one->code, one->instruction, name);
+  PyObject *place = name == NULL ? NULL : PyTuple_Pack(3, site_caller->code, site_caller->instruction, name);
   Py_XDECREF(name);
   return place;
 }
 
-static int look_up(Binding *binding, known_site *known, const caller *one) {
-  PyObject *place = make_place(one);
+static int look_up(Binding *binding, cached_site *cached, const caller *site_caller) {
+  PyObject *place = make_place(site_caller);
   PyObject *address = place == NULL ? NULL : PyObject_CallFunction(binding->here, NULL);
   if (address == NULL) {
     Py_XDECREF(place);
     return 0;
   }
-  known->site = PyLong_AsVoidPtr(address);
+  cached->site = PyLong_AsVoidPtr(address);
   Py_DECREF(address);
-  PyObject *before = known->place;
-  known->place = place;
-  known->code = one->code; /* kept alive by the place */
-  known->instruction = PyLong_AsLong(one->instruction);
-  Py_XDECREF(before);
-  return known->site != NULL;
+  PyObject *previous = cached->place;
+  cached->place = place;
+  cached->code = site_caller->code; /* kept alive by the place */
+  cached->instruction = PyLong_AsLong(site_caller->instruction);
+  Py_XDECREF(previous);
+  return cached->site != NULL;
 }
 
 int place_and_site(Binding *binding, PyObject **place, const fl_site **site) {
-  caller one;
-  if (!find_caller(binding, &one)) return 0;
-  const long number = PyLong_AsLong(one.instruction);
-  known_site *known = &binding->sites[((uintptr_t)one.code / 64 + (uintptr_t)number / 2) % SITES];
-  const int is_known = known->place != NULL && known->code == one.code && known->instruction == number;
-  const int is_found = is_known || look_up(binding, known, &one);
-  *place = known->place;
-  *site = known->site;
-  release(&one);
-  return is_found;
+  caller site_caller;
+  if (!find_caller(binding, &site_caller)) return 0;
+  const long number = PyLong_AsLong(site_caller.instruction);
+  cached_site *cached = &binding->sites[((uintptr_t)site_caller.code / 64 + (uintptr_t)number / 2) % SITES];
+  const int is_known = cached->place != NULL && cached->code == site_caller.code && cached->instruction == number;
+  const int is_available = is_known || look_up(binding, cached, &site_caller);
+  *place = cached->place;
+  *site = cached->site;
+  release(&site_caller);
+  return is_available;
 }
 
 /* Store the line of a call. `place` is an owned reference, or NULL with an exception. */
@@ -146,9 +146,9 @@ recorded record(const Binding *binding, const fl_signature *signature, int peer,
 }
 
 void note_place(Binding *binding, ring_call *row) {
-  caller one;
-  set_place(binding, row, find_caller(binding, &one) ? make_place(&one) : NULL);
-  release(&one);
+  caller site_caller;
+  set_place(binding, row, find_caller(binding, &site_caller) ? make_place(&site_caller) : NULL);
+  release(&site_caller);
 }
 
 int is_left_to_python(const Binding *binding) {
@@ -164,10 +164,10 @@ int is_left_to_python(const Binding *binding) {
   return is_inside;
 }
 
-int is_hurried(const Binding *binding, uint64_t before, int64_t now) {
+int is_hurried(const Binding *binding, uint64_t previous, int64_t now) {
   enum { FIRST_CALLS = 2000, SOON_TICKS = 50000 };
   const ring *calls = binding->calls;
-  return calls->number >= FIRST_CALLS && now - calls->calls[(before - 1) % FL_RECORDED_CALLS].started < SOON_TICKS;
+  return calls->number >= FIRST_CALLS && now - calls->calls[(previous - 1) % FL_RECORDED_CALLS].started < SOON_TICKS;
 }
 
 recorded record_alone(Binding *binding, const fl_signature *shown) {

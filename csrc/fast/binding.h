@@ -12,13 +12,13 @@ typedef struct {
   PyObject *code;  /* of that place */
   long instruction;
   const fl_site *site;
-} known_site;
+} cached_site;
 
 /* A code object, and whether it belongs to the package. */
 typedef struct {
   PyObject *code; /* or NULL */
   int is_ours;
-} known_code;
+} cached_code;
 
 /* Functions of a native library, from the addresses passed to bind(). */
 typedef struct {
@@ -61,8 +61,8 @@ typedef struct {
   PyObject *inside;  /* set of threads that are inside another call of the group */
   PyObject *first;   /* list; while it is not empty, Python handles all calls */
   PyObject *dropped; /* like `first`, for all groups; any container */
-  known_site sites[SITES];
-  known_code codes[CODES];
+  cached_site sites[SITES];
+  cached_code codes[CODES];
 } Binding;
 
 /* A recorded call. */

@@ -33,14 +33,14 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
     Py_XDECREF(room);
     return NULL;
   }
-  started_op one = start_one(binding, call, place, site);
+  started_op started_operation = start_one(binding, call, place, site);
   PyObject *result = call->result == NULL ? Py_None : call->result, *work = NULL;
   const int makes_result = s->verb == FL_GATHER || s->verb == FL_ALL_GATHER || s->verb == FL_SCATTER;
-  if (one.op != NULL && makes_result) {
-    work = work_for(binding, one.op, &one, x, out, result, room);
+  if (started_operation.op != NULL && makes_result) {
+    work = work_for(binding, started_operation.op, &started_operation, x, out, result, room);
   } else {
     PyObject *kept = PyTuple_Pack(3, x, out, room);
-    if (kept != NULL) work = make_work(self, &one, 0, result, kept);
+    if (kept != NULL) work = make_work(self, &started_operation, 0, result, kept);
     Py_XDECREF(kept);
   }
   Py_XDECREF(call->result);
@@ -88,11 +88,11 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args, double secon
 
 /* A call with a number; the result is a number of the same kind. */
 static PyObject *call_number(PyObject *self, PyObject *const *args, double seconds) {
-  PyObject *given[MOST_ARGUMENTS - 1], *array = plain_of_number(args[1]);
+  PyObject *call_args[MOST_ARGUMENTS - 1], *array = plain_of_number(args[1]);
   if (array == NULL) return NULL;
-  memcpy(given, args, sizeof given);
-  given[1] = array;
-  PyObject *result = call_arrays(self, given, seconds);
+  memcpy(call_args, args, sizeof call_args);
+  call_args[1] = array;
+  PyObject *result = call_arrays(self, call_args, seconds);
   if (result == array) {
     Py_DECREF(result);
     result = plain_number_of((PyArrayObject *)array, args[1]);
@@ -155,13 +155,13 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   const plain_call *first = sends ? &sent : &received; /* send first, because a peer may wait for it */
   fl_signature shown = first->signature;
   if (is_pair) shown.verb = FL_SENDRECV;
-  const recorded made = record(binding, &shown, first->peer, 0, place);
+  const recorded entry = record(binding, &shown, first->peer, 0, place);
   fl_message messages[2];
   fl_op *ops[2] = {NULL, NULL};
   fill_message(&messages[0], first, site);
   if (is_pair) fill_message(&messages[1], &received, site);
   if (!exchange(binding, messages, sends + receives, ops)) {
-    ring_end(made.row, made.id, 1);
+    ring_end(entry.row, entry.id, 1);
     return NULL;
   }
   PyObject *result = args[2];
@@ -173,10 +173,10 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     result = handles == NULL ? NULL
                              : PyObject_CallFunction(binding->ended, "OiOOOiKd", handles, FL_SENDRECV,
                                                      args[0], args[2], args[2], 0,
-                                                     (unsigned long long)made.id, binding->seconds);
+                                                     (unsigned long long)entry.id, binding->seconds);
     Py_XDECREF(handles);
   }
-  ring_end(made.row, made.id, result == NULL);
+  ring_end(entry.row, entry.id, result == NULL);
   return result;
 }
 
@@ -265,13 +265,13 @@ static PyObject *clocks(PyObject *module, PyObject *args) {
 }
 
 /* bounds(array): return (start, end), the address range of its elements. */
-static PyObject *bounds(PyObject *module, PyObject *given) {
+static PyObject *bounds(PyObject *module, PyObject *argument) {
   (void)module;
-  if (!PyArray_Check(given)) {
+  if (!PyArray_Check(argument)) {
     PyErr_SetString(PyExc_TypeError, "expected an array");
     return NULL;
   }
-  PyArrayObject *array = (PyArrayObject *)given;
+  PyArrayObject *array = (PyArrayObject *)argument;
   char *start = PyArray_BYTES(array), *end = start + PyArray_ITEMSIZE(array);
   if (PyArray_SIZE(array) == 0) end = start;
   for (int d = 0; start != end && d < PyArray_NDIM(array); ++d) {

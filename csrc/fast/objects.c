@@ -60,11 +60,11 @@ static PyMethodDef keep_def = {"keep_large", keep_large, METH_O, NULL};
 
 static PyObject *pickled(PyObject *object, PyObject *buffers) {
   PyObject *keep = PyCFunction_New(&keep_def, buffers);
-  PyObject *given = PyTuple_Pack(2, object, protocol);
+  PyObject *call_args = PyTuple_Pack(2, object, protocol);
   PyObject *options = keep == NULL ? NULL : Py_BuildValue("{OO}", name_callback, keep);
-  PyObject *bytes = given && options ? PyObject_Call(dumps, given, options) : NULL;
+  PyObject *bytes = call_args && options ? PyObject_Call(dumps, call_args, options) : NULL;
   Py_XDECREF(keep);
-  Py_XDECREF(given);
+  Py_XDECREF(call_args);
   Py_XDECREF(options);
   return bytes;
 }
@@ -107,7 +107,7 @@ static PyObject *frame_of(PyObject *object) {
    Python must handle it, because unequal frames would need too much padding. */
 static PyObject *frames_of(PyObject *objects, int size) {
   if (!PyList_CheckExact(objects) || PyList_Size(objects) != size) return NULL;
-  PyObject *frames = PyList_New(0), *whole = NULL;
+  PyObject *frames = PyList_New(0), *joined = NULL;
   int64_t longest = 0, total = 0;
   for (int r = 0; frames != NULL && r < size && r < PyList_Size(objects); ++r) {
     PyObject *object = PyList_GetItem(objects, r);
@@ -120,32 +120,32 @@ static PyObject *frames_of(PyObject *objects, int size) {
     Py_XDECREF(frame);
   }
   if (frames != NULL && PyList_Size(frames) == size && longest * size <= 2 * total + MOST_PADDING) {
-    whole = new_bytes(longest * size);
+    joined = new_bytes(longest * size);
   }
-  for (int r = 0; whole != NULL && r < size; ++r) {
+  for (int r = 0; joined != NULL && r < size; ++r) {
     PyObject *frame = PyList_GetItem(frames, r);
-    memcpy(data_of(whole) + r * longest, data_of(frame), (size_t)bytes_of(frame));
+    memcpy(data_of(joined) + r * longest, data_of(frame), (size_t)bytes_of(frame));
   }
   Py_XDECREF(frames);
-  return whole;
+  return joined;
 }
 
 /* Return a frame with the length of the frame that follows later. */
 static PyObject *short_frame(PyObject *frame) {
   const frame_head head = {sizeof(int64_t), LATER, 0};
   const int64_t bytes = bytes_of(frame);
-  PyObject *made = new_bytes(sizeof head + padded(head.bytes));
-  if (made != NULL) append(append(data_of(made), &head, sizeof head), &bytes, head.bytes);
-  return made;
+  PyObject *length_frame = new_bytes(sizeof head + padded(head.bytes));
+  if (length_frame != NULL) append(append(data_of(length_frame), &head, sizeof head), &bytes, head.bytes);
+  return length_frame;
 }
 
 /* A call of an object verb. */
 typedef struct {
   Binding *binding;
   int32_t verb, root;
-  PyObject *object; /* borrowed */
-  PyObject *frame;  /* all data of this rank for other ranks, or None */
-  PyObject *given;  /* the data of it that is in the collective */
+  PyObject *object;        /* borrowed */
+  PyObject *frame;         /* all data of this rank for other ranks, or None */
+  PyObject *sent; /* the data of it that is in the collective */
 } object_call;
 
 static int gathers(const object_call *call) { return call->verb == FL_ALL_GATHER_OBJECT || call->verb == FL_GATHER_OBJECT; }
@@ -205,11 +205,11 @@ static PyObject *unpickled(received *all, const frame_head *head, char *at) {
     at += padded(lengths[i]);
   }
   PyObject *content = PyMemoryView_FromMemory(at, (Py_ssize_t)head->bytes, READ_ONLY);
-  PyObject *given = content == NULL ? NULL : PyTuple_Pack(1, content);
+  PyObject *call_args = content == NULL ? NULL : PyTuple_Pack(1, content);
   if (views != NULL) options = Py_BuildValue("{OO}", name_buffers, views);
-  if (given && (options || head->buffers == 0)) object = PyObject_Call(loads, given, options);
+  if (call_args && (options || head->buffers == 0)) object = PyObject_Call(loads, call_args, options);
   Py_XDECREF(content);
-  Py_XDECREF(given);
+  Py_XDECREF(call_args);
   Py_XDECREF(options);
   Py_XDECREF(views);
   return object;
@@ -218,7 +218,7 @@ static PyObject *unpickled(received *all, const frame_head *head, char *at) {
 /* Return the list of received objects in rank order, with this rank's own object, or with the one received
    object. None if only other ranks receive. NULL: exception, or, without one, missing data. */
 static PyObject *objects_of(const object_call *call, received *all) {
-  const int several = gathers(call), wanted = call->verb != FL_GATHER_OBJECT || is_root(call);
+  const int several = gathers(call), receives = call->verb != FL_GATHER_OBJECT || is_root(call);
   char *at = all->data, *end = several ? at + all->bytes : at + 1;
   PyObject *list = PyList_New(0);
   for (int r = 0; list != NULL && at < end; ++r) {
@@ -229,7 +229,7 @@ static PyObject *objects_of(const object_call *call, received *all) {
     for (int i = 0; i < head->buffers; ++i) at += padded(lengths[i]);
     if (head->kind != CONTENT) {
       Py_CLEAR(list);
-    } else if (wanted) {
+    } else if (receives) {
       PyObject *object = call->object;
       if (several && r == call->binding->rank) {
         Py_INCREF(object);
@@ -240,13 +240,13 @@ static PyObject *objects_of(const object_call *call, received *all) {
       Py_XDECREF(object);
     }
   }
-  if (list == NULL || wanted) return list;
+  if (list == NULL || receives) return list;
   Py_DECREF(list);
   Py_RETURN_NONE;
 }
 
 /* Return (received data, number of the call, this rank's frame) for Python, which raises its own errors. */
-static PyObject *left_over(const object_call *call, received *all, uint64_t id) {
+static PyObject *remaining_data(const object_call *call, received *all, uint64_t id) {
   if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
   PyErr_Clear();
   PyObject *array = part_of(all, all->data, (int64_t)all->bytes);
@@ -264,12 +264,12 @@ static plain_call call_of(const object_call *call) {
   s->root = call->root;
   s->ndim = FL_ANY;
   step.seconds = call->binding->seconds;
-  if (call->given == Py_None) return step;
+  if (call->sent == Py_None) return step;
   s->dtype = FL_UINT8;
   s->itemsize = 1;
   s->ndim = 1;
-  s->count = s->shape[0] = bytes_of(call->given) / (call->verb == FL_SCATTER_OBJECT ? call->binding->size : 1);
-  step.data = data_of(call->given);
+  s->count = s->shape[0] = bytes_of(call->sent) / (call->verb == FL_SCATTER_OBJECT ? call->binding->size : 1);
+  step.data = data_of(call->sent);
   return step;
 }
 
@@ -280,7 +280,7 @@ static fl_signature shown_of(const object_call *call) {
 
 /* Return the array for the received data if all ranks send as many bytes as this rank; NULL: exception. */
 static PyObject *room_for(const object_call *call, plain_call *step) {
-  PyObject *room = new_bytes(call->binding->size * bytes_of(call->given));
+  PyObject *room = new_bytes(call->binding->size * bytes_of(call->sent));
   if (room == NULL) return NULL;
   step->room = (fl_room){data_of(room), (size_t)bytes_of(room)};
   step->output = &step->room;
@@ -288,18 +288,18 @@ static PyObject *room_for(const object_call *call, plain_call *step) {
 }
 
 /* Run the call and locate the received data; the root of a broadcast receives none. 0 with an exception. */
-static int run(const object_call *call, received *all, recorded *made) {
+static int run(const object_call *call, received *all, recorded *entry) {
   Binding *binding = call->binding;
   plain_call step = call_of(call);
   const fl_signature shown = shown_of(call);
   PyObject *room = gathers(call) ? room_for(call, &step) : NULL;
   if (room == NULL && PyErr_Occurred() != NULL) return 0;
   fl_op *op;
-  int has_run = run_in_steps(binding, &step, &shown, &op, made);
+  int has_run = run_in_steps(binding, &step, &shown, &op, entry);
   if (!has_run && PyErr_Occurred() == NULL) {
     step.output = NULL; /* the library may write to it later */
     Py_CLEAR(room);
-    has_run = run_at_once(binding, &step, &shown, &op, made);
+    has_run = run_at_once(binding, &step, &shown, &op, entry);
   }
   if (!has_run) {
     Py_XDECREF(room);
@@ -316,36 +316,36 @@ static int run(const object_call *call, received *all, recorded *made) {
     return 1;
   }
   step.signature.verb = call->verb;
-  if (!gathers(call) && is_root(call)) step.result = call->given;
-  PyObject *array = fetch(binding, op, call->given, Py_None, &step, *made);
+  if (!gathers(call) && is_root(call)) step.result = call->sent;
+  PyObject *array = fetch(binding, op, call->sent, Py_None, &step, *entry);
   if (array != NULL) own_array(all, array);
   return array != NULL;
 }
 
 static PyObject *result_of(const object_call *call) {
   received all = {.binding = call->binding};
-  recorded made = {NULL, 0};
+  recorded entry = {NULL, 0};
   PyObject *result = NULL;
   const int alone = is_alone(call->binding);
   const fl_signature shown = shown_of(call);
-  if (alone) made = record_alone(call->binding, &shown);
-  if (alone || run(call, &all, &made)) {
+  if (alone) entry = record_alone(call->binding, &shown);
+  if (alone || run(call, &all, &entry)) {
     if (alone || (!gathers(call) && is_root(call))) {
-      PyObject *own = call->object;
-      if (call->verb == FL_SCATTER_OBJECT) own = PyList_GetItem(own, call->binding->rank);
-      result = own == NULL ? NULL : PyList_New(1);
+      PyObject *own_object = call->object;
+      if (call->verb == FL_SCATTER_OBJECT) own_object = PyList_GetItem(own_object, call->binding->rank);
+      result = own_object == NULL ? NULL : PyList_New(1);
       if (result != NULL) {
-        Py_INCREF(own);
-        PyList_SetItem(result, 0, own);
+        Py_INCREF(own_object);
+        PyList_SetItem(result, 0, own_object);
       }
     } else {
-      if (call->verb == FL_BROADCAST_OBJECT && made.row->id == made.id) made.row->bytes = (int64_t)all.bytes;
+      if (call->verb == FL_BROADCAST_OBJECT && entry.row->id == entry.id) entry.row->bytes = (int64_t)all.bytes;
       result = objects_of(call, &all);
-      if (result == NULL) result = left_over(call, &all, made.id);
+      if (result == NULL) result = remaining_data(call, &all, entry.id);
     }
   }
   release(&all);
-  if (made.row != NULL) ring_end(made.row, made.id, result == NULL);
+  if (entry.row != NULL) ring_end(entry.row, entry.id, result == NULL);
   return result;
 }
 
@@ -360,9 +360,9 @@ static int pickle_own(object_call *call) {
   }
   if (call->frame == NULL) return 0;
   const int is_long = call->verb == FL_GATHER_OBJECT && bytes_of(call->frame) > SHORT_BYTES;
-  call->given = is_long ? short_frame(call->frame) : call->frame;
-  if (!is_long) Py_INCREF(call->given);
-  return call->given != NULL;
+  call->sent = is_long ? short_frame(call->frame) : call->frame;
+  if (!is_long) Py_INCREF(call->sent);
+  return call->sent != NULL;
 }
 
 PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -388,6 +388,6 @@ PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count)
     result = Py_NotImplemented;
   }
   Py_XDECREF(call.frame);
-  Py_XDECREF(call.given);
+  Py_XDECREF(call.sent);
   return result;
 }

@@ -96,24 +96,24 @@ static int dtype_code(const PyArray_Descr *descr) {
   return PyTypeNum_ISUSERDEF(descr->type_num) && is_bfloat16(descr) ? FL_BFLOAT16 : -1;
 }
 
-int plain_int(PyObject *given, int limit, int32_t *out) {
-  if (!PyLong_CheckExact(given)) return 0;
+int plain_int(PyObject *value, int limit, int32_t *out) {
+  if (!PyLong_CheckExact(value)) return 0;
   int overflow = 0;
-  const long number = PyLong_AsLongAndOverflow(given, &overflow);
+  const long number = PyLong_AsLongAndOverflow(value, &overflow);
   if (overflow != 0 || number < 0 || number > limit) return 0;
   *out = (int32_t)number;
   return 1;
 }
 
 /* Read memory by its address. An address in the first page is a mistake, unless there are no elements. */
-static void *read_address(PyObject *given, fl_signature *out) {
+static void *read_address(PyObject *value, fl_signature *out) {
   static const int32_t sizes[FL_MOVED] = {
       1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, sizeof(long double), 8, 16, 2 * sizeof(long double)};
   static char nothing;
   enum { PAGE = 4096 };
-  if (!PyTuple_CheckExact(given) || PyTuple_Size(given) != 4) return NULL;
-  PyObject *place = PyTuple_GetItem(given, 0), *shape = PyTuple_GetItem(given, 2);
-  if (!PyLong_CheckExact(place) || !plain_int(PyTuple_GetItem(given, 1), FL_MOVED - 1, &out->dtype) ||
+  if (!PyTuple_CheckExact(value) || PyTuple_Size(value) != 4) return NULL;
+  PyObject *place = PyTuple_GetItem(value, 0), *shape = PyTuple_GetItem(value, 2);
+  if (!PyLong_CheckExact(place) || !plain_int(PyTuple_GetItem(value, 1), FL_MOVED - 1, &out->dtype) ||
       !PyTuple_Check(shape) || PyTuple_Size(shape) > SHAPE) {
     return NULL;
   }
@@ -153,23 +153,23 @@ static void *read_memory(PyObject *x, int writes, fl_signature *out) {
 }
 
 /* Names of operations are literals, so they are compared by identity. Members of ReduceOp are ints. */
-static int read_op(PyObject *given) {
+static int read_op(PyObject *value) {
   for (int op = 0; op < OPS; ++op) {
-    if (given == names[op]) return op;
+    if (value == names[op]) return op;
   }
-  if (!PyLong_Check(given)) return -1;
+  if (!PyLong_Check(value)) return -1;
   int overflow = 0;
-  const long op = PyLong_AsLongAndOverflow(given, &overflow);
+  const long op = PyLong_AsLongAndOverflow(value, &overflow);
   return overflow == 0 && op >= 0 && op < OPS ? (int)op : -1;
 }
 
-static int read_scale(PyObject *given, double *out) {
-  if (PyFloat_CheckExact(given)) {
-    *out = PyFloat_AsDouble(given);
+static int read_scale(PyObject *value, double *out) {
+  if (PyFloat_CheckExact(value)) {
+    *out = PyFloat_AsDouble(value);
     return *out - *out == 0; /* finite */
   }
   int32_t small;
-  if (!plain_int(given, INT_MAX, &small)) return 0;
+  if (!plain_int(value, INT_MAX, &small)) return 0;
   *out = small;
   return 1;
 }
@@ -218,18 +218,18 @@ PyObject *plain_received(const fl_signature *described, const void *data) {
   return array;
 }
 
-static int overlap(const void *one, int64_t bytes, const void *other, int64_t other_bytes) {
-  const char *a = one, *b = other;
-  return a < b + other_bytes && b < a + bytes;
+static int overlap(const void *first, int64_t bytes, const void *second, int64_t second_bytes) {
+  const char *a = first, *b = second;
+  return a < b + second_bytes && b < a + bytes;
 }
 
-int plain_overlap(const plain_call *one, const plain_call *other) {
-  const fl_signature *a = &one->signature, *b = &other->signature;
-  return overlap(one->data, a->count * a->itemsize, other->data, b->count * b->itemsize);
+int plain_overlap(const plain_call *first, const plain_call *second) {
+  const fl_signature *a = &first->signature, *b = &second->signature;
+  return overlap(first->data, a->count * a->itemsize, second->data, b->count * b->itemsize);
 }
 
-static int by_address(const void *one, const void *other) {
-  const char *a = ((const plain_span *)one)->begin, *b = ((const plain_span *)other)->begin;
+static int by_address(const void *first, const void *second) {
+  const char *a = ((const plain_span *)first)->begin, *b = ((const plain_span *)second)->begin;
   return (a > b) - (a < b);
 }
 
@@ -238,11 +238,11 @@ int plain_mixed_up(plain_span *spans, int count) {
   for (int i = 1; i < count; ++i) is_in_order &= spans[i - 1].begin <= spans[i].begin;
   if (!is_in_order) qsort(spans, (size_t)count, sizeof *spans, by_address);
   const char *end = NULL, *end_written = NULL;
-  for (const plain_span *one = spans; one < spans + count; ++one) {
-    if (one->begin == one->end) continue;
-    if (one->begin < end_written || (one->is_written && one->begin < end)) return 1;
-    if (end == NULL || one->end > end) end = one->end;
-    if (one->is_written && (end_written == NULL || one->end > end_written)) end_written = one->end;
+  for (const plain_span *span = spans; span < spans + count; ++span) {
+    if (span->begin == span->end) continue;
+    if (span->begin < end_written || (span->is_written && span->begin < end)) return 1;
+    if (end == NULL || span->end > end) end = span->end;
+    if (span->is_written && (end_written == NULL || span->end > end_written)) end_written = span->end;
   }
   return 0;
 }
@@ -253,21 +253,21 @@ PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows) {
   return new_array(x, &all);
 }
 
-/* Read `out`: memory like `wanted` from dimension `first` on. It must not overlap the input, unless the input
-   is row `own` of it, which is then not written; -1: no row may be. */
-static int read_output(PyObject *out, const fl_signature *wanted, int first, int own, plain_call *call) {
+/* Read `out`: memory like `expected` from dimension `first` on. It must not overlap the input, unless the input
+   is row `own_row` of it, which is then not written; -1: no row may be. */
+static int read_output(PyObject *out, const fl_signature *expected, int first, int own_row, plain_call *call) {
   const fl_signature *s = &call->signature;
   fl_signature room;
   call->output = read_memory(out, 1, &room);
-  if (call->output == NULL || room.dtype != s->dtype || room.ndim != wanted->ndim) return 0;
+  if (call->output == NULL || room.dtype != s->dtype || room.ndim != expected->ndim) return 0;
   for (int d = first; d < room.ndim; ++d) {
-    if (room.shape[d] != wanted->shape[d]) return 0;
+    if (room.shape[d] != expected->shape[d]) return 0;
   }
   call->rows = room.shape[0];
   call->room = (fl_room){call->output, (size_t)(room.count * room.itemsize)};
-  const int64_t given = s->count * s->itemsize;
-  if (own >= 0 && room.count == wanted->count && call->data == (char *)call->output + own * given) return 1;
-  return !overlap(call->data, given, call->output, room.count * room.itemsize);
+  const int64_t input_bytes = s->count * s->itemsize;
+  if (own_row >= 0 && room.count == expected->count && call->data == (char *)call->output + own_row * input_bytes) return 1;
+  return !overlap(call->data, input_bytes, call->output, room.count * room.itemsize);
 }
 
 int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
@@ -278,22 +278,22 @@ int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
   return out == Py_None ? PyArray_CheckExact(x) : read_output(out, s, 1, -1, call);
 }
 
-/* Set the result: `out`, like `wanted`; or a new array if `x` is an array. The library checks the first
+/* Set the result: `out`, like `expected`; or a new array if `x` is an array. The library checks the first
    dimension of a gather's `out`. If the input is memory of one row, all ranks send one row. */
-static int make_result(PyObject *x, PyObject *out, const fl_signature *wanted, int rank, plain_call *call) {
+static int make_result(PyObject *x, PyObject *out, const fl_signature *expected, int rank, plain_call *call) {
   const fl_signature *s = &call->signature;
   const int gathers = s->verb == FL_ALL_GATHER || s->verb == FL_GATHER;
   if (out != Py_None) {
     const int is_row = s->verb == FL_ALL_GATHER && s->ndim == 2 && s->shape[0] == 1 && PyTuple_Check(x);
-    if (!read_output(out, wanted, gathers, is_row ? rank : -1, call)) return 0;
+    if (!read_output(out, expected, gathers, is_row ? rank : -1, call)) return 0;
     Py_INCREF(out);
     call->result = out;
   } else {
     if (!PyArray_CheckExact(x)) return 0;
-    call->result = new_array(x, wanted);
+    call->result = new_array(x, expected);
     if (call->result == NULL) return -1;
     call->output = PyArray_DATA((PyArrayObject *)call->result);
-    call->room = (fl_room){call->output, (size_t)(wanted->count * wanted->itemsize)};
+    call->room = (fl_room){call->output, (size_t)(expected->count * expected->itemsize)};
   }
   /* A gather without bytes has no room; its rows are counted at the end. */
   if (gathers) call->output = call->room.bytes != 0 ? &call->room : NULL;
@@ -323,25 +323,25 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
     s->ndim = 1;
     s->shape[0] = 1;
   }
-  fl_signature wanted = *s;
+  fl_signature expected = *s;
   if (gathers) {
     if (s->verb == FL_GATHER && !is_root) {
       Py_INCREF(Py_None);
       call->result = Py_None;
       return 1;
     }
-    wanted.shape[0] *= size;
-    wanted.count *= size;
+    expected.shape[0] *= size;
+    expected.count *= size;
   } else {
     if (s->ndim == 0 || s->shape[0] % size != 0) return 0;
     if (s->verb != FL_ALL_TO_ALL) {
-      wanted.shape[0] /= size;
-      wanted.count /= size;
+      expected.shape[0] /= size;
+      expected.count /= size;
     }
   }
-  const int made = make_result(x, out, &wanted, rank, call);
-  if (s->verb == FL_SCATTER) *s = wanted;
-  return made;
+  const int status = make_result(x, out, &expected, rank, call);
+  if (s->verb == FL_SCATTER) *s = expected;
+  return status;
 }
 
 /* Reductions of large ints, and products, could overflow 64 bits; Python handles these. */

@@ -64,7 +64,7 @@ int plain_int(PyObject *given, int limit, int32_t *out);
 /* Return 1 if this rank may finish the call without calls of other ranks: see csrc/shm/entering.cc. */
 int plain_needs_nobody(const plain_call *call, int rank);
 
-int plain_overlap(const plain_call *one, const plain_call *other);
+int plain_overlap(const plain_call *first, const plain_call *second);
 
 /* The memory of an array, and whether the call writes to it. */
 typedef struct {

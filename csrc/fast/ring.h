@@ -24,9 +24,9 @@ typedef struct {
 } ring_call;
 
 typedef struct {
-  uint64_t number; /* collectives of the group so far */
-  uint64_t written; /* calls so far; id of the last call */
-  uint64_t off; /* nonzero: Python handles every call */
+  uint64_t number;     /* collectives of the group so far */
+  uint64_t written;    /* calls so far; id of the last call */
+  uint64_t off;        /* nonzero: Python handles every call */
   uint64_t callers[5]; /* Python's ids of threads inside a call, or 0; first: collectives */
   ring_call calls[FL_RECORDED_CALLS];
 } ring;

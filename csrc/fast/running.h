@@ -12,9 +12,9 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
 /* Run a collective on this thread and record it as `shown`. run_in_steps: in the library's two steps; 0 if it
    has none, if other calls come first, or with an exception. run_at_once: with `run`; 0: exception. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
-                 recorded *made);
+                 recorded *entry);
 int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
-                recorded *made);
+                recorded *entry);
 /* Run a collective on this thread. In shared memory, a gather behind other calls is left to Python. */
 PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call);
 /* Run a send or receive; the receive may have to determine its source or number of rows. */
@@ -25,7 +25,7 @@ void fill_message(fl_message *message, const plain_call *call, const fl_site *si
 int exchange(const Binding *binding, const fl_message *messages, int count, fl_op **ops);
 /* Fetch the result of an operation, or raise its error. */
 PyObject *fetch(Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
-                recorded made);
+                recorded entry);
 
 /* A started and recorded operation; `op` is NULL if it has ended well. */
 typedef struct {

@@ -20,26 +20,26 @@ typedef struct {
   int64_t limit;        /* maximum bytes of an array that is packed with others */
 } list;
 
-static int64_t bytes_of(const item *one) {
-  return one->call.signature.count * one->call.signature.itemsize;
+static int64_t bytes_of(const item *entry) {
+  return entry->call.signature.count * entry->call.signature.itemsize;
 }
 
 /* Read all arrays: 1, or 0 if one is not plain. */
 static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args, list *all) {
-  PyObject *given[] = {args[0], NULL, Py_None, args[3], args[4], args[5], args[6], args[7]};
+  PyObject *item_args[] = {args[0], NULL, Py_None, args[3], args[4], args[5], args[6], args[7]};
   const int is_list = PyList_CheckExact(xs);
   for (Py_ssize_t i = 0; i < all->count; ++i) {
-    item *one = &all->items[i];
-    plain_call *call = &one->call;
-    given[1] = is_list ? PyList_GetItem(xs, i) : PyTuple_GetItem(xs, i);
-    if (!PyArray_CheckExact(given[1]) || plain_read(given, binding->rank, binding->size, call) != 1) {
+    item *entry = &all->items[i];
+    plain_call *call = &entry->call;
+    item_args[1] = is_list ? PyList_GetItem(xs, i) : PyTuple_GetItem(xs, i);
+    if (!PyArray_CheckExact(item_args[1]) || plain_read(item_args, binding->rank, binding->size, call) != 1) {
       all->count = i;
       return 0;
     }
     const char *data = call->data;
-    one->x = call->result;
-    one->is_done = one->is_first = 0;
-    all->spans[i] = (plain_span){data, data + bytes_of(one), 1};
+    entry->x = call->result;
+    entry->is_done = entry->is_first = 0;
+    all->spans[i] = (plain_span){data, data + bytes_of(entry), 1};
     call->seconds = binding->seconds;
     if (call->is_scattered || (is_alone(binding) && !can_run_alone(call, Py_None))) {
       all->count = i + 1;
@@ -57,12 +57,12 @@ static int choose(const list *all, const item *first) {
   int64_t bytes = bytes_of(first);
   all->message[number++] = first;
   if (bytes > all->limit) return number;
-  for (const item *one = first + 1; one < all->items + all->count; ++one) {
-    const int64_t more = bytes_of(one);
-    if (one->is_done || one->call.signature.dtype != first->call.signature.dtype || more > all->limit) continue;
+  for (const item *entry = first + 1; entry < all->items + all->count; ++entry) {
+    const int64_t more = bytes_of(entry);
+    if (entry->is_done || entry->call.signature.dtype != first->call.signature.dtype || more > all->limit) continue;
     bytes += more;
     if (bytes > MOST_PACKED * all->limit) break;
-    all->message[number++] = one;
+    all->message[number++] = entry;
   }
   return number;
 }
@@ -175,13 +175,13 @@ static PyObject *start_all(PyObject *self, const list *all) {
   int is_good = arrays != NULL && packs != NULL && ops != NULL;
   is_good = is_good && (is_alone(binding) || place_and_site(binding, &place, &site));
   item *const end = all->items + all->count;
-  for (item *one = all->items; is_good && one < end; ++one) {
-    if (!one->is_done) is_good = pack_message(all, one, arrays, packs);
+  for (item *entry = all->items; is_good && entry < end; ++entry) {
+    if (!entry->is_done) is_good = pack_message(all, entry, arrays, packs);
   }
   if (is_good) {
     int number = 0;
-    for (item *one = all->items; one < end; ++one) {
-      if (one->is_first) ops[number++] = start_one(binding, &one->call, place, site);
+    for (item *entry = all->items; entry < end; ++entry) {
+      if (entry->is_first) ops[number++] = start_one(binding, &entry->call, place, site);
     }
     PyObject *work = make_work(self, ops, number, arrays, NULL);
     result = work;

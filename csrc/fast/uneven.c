@@ -13,10 +13,10 @@ static int read_rows(PyObject *rows, int size, int64_t have, int64_t *counts) {
   const int is_list = PyList_CheckExact(rows);
   if ((is_list ? PyList_Size(rows) : PyTuple_Size(rows)) != size) return 0;
   for (int r = 0; r < size; ++r) {
-    PyObject *given = is_list ? PyList_GetItem(rows, r) : PyTuple_GetItem(rows, r);
-    if (!PyLong_CheckExact(given)) return 0;
+    PyObject *item = is_list ? PyList_GetItem(rows, r) : PyTuple_GetItem(rows, r);
+    if (!PyLong_CheckExact(item)) return 0;
     int overflow = 0;
-    counts[r] = PyLong_AsLongAndOverflow(given, &overflow);
+    counts[r] = PyLong_AsLongAndOverflow(item, &overflow);
     if (overflow != 0 || counts[r] < 0 || counts[r] > have) return 0;
     have -= counts[r];
   }
@@ -103,16 +103,16 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
   step.seconds = call.seconds = binding->seconds;
   step.output = &step.room;
   fl_op *op;
-  recorded made;
-  if (!run_in_steps(binding, &step, &call.signature, &op, &made)) Py_RETURN_NOTIMPLEMENTED;
+  recorded entry;
+  if (!run_in_steps(binding, &step, &call.signature, &op, &entry)) Py_RETURN_NOTIMPLEMENTED;
   binding->calls->callers[0] = PyThread_get_thread_ident();
-  if (op == NULL) op = move(binding, x, out, table, &call, made.row);
+  if (op == NULL) op = move(binding, x, out, table, &call, entry.row);
   binding->calls->callers[0] = 0;
   PyObject *result = call.result;
   if (op != NULL) {
-    result = fetch(binding, op, x, out, &call, made);
+    result = fetch(binding, op, x, out, &call, entry);
     Py_XDECREF(call.result);
   }
-  ring_end(made.row, made.id, result == NULL);
+  ring_end(entry.row, entry.id, result == NULL);
   return result;
 }

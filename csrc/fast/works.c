@@ -67,8 +67,8 @@ static int track(Binding *binding, PyObject *work) {
     Py_XDECREF(ended);
   }
   Py_XDECREF(all);
-  const Py_ssize_t left = 2 * PyDict_Size(running);
-  binding->most_running = left < LEAST_RUNNING ? LEAST_RUNNING : left;
+  const Py_ssize_t limit = 2 * PyDict_Size(running);
+  binding->most_running = limit < LEAST_RUNNING ? LEAST_RUNNING : limit;
   return all != NULL;
 }
 
@@ -95,10 +95,10 @@ static PyObject *matched(work_object *work, PyObject *result) {
 
 /* Finish the Work after all operations ended well; 0 with an exception. */
 static int settle(work_object *work) {
-  PyObject *given = work->result, *result = matched(work, given);
+  PyObject *previous = work->result, *result = matched(work, previous);
   if (result == NULL) return 0;
   work->result = result;
-  Py_DECREF(given);
+  Py_DECREF(previous);
   release(work);
   return 1;
 }
@@ -192,14 +192,14 @@ static int hand_over(work_object *work) {
 
 /* Return the joint status after waiting up to `seconds` for each: FL_OK, FL_PENDING, or the first failure. */
 static fl_status status_of(work_object *work, double seconds) {
-  fl_status found = FL_OK;
+  fl_status first_failure = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {
     fl_op *op = work->ops[i].op;
     const fl_status status = op == NULL ? FL_OK : work->binding->library.wait(op, seconds);
     if (status == FL_PENDING) return FL_PENDING;
-    if (found == FL_OK) found = status;
+    if (first_failure == FL_OK) first_failure = status;
   }
-  return found;
+  return first_failure;
 }
 
 static int has_ended(const work_object *work) { return work->owner == NULL; }
@@ -251,9 +251,9 @@ static PyObject *wait(PyObject *self, PyObject *const *args, Py_ssize_t count, P
     if (status != FL_OK || work->python != NULL) {
       PyObject *result = hand_over(work) ? PyObject_CallMethod(work->python, "wait", "O", timeout) : NULL;
       if (result == NULL) return NULL;
-      PyObject *home = matched(work, result);
+      PyObject *matched_result = matched(work, result);
       Py_DECREF(result);
-      return home;
+      return matched_result;
     }
   }
   return matched(work, work->result);

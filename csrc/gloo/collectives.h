@@ -19,7 +19,7 @@ using Parts = std::vector<Part>;
 
 // Return adjacent parts; the part of rank r has `bytes(r)` bytes.
 template <typename Bytes>
-Parts in_a_row(int ranks, Bytes bytes) {
+Parts adjacent_parts(int ranks, Bytes bytes) {
   Parts parts(ranks);
   size_t begin = 0;
   for (int r = 0; r < ranks; ++r) {
@@ -37,12 +37,12 @@ inline size_t longest(const Parts& parts) {
 
 // A running operation.
 struct Call {
-  const fl_signature& mine;
+  const fl_signature& signature;
   const fl_site& site;
-  Seen& seen;  // receives every rank's call, or after a timeout the last known calls
+  CallReport& report;  // receives every rank's call, or after a timeout the last known calls
   Waiter& waiter;
 
-  size_t bytes() const { return static_cast<size_t>(mine.count) * mine.itemsize; }
+  size_t bytes() const { return static_cast<size_t>(signature.count) * signature.itemsize; }
 };
 
 // The collectives. Each throws Failure, Mismatch before any payload has moved, or Gloo's exception if a
@@ -61,7 +61,7 @@ class Collectives {
   bool is_ahead(int rank, fl_signature& call) const;
 
   // Return the last known calls of the other ranks with their ages.
-  Seen last_calls() const;
+  CallReport last_calls() const;
 
   // The verbs; see common/verbs.h.
   void barrier(Call& call);
@@ -91,14 +91,14 @@ class Collectives {
   // Headers that no rank waits for are sent with MSG_MORE, except every kHurryEvery-th.
   static constexpr uint32_t kHurryEvery = 16;
   // Whether a rank waits for all other ranks in a call or may return before they call.
-  enum How : uint32_t { kWaits, kRunsAhead };
+  enum WaitMode : uint32_t { kWaits, kRunsAhead };
   struct Frame {
     fl_signature signature;
-    How how;
+    WaitMode mode;
     uint32_t site_bytes;
-    char rest[sizeof(fl_site) + kInlineBytes];  // the site's text, then the payload
+    char data[sizeof(fl_site) + kInlineBytes];  // the site's text, then the payload
 
-    const char* payload() const { return rest + site_bytes; }
+    const char* payload() const { return data + site_bytes; }
     void set_site(const fl_site& site);
     fl_site site() const;
   };
@@ -107,44 +107,45 @@ class Collectives {
     void operator()(Frame* memory) const;
   };
   using Frames = std::unique_ptr<Frame[], Unmap>;
-  struct Made {
+  struct OwnCall {
     fl_signature signature;
     fl_site site;
-    How how;
+    WaitMode mode;
   };
   class ReductionInParts;
 
-  void meet(Call& call, const void* data, const Parts& give);
+  void exchange_calls(Call& call, const void* data, const Parts& give);
   void begin();
   void enter(Call& call, const void* data, const Parts& give);
-  void announce(const fl_signature& mine, const fl_site& site, const void* data, const Parts& give, How how);
+  void announce(const fl_signature& signature, const fl_site& site, const void* data, const Parts& give,
+                WaitMode mode);
   void await_leaving(int r);
   template <typename Send>
-  void unless_left(int r, Send send);
+  void ignore_if_left(int r, Send send);
   Ranks needed_by(int rank, const fl_signature& call) const;
   bool receive_some(Call& call, Ranks needed);
   void receive_all(Call& call);
   void wait_for(uint32_t number, int r);
   bool has_arrived(uint32_t number, int r) const;
   bool all_have_called(uint32_t number) const;
-  Seen seen_in(uint32_t number) const;
+  CallReport report_of(uint32_t number) const;
   bool compare_call(uint32_t number);
-  How how_of(int r, uint32_t number) const;
-  void raise_news(const Call& call);
-  void raise_earlier(std::optional<Differing::Call> found) const;
+  WaitMode mode_of(int r, uint32_t number) const;
+  void raise_new_mismatch(const Call& call);
+  void raise_earlier(std::optional<Mismatches::Call> earlier) const;
   size_t common_bytes(const Parts& give) const;
-  void pass_on(Call& call, const void* data, const Parts& give, size_t bytes);
-  void give_each(const void* data, const Parts& give);
+  void relay_calls(Call& call, const void* data, const Parts& give, size_t bytes);
+  void send_separately(const void* data, const Parts& give);
   void fetch(const Parts& take);
   // The payload of rank r that arrived with its header or was fetched. Valid until the next call.
   const char* payload(int r) const;
-  void await_given();
-  void post_header(int r, uint32_t number, bool tells);
+  void await_pending();
+  void post_header(int r, uint32_t number, bool grants);
   static Frames frames(size_t count);
-  uint32_t turns() const { return passes_on_ ? 1 : kTurns; }
+  uint32_t turns() const { return uses_relay_ ? 1 : kTurns; }
   const Frame& incoming(int r, uint32_t number) const { return incoming_[r * turns() + number % turns()]; }
   std::vector<int> not_arrived(const Call& call);
-  void remember(Call& call);
+  void store_calls(Call& call);
 
   Parts same_for_all(size_t bytes) const;
   Parts equal_sections(size_t bytes) const;
@@ -155,18 +156,18 @@ class Collectives {
   void reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts, int collector);
   gloo::transport::UnboundBuffer& room(int r);
   void make_rooms();
-  void ask_for_piece(size_t at);
+  void request_chunk(size_t at);
 
   void deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take);
   void move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take);
-  void give_parts(Call& call, const void* data, size_t bytes, const Parts& parts);
-  void pass_on_part(Call& call, char* data, const Parts& parts);
+  void send_parts(Call& call, const void* data, size_t bytes, const Parts& parts);
+  void forward_part(Call& call, char* data, const Parts& parts);
   Bytes gather_to(Call& call, const void* data, bool wanted, const Parts& give, const fl_room* room);
 
   Mesh& mesh_;
   const int rank_;
   const int size_;
-  const bool passes_on_;           // calls travel through other ranks: see Relay
+  const bool uses_relay_;          // calls travel through other ranks: see Relay
   bool compares_at_once_ = false;  // no call returns before all ranks have made it
   bool has_begun_ = false;
   // By peer and call. Pages that no payload reaches stay untouched.
@@ -174,17 +175,17 @@ class Collectives {
   // By peer: buffer over all frames; number of calls still being sent; last call received.
   std::vector<Buffer> outgoing_buffers_, incoming_buffers_;
   std::vector<uint32_t> leaving_, received_;
-  std::vector<Made> made_;  // the last calls of this rank, as long as they may not be compared
+  std::vector<OwnCall> own_calls_;  // the last calls of this rank, as long as they may not be compared
   Relay relay_;
   Waiter* waiter_ = nullptr;  // of the running call
-  std::vector<int> given_;    // ranks to which a small payload was sent separately
+  std::vector<int> pending_;  // ranks to which a small payload was sent separately
   uint32_t calls_ = 0;        // calls so far, with few ranks
   uint32_t compared_ = 0;     // number of the last compared call
-  uint32_t asked_ = 0;        // number of the last call whose frame was posted again
+  uint32_t reposted_ = 0;     // number of the last call whose frame was posted again
   uint32_t awaited_ = 0;      // number of the awaited call
-  Differing differing_{rank_, kMostAhead};
+  Mismatches mismatches_{rank_, kMostAhead};
   // The last call that all ranks have made, and its arrival time.
-  Seen last_;
+  CallReport last_;
   Clock::time_point received_at_;
   // Large reductions: received chunks of each peer, kept between calls.
   std::unique_ptr<char[]> scratch_;

@@ -28,7 +28,7 @@ struct Descriptor {
 
 class Descriptors {
  public:
-  explicit Descriptors(size_t most) : found_(new Descriptor[most]), most_(most) {}
+  explicit Descriptors(size_t capacity) : descriptors_(new Descriptor[capacity]), capacity_(capacity) {}
 
   // Not thread-safe. Descriptors beyond the announced maximum are ignored.
   void add(int descriptor);
@@ -37,8 +37,8 @@ class Descriptors {
   void close_all() const noexcept;
 
  private:
-  const std::unique_ptr<Descriptor[]> found_;
-  const size_t most_;
+  const std::unique_ptr<Descriptor[]> descriptors_;
+  const size_t capacity_;
   std::atomic<size_t> count_{0};
 };
 

@@ -14,7 +14,7 @@ namespace fl {
 class Mesh;
 
 // Convert the C description of the hosts of `size` ranks; for addresses and key see fl_connect.
-std::shared_ptr<const Hosts> read_hosts(const fl_hosts& given, int size, const char* addresses,
+std::shared_ptr<const Hosts> read_hosts(const fl_hosts& description, int size, const char* addresses,
                                         size_t bytes, const char* key);
 
 class Family {
@@ -33,9 +33,9 @@ class Family {
   void end(Mesh& group) noexcept;
 
   // Notify the members of `group`, including members that connect later.
-  void tell(Mesh& group, const std::string& text) noexcept;
+  void notify(Mesh& group, const std::string& text) noexcept;
   // Have `group` forward `text` from the watch thread, if the group still exists. Its lock may be held.
-  void soon_pass_on(const Mesh& group, std::string text);
+  void forward_later(const Mesh& group, std::string text);
   // Wait until notifications are delivered, or until a peer has been silent for half a second.
   void deliver() const noexcept;
 
@@ -53,14 +53,14 @@ class Family {
   void abandon() const noexcept;
 
   const std::shared_ptr<Links> links;
-  const std::shared_ptr<Crew> crew = std::make_shared<Crew>();  // for asynchronous operations
+  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for asynchronous operations
   GlooWire wire{*links};
   Engine engine{wire, links->size};  // of messages; its ranks are ranks of the whole group
 
  private:
-  using Told = std::vector<std::string>;
+  using Notes = std::vector<std::string>;
   void connected(int peer, Pair& pair);
-  void told(int peer, uint64_t group, const std::string& text);
+  void handle_note(int peer, uint64_t group, const std::string& text);
   int64_t calls_of(uint64_t group);
   void beat();
   void lose(const Failure& failure);
@@ -73,7 +73,7 @@ class Family {
   std::map<uint64_t, Mesh*> groups_;
   std::vector<Pair*> connections_;  // by rank; null: not connected
   // By rank: notifications of removed groups for members that connect later.
-  std::map<int, std::vector<std::pair<uint64_t, Told>>> last_words_;
+  std::map<int, std::vector<std::pair<uint64_t, Notes>>> late_notes_;
   // Notifications about groups that this rank has not created yet.
   std::map<uint64_t, std::vector<std::pair<int, std::string>>> early_;
   std::unique_ptr<Heartbeat> heartbeat_;  // null: all ranks are on one host

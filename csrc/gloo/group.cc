@@ -10,7 +10,7 @@ fl_site site_of(const Request& call) { return call.site != nullptr ? *call.site 
 
 // True if the only missing rank has begun the same call and therefore waits itself.
 bool waits_in(const Failure& timeout, const fl_signature& call) {
-  return timeout.missing.size() == 1 && timeout.seen.calls[timeout.missing[0]].sequence == call.sequence;
+  return timeout.missing.size() == 1 && timeout.report.calls[timeout.missing[0]].sequence == call.sequence;
 }
 
 }  // namespace
@@ -103,14 +103,14 @@ Group::Task Group::collective(const Request& request, InterruptCheck interrupt) 
   return [this, request = request, site = site_of(request), interrupt](Operation& operation) mutable {
     request.signature.sequence = sequence_of(++calls_);
     Waiter waiter(*mesh_, operation.deadline, interrupt);
-    Call call{request.signature, site, operation.seen, waiter};
+    Call call{request.signature, site, operation.report, waiter};
     try {
       operation.output = dispatch(call, request.data, request.output);
     } catch (Failure& failure) {
       const bool is_late = failure.status == FL_TIMEOUT;
       if (is_late || failure.status == FL_PEER_LOST) {
-        failure.seen = collectives_.last_calls();
-        failure.seen.calls[mesh_->rank] = request.signature;
+        failure.report = collectives_.last_calls();
+        failure.report.calls[mesh_->rank] = request.signature;
       }
       if (is_late && waits_in(failure, request.signature)) failure.missing = mesh_->cause_of(failure);
       throw;
@@ -123,9 +123,9 @@ Group::Task Group::collective(const Request& request, InterruptCheck interrupt) 
 }
 
 Bytes Group::dispatch(Call& call, void* data, void* output) {
-  if (!is_compared(call.mine)) return do_verb(collectives_, call, call.mine.verb, data, output);
+  if (!is_compared(call.signature)) return do_verb(collectives_, call, call.signature.verb, data, output);
   collectives_.barrier(call);
-  return shapes_are_wanted(call.mine.verb) ? make_bytes(0) : Bytes{};
+  return shapes_are_wanted(call.signature.verb) ? make_bytes(0) : Bytes{};
 }
 
 }  // namespace fl

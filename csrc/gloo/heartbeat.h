@@ -46,20 +46,20 @@ struct Hosts {
 // without blocking. Beats cause no wake-up, because they are read every 0.25 s; other data does.
 class Heartbeat {
  public:
-  // Listen at `here` on a free port. Throws.
-  Heartbeat(int rank, sockaddr_storage here) : rank_(rank), listener_(here) {}
+  // Listen at `local` on a free port. Throws.
+  Heartbeat(int rank, sockaddr_storage local) : rank_(rank), listener_(local) {}
   Heartbeat(const Heartbeat&) = delete;
 
   int port() const { return listener_.port(); }
   // Maximum time until a beat is read.
   static constexpr std::chrono::milliseconds kLongestInterval{250};
-  // Call before the first look().
+  // Call before the first update().
   void begin(std::shared_ptr<const Hosts> hosts);
 
   // Ask, answer and decide. Return a new loss with its reason: all ranks of lost hosts (FL_HOST_LOST), or
   // ranks whose processes have died (FL_PEER_LOST). Each loss is returned once.
-  std::optional<Failure> look();
-  // Latest time of the next look().
+  std::optional<Failure> update();
+  // Latest time of the next update().
   Clock::time_point due() const { return due_; }
   // Wait until due() or until data arrives.
   void await();
@@ -72,7 +72,7 @@ class Heartbeat {
   void abandon() const noexcept;
 
  private:
-  struct Talk {  // a connection with one rank
+  struct Link {  // a connection with one rank
     Line line;
     Clock::time_point since;
     bool is_ours;           // this rank asks
@@ -80,7 +80,7 @@ class Heartbeat {
     bool is_fresh = false;  // made after the host became silent
     bool has_shown = false, is_proven = false;
     bool is_leaving = false;  // the peer announced it
-    size_t told = 0;          // bytes of news sent
+    size_t news_sent = 0;     // bytes of news sent
   };
   struct Watched {  // a host that this rank asks
     int distance;  // from this host; for 1: to the next host with present ranks
@@ -99,29 +99,29 @@ class Heartbeat {
 
   int host(int rank) const { return hosts_->numbers[rank]; }
   std::vector<int> present(int host) const;  // ranks of the host that have not left
-  std::vector<int> near() const;             // ranks of this host that get the news
+  std::vector<int> local_receivers() const;  // ranks of this host that get the news
   std::vector<int> witnesses() const;        // other hosts
   Watched* watched(int host);
-  bool is_silent(const Watched& each, Clock::duration time) const { return looked_ - each.heard >= time; }
+  bool is_silent(const Watched& entry, Clock::duration time) const { return looked_ - entry.heard >= time; }
 
   void accept_guests();
   void listen();
-  void listen_to(Talk& talk);
-  bool meets(Talk& talk);
-  bool has_beaten(Talk& talk);
-  void trust(Talk& answers);
+  void listen_to(Link& link);
+  bool is_proven_now(Link& link);
+  bool has_beaten(Link& link);
+  void handle_answer(Link& answers);
 
-  void ask_around();
-  bool choose(Watched& each);
+  void ask_hosts();
+  bool choose(Watched& entry);
   void ask(int peer, bool is_fresh);
   void ask_again(int peer);
 
   void judge();
-  void learn(int host, const Loss& loss);
-  void hear(const std::string& text);
-  void tell();
+  void add_loss(int host, const Loss& loss);
+  void read_news(const std::string& text);
+  void send_news();
   std::optional<Failure> report();
-  std::string in_words(const Losses& lost) const;
+  std::string describe(const Losses& lost) const;
 
   const int rank_;
   Listener listener_;
@@ -129,16 +129,16 @@ class Heartbeat {
   bool is_leaving_ = false;
   std::shared_ptr<const Hosts> hosts_;
   Prover prover_;
-  int own_ = 0, place_ = 0;  // this host; index of this rank in it
+  int own_host_ = 0, host_index_ = 0;  // this host; index of this rank in it
   Clock::duration interval_{}, doubt_{}, limit_{}, settling_{};
   Clock::time_point looked_, beats_, due_;  // last look, next beats, next look
   Clock::time_point visited_;               // last question from another host
-  std::list<Talk> talks_;
+  std::list<Link> links_;
   std::list<Watched> watched_;
   std::map<int, Doubt> doubts_;  // by host: asked over new connections while a host is silent
   std::set<int> left_;           // ranks that have left the group or have died
-  Losses lost_, untold_, unreported_;
-  Clock::time_point tells_, reports_ = kNever;
+  Losses lost_, unsent_, unreported_;
+  Clock::time_point sends_at_, reports_ = kNever;
   std::string news_;  // all news so far, as sent
 };
 

@@ -24,7 +24,7 @@ class Line {
   Line& operator=(Line&&) = delete;
 
   // Update the state and read what has arrived.
-  void look();
+  void update();
   bool is_connected() const { return is_connected_; }
   // The peer has closed the connection or does not listen. Its kernel said so, therefore its host is alive.
   bool has_left() const { return has_left_; }
@@ -32,12 +32,12 @@ class Line {
   bool has_ended() const { return has_left_ || is_broken_; }
 
   // Received bytes that were not taken, at most some kilobytes.
-  const std::string& come() const { return come_; }
+  const std::string& received() const { return received_; }
   std::string take(size_t bytes);
   // Return the number of bytes that the kernel accepted.
   size_t send(const std::string& bytes);
 
-  // Do not wake for fewer than `bytes` bytes; the next look() reads them.
+  // Do not wake for fewer than `bytes` bytes; the next update() reads them.
   void await_at_least(int bytes);
   // The event to wait for.
   pollfd awaited() const;
@@ -45,22 +45,22 @@ class Line {
   // Mark the connection as broken.
   void give_up() { is_broken_ = true; }
   // In a forked child: close the socket.
-  void abandon() const noexcept { known_.close_if_same(); }
+  void abandon() const noexcept { descriptor_.close_if_same(); }
 
  private:
   void fail(int error);
 
   int socket_;
-  Descriptor known_;
+  Descriptor descriptor_;
   bool is_connected_, has_left_ = false, is_broken_ = false;
-  std::string come_;
+  std::string received_;
 };
 
 // A listening socket.
 class Listener {
  public:
-  // Listen at `here` on a free port. Throws.
-  explicit Listener(sockaddr_storage here);
+  // Listen at `address_to_use` on a free port. Throws.
+  explicit Listener(sockaddr_storage address_to_use);
   ~Listener();
   Listener(const Listener&) = delete;
 
@@ -73,12 +73,12 @@ class Listener {
   // From any thread: wake await(), now and in the future.
   void ring() noexcept;
   // In a forked child: close the socket. A later ring() there has no effect here.
-  void abandon() const noexcept { known_.close_if_same(); }
+  void abandon() const noexcept { descriptor_.close_if_same(); }
 
  private:
   int socket_ = -1, bell_ = -1, port_ = 0;
   bool has_room_ = true;  // false: descriptors ran out, and a connection may be pending
-  Descriptor known_;
+  Descriptor descriptor_;
 };
 
 void set_port(sockaddr_storage& address, int port);

@@ -18,7 +18,7 @@ class Links : public Context {
  public:
   // Called on Gloo's thread with a new connection to a peer, before other threads use it. Later calls could
   // block: a thread that fails in a read of a shared pair keeps it locked until Gloo's thread comes around.
-  using Made = std::function<void(int peer, Pair& pair)>;
+  using ConnectedHandler = std::function<void(int peer, Pair& pair)>;
   // Returns the number of collectives that this rank has begun in a group, for ranks that ask.
   using Calls = std::function<int64_t(uint64_t group)>;
 
@@ -32,8 +32,8 @@ class Links : public Context {
   // Call before open(): enable keep-alive; see keep_alive.
   void keep_alive_for(double seconds) { seconds_ = seconds; }
   // Begin to answer; for `addresses` and `key` see fl_connect.
-  void open(const char* addresses, size_t bytes, const char* key, Made made, Pair::Told told, Calls calls,
-            Parcels& parcels);
+  void open(const char* addresses, size_t bytes, const char* key, ConnectedHandler on_connected,
+            Pair::NoteHandler note_handler, Calls calls, Parcels& parcels);
   // Close all connections and make no more. Objects that the callbacks use must live until close() returns.
   void close() noexcept;
 
@@ -72,7 +72,7 @@ class Links : public Context {
 
   void begin(int peer, std::optional<uint64_t> asks_of = {});
   void accept();
-  bool has_place(Attempt& attempt);
+  bool has_slot(Attempt& attempt);
   void adopt(Attempt& attempt);
   void explain(int peer, const std::string& problem);
   void ended(Attempt& attempt, const std::string& problem, bool is_refused);
@@ -83,8 +83,8 @@ class Links : public Context {
   std::vector<char> address_;
   std::string addresses_;  // of all ranks, concatenated
   Prover prover_;
-  Made made_;
-  Pair::Told told_;
+  ConnectedHandler on_connected_;
+  Pair::NoteHandler note_handler_;
   Calls calls_;
   Parcels* parcels_ = nullptr;
   std::unique_ptr<Listener> listener_;

@@ -27,7 +27,7 @@ bool is_silence(const std::string& what) {
 // Maximum time between the ends of one wait on different ranks, and the interval of checks for the culprit.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
 
-std::string in_words_for_others(std::string message, const std::string& name) {
+std::string text_for_peers(std::string message, const std::string& name) {
   const std::string self = "this rank";
   for (size_t at; (at = message.find(self)) != std::string::npos;) {
     message.replace(at, self.size(), name);
@@ -55,22 +55,22 @@ struct Mesh::Farewell {
   }
 
   static Farewell of(const std::string& text) {
-    std::istringstream given(text.substr(1));
-    Farewell found;
+    std::istringstream stream(text.substr(1));
+    Farewell result;
     size_t count = 0;
-    given >> found.status >> count;
-    for (int r; found.missing.size() < count && given >> r;) found.missing.push_back(r);
-    given.ignore();
-    std::getline(given, found.words, '\0');
-    return found;
+    stream >> result.status >> count;
+    for (int r; result.missing.size() < count && stream >> r;) result.missing.push_back(r);
+    stream.ignore();
+    std::getline(stream, result.words, '\0');
+    return result;
   }
 };
 
 namespace {
 
-int place_in(const std::vector<int>& ranks, int rank) {
-  const auto found = std::find(ranks.begin(), ranks.end(), rank);
-  return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
+int index_in(const std::vector<int>& ranks, int rank) {
+  const auto result = std::find(ranks.begin(), ranks.end(), rank);
+  return result == ranks.end() ? -1 : static_cast<int>(result - ranks.begin());
 }
 
 }  // namespace
@@ -82,43 +82,43 @@ Mesh::Mesh(int rank, int size, const std::string& host, const std::string& inter
            connect_seconds) {}
 
 Mesh::Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number)
-    : Mesh(whole.family_, whole.in_whole(ranks), number, whole.connect_seconds_) {}
+    : Mesh(whole.family_, whole.to_whole(ranks), number, whole.connect_seconds_) {}
 
 Mesh::Mesh(std::shared_ptr<Family> family, std::vector<int> ranks, uint64_t number,
            double connect_seconds)
     : Connections(family->watch),
       Route(number),
-      rank(place_in(ranks, family->links->rank)),
+      rank(index_in(ranks, family->links->rank)),
       size(static_cast<int>(ranks.size())),
       family_(std::move(family)),
       ranks_(std::move(ranks)),
       connect_seconds_(connect_seconds),
-      known_(size) {
+      peer_states_(size) {
   family_->add(*this);
 }
 
 Mesh::~Mesh() { family_->remove(*this); }
 
-std::vector<int> Mesh::in_whole(const std::vector<int>& ranks) const {
+std::vector<int> Mesh::to_whole(const std::vector<int>& ranks) const {
   std::vector<int> members;
   for (int r : ranks) members.push_back(ranks_[r]);
   return members;
 }
 
-int Mesh::place_of(int member) const { return place_in(ranks_, member); }
+int Mesh::index_of(int member) const { return index_in(ranks_, member); }
 
 std::vector<int> Mesh::neighbours() const {
-  std::set<int> found;
+  std::set<int> result;
   if (size > kDirect) {
     for (int step = 1; step < size; step *= 2) {
-      found.insert((rank + step) % size);
-      found.insert((rank - step + size) % size);
+      result.insert((rank + step) % size);
+      result.insert((rank - step + size) % size);
     }
   } else {
-    for (int peer = 0; peer < size; ++peer) found.insert(peer);
+    for (int peer = 0; peer < size; ++peer) result.insert(peer);
   }
-  found.erase(rank);
-  return {found.begin(), found.end()};
+  result.erase(rank);
+  return {result.begin(), result.end()};
 }
 
 void Mesh::connect(const char* addresses, size_t bytes, const char* key, bool lazily, Clock::time_point deadline) {
@@ -143,7 +143,7 @@ void Mesh::require(int peer) {
   const auto end = deadline_after(connect_seconds_);
   try {
     while (!links_.await(ranks_[peer], Clock::now() + kTick)) {
-      if (waiter != nullptr) waiter->look_around(peer);
+      if (waiter != nullptr) waiter->check(peer);
       if (waiter == nullptr && Clock::now() >= end) throw TimedOut(peer);
     }
   } catch (const Failure& failure) {
@@ -162,11 +162,11 @@ Failure Mesh::not_connected(int peer, const std::string& problem) {
 
 Pair& Mesh::pair_with(int peer) {
   if (!is_connected(peer)) require(peer);
-  if (has_news_ && has_said_all(peer)) throw std::runtime_error(kHasLeft);  // or has given up: see explain
+  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // or has given up: see explain
   return *links_.pair(ranks_[peer]);
 }
 
-void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes) {
+void Mesh::request(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes) {
   if (!is_connected(peer)) require(peer);  // a missing connection is not a broken one
   try {
     buffer.recv(peer, slot, offset, bytes);
@@ -185,8 +185,8 @@ void Mesh::expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size
 
 std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) {
   std::vector<int> behind, absent;
-  for (const auto& [member, answer] : links_.calls_of(in_whole(ranks), group, Clock::now() + kGoodbye)) {
-    const int peer = place_of(member);
+  for (const auto& [member, answer] : links_.calls_of(to_whole(ranks), group, Clock::now() + kGoodbye)) {
+    const int peer = index_of(member);
     const bool has_answered = answer != Links::kSilent && answer != Links::kAbsent;
     if (!has_answered ? answer == Links::kSilent : answer < calls) behind.push_back(peer);
     if (answer == Links::kAbsent) absent.push_back(peer);
@@ -197,70 +197,70 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
 // Notifications between members ---------------------------------------------------------------
 
 // Called on Gloo's or a reading thread with a pair locked, so another thread notifies the other ranks.
-void Mesh::hear(int peer, const std::string& text) {
+void Mesh::receive_note(int peer, const std::string& text) {
   const bool is_hearsay = text[0] == kHearsay;
   bool is_first = false;
   const std::string hearsay = is_hearsay ? text : kHearsay + std::to_string(peer) + ' ' + text;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Known& known = known_[peer];
-    if (text == kLeaving) known.left_at = Clock::now();
-    if (text == kClosed) known.closed_at = Clock::now();
-    if (text[0] == Farewell::kMark) known.farewell = std::make_shared<Farewell>(Farewell::of(text));
+    PeerState& state = peer_states_[peer];
+    if (text == kLeaving) state.left_at = Clock::now();
+    if (text == kClosed) state.closed_at = Clock::now();
+    if (text[0] == Farewell::kMark) state.farewell = std::make_shared<Farewell>(Farewell::of(text));
     if (text != kLeaving && !is_hearsay) has_news_ = true;
-    is_first = first_.second == nullptr && (is_hearsay || text[0] == Farewell::kMark);
+    is_first = first_farewell_.second == nullptr && (is_hearsay || text[0] == Farewell::kMark);
     if (is_first) {
       const size_t words = hearsay.find(Farewell::kMark);
-      first_ = {std::stoi(hearsay.substr(1)), std::make_shared<Farewell>(Farewell::of(hearsay.substr(words)))};
+      first_farewell_ = {std::stoi(hearsay.substr(1)), std::make_shared<Farewell>(Farewell::of(hearsay.substr(words)))};
       has_farewell_ = true;
     }
   }
-  if (is_first && size > kDirect) family_->soon_pass_on(*this, hearsay);
-  if (text != kLeaving) wake_those_who_should_know();
+  if (is_first && size > kDirect) family_->forward_later(*this, hearsay);
+  if (text != kLeaving) wake_concerned();
 }
 
-void Mesh::pass_on(const std::string& text) noexcept {
+void Mesh::forward(const std::string& text) noexcept {
   if (has_reported_) return;
-  family_->tell(*this, text);
+  family_->notify(*this, text);
   connect_neighbours(all_ranks(size));  // a new connection gets the text
 }
 
-Mesh::Known Mesh::known(int peer) const {
+Mesh::PeerState Mesh::state_of(int peer) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return known_[peer];
+  return peer_states_[peer];
 }
 
 // Later reasons may come from ranks that found other ranks gone.
-Mesh::Said Mesh::first_farewell() const {
+Mesh::PeerFarewell Mesh::first_farewell() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return first_;
+  return first_farewell_;
 }
 
 void Mesh::leave() {
   if (is_leaving_.exchange(true)) return;
-  family_->tell(*this, kLeaving);
+  family_->notify(*this, kLeaving);
   if (group == 0) family_->leave();
 }
 
 bool Mesh::has_left(int peer) {
-  const auto left_at = known(peer).left_at;
+  const auto left_at = state_of(peer).left_at;
   return left_at != kNever && Clock::now() - left_at > kLastMessages;
 }
 
-bool Mesh::has_said_all(int peer) {
-  const Known found = known(peer);
-  return found.farewell != nullptr || found.closed_at != kNever;
+bool Mesh::has_ended_sending(int peer) {
+  const PeerState state = state_of(peer);
+  return state.farewell != nullptr || state.closed_at != kNever;
 }
 
 bool Mesh::has_closed(int peer) const {
-  const Known found = known(peer);
-  return found.farewell == nullptr && found.closed_at != kNever;
+  const PeerState state = state_of(peer);
+  return state.farewell == nullptr && state.closed_at != kNever;
 }
 
 bool Mesh::is_lost(int peer) {
   const Pair* const pair = links_.pair(ranks_[peer]);
   if (links_.has_failed(ranks_[peer]) || (pair != nullptr && pair->ended_at() != kNever)) return true;
-  return has_news_ && has_said_all(peer);
+  return has_news_ && has_ended_sending(peer);
 }
 
 std::unique_ptr<Port> Mesh::port() {
@@ -279,17 +279,17 @@ std::optional<Failure> Mesh::loss_of(int peer) {
   return Failure(FL_PEER_LOST, {peer}, "the connection broke");
 }
 
-Failure Mesh::in_full(const Failure& found) {
-  if (found.status != FL_PEER_LOST) return found;
-  const int peer = found.missing[0];
+Failure Mesh::with_details(const Failure& failure) {
+  if (failure.status != FL_PEER_LOST) return failure;
+  const int peer = failure.missing[0];
   const Waiter waiter(*this, deadline_after(family_->patience()), nullptr);
   const bool has_failed = links_.has_failed(ranks_[peer]);
-  return has_failed ? not_connected(peer, links_.problem(ranks_[peer])) : explain(peer, found.what());
+  return has_failed ? not_connected(peer, links_.problem(ranks_[peer])) : explain(peer, failure.what());
 }
 
 Clock::time_point Mesh::end_of(int peer) const {
   const Pair* const pair = links_.pair(ranks_[peer]);
-  return std::min(pair != nullptr ? pair->ended_at() : kNever, known(peer).closed_at);
+  return std::min(pair != nullptr ? pair->ended_at() : kNever, state_of(peer).closed_at);
 }
 
 void Mesh::stop() { end(Failure(FL_CLOSED, {}, kWasClosed)); }
@@ -318,7 +318,7 @@ Failure Mesh::explain(int peer, const std::string& what) {
   if (!is_explained()) {
     bool is_silent = is_silence(what);
     broken = broken_peers();
-    for (const auto& each : broken) is_silent |= is_silence(each.second);
+    for (const auto& entry : broken) is_silent |= is_silence(entry.second);
     missing = first_of(broken, peer);
     await_reason(is_silent);
   }
@@ -326,12 +326,12 @@ Failure Mesh::explain(int peer, const std::string& what) {
   if (has_farewell()) {
     const auto [r, farewell] = first_farewell();
     const auto status = static_cast<fl_status>(farewell->status);
-    if (place_in(farewell->missing, rank) >= 0 && status == FL_HOST_LOST) {
+    if (index_in(farewell->missing, rank) >= 0 && status == FL_HOST_LOST) {
       return {status, {r}, "it has given up the host of this rank: " + farewell->words};
     }
-    Failure found = given_up_by(r, name(r), rank, {status, farewell->missing, farewell->words});
-    if (found.status == FL_TIMEOUT) found.missing = await_cause(found.missing);
-    return found;
+    Failure result = given_up_by(r, name(r), rank, {status, farewell->missing, farewell->words});
+    if (result.status == FL_TIMEOUT) result.missing = await_cause(result.missing);
+    return result;
   }
   if (missing.empty() && peer >= 0) missing.push_back(peer);
   const bool has_closed = !missing.empty() && broken[missing[0]] == kHasLeft;
@@ -342,7 +342,7 @@ std::map<int, std::string> Mesh::broken_peers() {
   std::map<int, std::string> broken;
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank || end_of(peer) == kNever) continue;
-    const bool has_closed = known(peer).closed_at != kNever;
+    const bool has_closed = state_of(peer).closed_at != kNever;
     broken.emplace(peer, has_closed ? kHasLeft : links_.pair(ranks_[peer])->problem());
   }
   return broken;
@@ -351,19 +351,19 @@ std::map<int, std::string> Mesh::broken_peers() {
 // Return the peers that ended first. A rank that gives up because of another rank closes later, after its
 // reason was delivered or kGoodbye has passed. A planned exit is only a cause if awaited or the only one.
 std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
-  std::vector<int> suspects, found;
-  for (const auto& each : broken) {
-    if (known(each.first).left_at == kNever || each.first == peer) suspects.push_back(each.first);
+  std::vector<int> suspects, result;
+  for (const auto& entry : broken) {
+    if (state_of(entry.first).left_at == kNever || entry.first == peer) suspects.push_back(entry.first);
   }
   if (suspects.empty()) {
-    for (const auto& each : broken) suspects.push_back(each.first);
+    for (const auto& entry : broken) suspects.push_back(entry.first);
   }
   auto first = kNever;
-  for (int each : suspects) first = std::min(first, end_of(each));
-  for (int each : suspects) {
-    if (end_of(each) <= first + kGoodbye / 2) found.push_back(each);
+  for (int suspect : suspects) first = std::min(first, end_of(suspect));
+  for (int suspect : suspects) {
+    if (end_of(suspect) <= first + kGoodbye / 2) result.push_back(suspect);
   }
-  return found;
+  return result;
 }
 
 std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
@@ -375,10 +375,10 @@ std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
 std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   const auto end = Clock::now() + kSettling;
   for (int steps = 0; steps < size && missing.size() == 1 && missing[0] != rank; ++steps) {
-    auto farewell = known(missing[0]).farewell;
+    auto farewell = state_of(missing[0]).farewell;
     while (farewell == nullptr && Clock::now() < end) {
       std::this_thread::sleep_for(kSettlingTick);
-      farewell = known(missing[0]).farewell;
+      farewell = state_of(missing[0]).farewell;
     }
     if (farewell == nullptr || farewell->status != FL_TIMEOUT) break;
     const std::vector<int>& next = farewell->missing;
@@ -402,7 +402,7 @@ void Mesh::give_up(const Failure& failure) noexcept {
 void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   const auto end = Clock::now() + kGoodbye;
   const std::vector<int> peers = neighbours();
-  const auto each = [&](const auto& connect) {
+  const auto for_each_peer = [&](const auto& connect) {
     for (int peer : peers) {
       try {
         connect(peer);
@@ -411,17 +411,17 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
       }
     }
   };
-  each([&](int peer) { reach({peer}); });
-  each([&](int peer) {
-    if (place_in(missing, peer) < 0) links_.await(ranks_[peer], end);
+  for_each_peer([&](int peer) { reach({peer}); });
+  for_each_peer([&](int peer) {
+    if (index_in(missing, peer) < 0) links_.await(ranks_[peer], end);
   });
 }
 
 // Only once: peers use the first reason.
 void Mesh::report_to_others(const Failure& failure) noexcept {
   if (has_reported_.exchange(true)) return;
-  const Farewell farewell{failure.status, failure.missing, in_words_for_others(failure.what(), name(rank))};
-  family_->tell(*this, farewell.text());
+  const Farewell farewell{failure.status, failure.missing, text_for_peers(failure.what(), name(rank))};
+  family_->notify(*this, farewell.text());
 }
 
 // Lost hosts ----------------------------------------------------------------------------
@@ -431,10 +431,10 @@ void Mesh::take_along(Companion companion) {
   companions_.push_back(std::move(companion));
 }
 
-Failure Mesh::as_its_own(const Failure& failure) const {
+Failure Mesh::for_members(const Failure& failure) const {
   std::vector<int> missing;
   for (int member : failure.missing) {
-    if (const int place = place_of(member); place >= 0) missing.push_back(place);
+    if (const int index = index_of(member); index >= 0) missing.push_back(index);
   }
   return {failure.status, missing, failure.what()};
 }
@@ -449,12 +449,12 @@ void Mesh::lose(const Failure& failure) noexcept {
     companions = companions_;
   }
   for (const Companion& companion : companions) {
-    companion.give_up(companion.other, (words_of(failure) + companion.advice).c_str());
+    companion.give_up(companion.other, (loss_text(failure) + companion.advice).c_str());
   }
 }
 
 // Return the text that Python uses for an error that ends another group: see native_errors.py.
-std::string Mesh::words_of(const Failure& failure) const {
+std::string Mesh::loss_text(const Failure& failure) const {
   std::string names;
   for (int r : failure.missing) {
     names += (names.empty() ? "" : ", ") + name(r).substr(std::strlen("rank "));

@@ -53,7 +53,7 @@ class Mesh : public Transport, public Connections, public Route {
   Pair& pair_with(int peer) override;
   // Request data that `peer` sends in a later operation. If `peer` has already left, after successful
   // operations, the later operation fails and not this call. Throws Failure if `peer` cannot be connected.
-  void ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
+  void request(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
   // Announce readiness for such data, like Pair::expect.
   void expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size_t bytes, bool tells);
   // Send now what was sent with at_leisure.
@@ -64,7 +64,7 @@ class Mesh : public Transport, public Connections, public Route {
   void compare_at_once() { family_->engine.check_at_once(); }
   bool compares_at_once() const { return family_->engine.checks_at_once(); }
   // The threads of its operations.
-  const std::shared_ptr<Crew>& crew() const { return family_->crew; }
+  const std::shared_ptr<ThreadPool>& crew() const { return family_->crew; }
   // Return the port for its messages. Destroy it before the mesh.
   std::unique_ptr<Port> port();
   // The rank that connect() waits for; -1: none.
@@ -77,7 +77,7 @@ class Mesh : public Transport, public Connections, public Route {
   }
   void take_along(Companion companion);
   // Return `failure` of a whole group with the ranks of this subgroup; no ranks: it is not affected.
-  Failure as_its_own(const Failure& failure) const;
+  Failure for_members(const Failure& failure) const;
   // End with `failure`, which the other ranks know already.
   void lose(const Failure& failure) noexcept;
 
@@ -95,7 +95,7 @@ class Mesh : public Transport, public Connections, public Route {
   bool is_lost(int peer) override;
   // True if the peer has closed the group without giving up.
   bool has_closed(int peer) const;
-  bool has_said_all(int peer) override;
+  bool has_ended_sending(int peer) override;
   void read(gloo::transport::UnboundBuffer& buffer, int peer) override {
     links_.read(buffer, ranks_[peer]);
   }
@@ -122,37 +122,37 @@ class Mesh : public Transport, public Connections, public Route {
   std::optional<Failure> loss_of(int peer) override;
   bool has_left(int peer) override;
   bool has_given_up(int peer) override { return is_lost(peer); }
-  Failure in_full(const Failure& found) override;
+  Failure with_details(const Failure& failure) override;
   Patience patience() const override { return family_->wire.patience(); }
   void give_up(const Failure& failure) noexcept override;
   void report_to_others(const Failure& failure) noexcept;
 
-  // Notifications between members, used by Family. hear() is called for each in order.
+  // Notifications between members, used by Family. receive_note() is called for each in order.
   static constexpr char kLeaving[] = "L", kClosed[] = "C", kHearsay = 'H';
   static bool is_last(const std::string& text) { return text == kClosed; }
-  void hear(int peer, const std::string& text);
+  void receive_note(int peer, const std::string& text);
   // Forward to the neighbours, which are connected for this; not if this rank has given its own reason.
-  void pass_on(const std::string& text) noexcept;
+  void forward(const std::string& text) noexcept;
   const std::vector<int>& members() const { return ranks_; }  // ranks of the whole group
-  int place_of(int member) const;                             // -1: not a member
-  std::vector<std::string> told;
+  int index_of(int member) const;                             // -1: not a member
+  std::vector<std::string> notes;
   bool has_ended = false;
 
  private:
   struct Farewell;
   void wake() noexcept override { family_->wire.wake_all(); }
   Mesh(std::shared_ptr<Family> family, std::vector<int> ranks, uint64_t number, double connect_seconds);
-  std::vector<int> in_whole(const std::vector<int>& ranks) const;
+  std::vector<int> to_whole(const std::vector<int>& ranks) const;
   // State of a peer.
-  struct Known {
+  struct PeerState {
     std::shared_ptr<const Farewell> farewell;  // null: it has not given up
     Clock::time_point left_at = kNever;        // when it announced that it leaves
     Clock::time_point closed_at = kNever;      // when it closed the group
   };
-  Known known(int peer) const;
+  PeerState state_of(int peer) const;
   // A rank that gave up, with its reason.
-  using Said = std::pair<int, std::shared_ptr<const Farewell>>;
-  Said first_farewell() const;
+  using PeerFarewell = std::pair<int, std::shared_ptr<const Farewell>>;
+  PeerFarewell first_farewell() const;
   void connect_neighbours(const std::vector<int>& missing) noexcept;
   // Return the peers whose connections broke or that closed the group, with reasons.
   std::map<int, std::string> broken_peers();
@@ -164,7 +164,7 @@ class Mesh : public Transport, public Connections, public Route {
   Failure not_connected(int peer, const std::string& problem);
   bool is_explained() const { return reason() || has_farewell(); }
   std::vector<int> await_cause(std::vector<int> missing);
-  std::string words_of(const Failure& failure) const;
+  std::string loss_text(const Failure& failure) const;
 
   const std::shared_ptr<Family> family_;
   Links& links_ = *family_->links;
@@ -178,8 +178,8 @@ class Mesh : public Transport, public Connections, public Route {
   std::atomic<int> awaited_{-1};
 
   mutable std::mutex mutex_;  // guards the members below
-  std::vector<Known> known_;  // by rank
-  Said first_{};  // first reason received, also through other ranks, because many peers are not connected
+  std::vector<PeerState> peer_states_;  // by rank
+  PeerFarewell first_farewell_{};  // the first reason received, perhaps through other ranks
   std::vector<Companion> companions_;
 };
 

@@ -64,27 +64,27 @@ class Pair : public gloo::transport::tcp::Pair {
  public:
   // Handler for a note `text` of rank `peer` about a group that has not ended here. Called on Gloo's thread
   // or a reading thread, with the pair locked.
-  using Told = std::function<void(int peer, uint64_t group, const std::string& text)>;
+  using NoteHandler = std::function<void(int peer, uint64_t group, const std::string& text)>;
 
   // `socket` is connected. Throws if the peer has closed it; then `socket` stays open.
-  Pair(Context* context, Device* device, int peer, int socket, Told told, Parcels& parcels);
+  Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels);
   ~Pair() override;
 
   // Set whether Gloo's thread reads what arrives. Initially it does.
-  void is_served(bool served);
+  void set_served(bool served);
   // Read what has arrived, on this thread.
-  void read_what_has_arrived();
+  void read_available();
 
   // Send. Messages of a slot of a group keep their order. Throws if the connection is broken. `at_leisure`:
   // send in one packet with the next message, or when TCP's timer fires after 200 ms or one round trip.
   void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
   void hurry();
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
-  // Receive in a slot whose peer sends without requests after one permission. `tells`: grant it now; all
+  // Receive in a slot whose peer sends without requests after one permission. `grants`: grant it now; all
   // initial buffers must have been posted.
-  void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool tells);
+  void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants);
   // Send `text` after all else. `is_last`: this rank leaves the group and drops its later messages.
-  void tell(uint64_t group, const std::string& text, bool is_last);
+  void send_note(uint64_t group, const std::string& text, bool is_last);
   // Send a parcel after everything sent before. Throws if the connection is broken.
   void post(uint64_t group, Parcel parcel);
   using gloo::transport::tcp::Pair::send;
@@ -109,17 +109,17 @@ class Pair : public gloo::transport::tcp::Pair {
     Weak buffer;
     size_t offset, bytes;
   };
-  struct Line {
+  struct SlotQueues {
     std::list<Part> sends, receives;  // waiting
     int ready = 0;                    // number of waiting receives of the peer
     bool is_open = false;             // the peer accepts messages without requests
   };
-  struct Talk {
-    std::unordered_map<uint64_t, Line> lines;  // by slot
+  struct GroupState {
+    std::unordered_map<uint64_t, SlotQueues> slots;  // by slot
     bool is_over_here = false, is_over_there = false;
   };
-  using Lines = std::unordered_map<uint64_t, Line>;
-  class Kept;
+  using Queues = std::unordered_map<uint64_t, SlotQueues>;
+  class OwnedBuffer;
 
   void handleEvents(int events) override;
   bool read() override;
@@ -127,27 +127,27 @@ class Pair : public gloo::transport::tcp::Pair {
   void changeState(state next) noexcept override;
 
   void require_connected();
-  static bool is_of(const Weak& weak, const Receiver& buffer);
-  void let_go(const Receiver& buffer, uint64_t group);
+  static bool is_buffer(const Weak& weak, const Receiver& buffer);
+  void drop_sends(const Receiver& buffer, uint64_t group);
   void put(size_t code, uint64_t group, uint64_t slot, const Part& part);
   void fail(const char* doing, int error);
   iovec next_room(Alive& buffer);
   ssize_t fill(const iovec& room);
-  void find_place();
+  void match_buffer();
   void take_message(const Alive& buffer);
   void signal_all() noexcept;
-  static void tidy(Lines& lines, uint64_t slot);
+  static void erase_if_idle(Queues& slots, uint64_t slot);
 
-  const Told told_;
+  const NoteHandler note_handler_;
   Parcels& parcels_;
   std::atomic<Clock::time_point> ended_at_{kNever};
   // Guarded by the pair's mutex.
-  std::unordered_map<uint64_t, Talk> talks_;  // by group
-  std::list<Kept> kept_;                      // outgoing data that the pair owns
-  bool is_placed_ = false;                    // the arriving message has been matched with a buffer
+  std::unordered_map<uint64_t, GroupState> group_states_;  // by group
+  std::list<OwnedBuffer> owned_;  // outgoing data that the pair owns
+  bool is_matched_ = false;  // the arriving message has been matched with a buffer
   std::string note_;
   std::optional<Parcel> parcel_;
-  std::unique_ptr<char[]> waste_;  // for arriving data without a buffer
+  std::unique_ptr<char[]> discarded_;  // for arriving data without a buffer
   // Bytes read beyond the current buffer, and whether the kernel has no more.
   std::unique_ptr<char[]> beyond_;
   size_t beyond_begin_ = 0, beyond_end_ = 0;

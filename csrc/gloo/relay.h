@@ -19,19 +19,19 @@ class Relay {
   void open() {
     const int rank = mesh_.rank, size = mesh_.size;
     const auto room = [](size_t blocks) { return blocks * (sizeof(Head) + kAlignment) + kBytes; };
-    held_.reset(new char[room(size)]);
-    for (int far = 1; far < size; far *= 2) {
-      Step step{(rank + far) % size, (rank - far + size) % size,
-                static_cast<size_t>(std::min(far, size - far)), {}, {}, nullptr};
+    blocks_.reset(new char[room(size)]);
+    for (int distance = 1; distance < size; distance *= 2) {
+      Step step{(rank + distance) % size, (rank - distance + size) % size,
+                static_cast<size_t>(std::min(distance, size - distance)), {}, {}, nullptr};
       for (size_t turn = 0; turn < kTurns; ++turn) {
         step.rooms[turn].reset(new char[room(step.blocks)]);
         step.receives[turn] = mesh_.buffer(step.rooms[turn].get(), room(step.blocks));
       }
-      step.sends = mesh_.buffer(held_.get(), room(size));
+      step.sends = mesh_.buffer(blocks_.get(), room(size));
       steps_.push_back(std::move(step));
     }
     for (size_t turn = 0; turn < kTurns; ++turn) {
-      for (Step& step : steps_) ask(step, turn);
+      for (Step& step : steps_) request(step, turn);
     }
   }
 
@@ -39,14 +39,14 @@ class Relay {
   void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter) {
     begins_.clear();
     end_ = 0;
-    hold({bytes, call, site, 1}, data);
+    append({bytes, call, site, 1}, data);
     for (Step& step : steps_) {
       const size_t sent = step.blocks == begins_.size() ? end_ : begins_[step.blocks];
       step.sends->send(step.to, kRelaySlot, 0, sent);
       waiter.received(*step.receives[turn_], step.from);
       take(step.rooms[turn_].get(), step.blocks);
     }
-    for (Step& step : steps_) ask(step, turn_);
+    for (Step& step : steps_) request(step, turn_);
     turn_ = (turn_ + 1) % kTurns;
     for (Step& step : steps_) waiter.sent(*step.sends, step.to);
   }
@@ -55,13 +55,13 @@ class Relay {
   const fl_signature& call(int rank) const { return head(rank).call; }
   const fl_site& site(int rank) const { return head(rank).site; }
   size_t bytes(int rank) const { return head(rank).bytes; }
-  const char* payload(int rank) const { return &held_[begins_[place(rank)]] + sizeof(Head); }
+  const char* payload(int rank) const { return &blocks_[begins_[index_of(rank)]] + sizeof(Head); }
 
   // The ranks whose blocks did not arrive in a failed exchange.
   std::vector<int> missing() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < mesh_.size; ++rank) {
-      if (place(rank) >= begins_.size()) ranks.push_back(rank);
+      if (index_of(rank) >= begins_.size()) ranks.push_back(rank);
     }
     return ranks;
   }
@@ -98,36 +98,36 @@ class Relay {
 
   static size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
   // Index of a rank's block. Blocks are stored in arrival order: from this rank downwards.
-  size_t place(int rank) const { return (mesh_.rank - rank + mesh_.size) % mesh_.size; }
+  size_t index_of(int rank) const { return (mesh_.rank - rank + mesh_.size) % mesh_.size; }
   const Head& head(int rank) const {
-    return *reinterpret_cast<const Head*>(&held_[begins_[place(rank)]]);
+    return *reinterpret_cast<const Head*>(&blocks_[begins_[index_of(rank)]]);
   }
 
-  void ask(Step& step, size_t turn) {
+  void request(Step& step, size_t turn) {
     std::memset(step.rooms[turn].get(), 0, sizeof(Head));  // no message yet
     const Buffer& receive = step.receives[turn];
-    mesh_.ask(*receive, step.from, kRelaySlot, 0, receive->size);
+    mesh_.request(*receive, step.from, kRelaySlot, 0, receive->size);
   }
 
   void take(const char* from, size_t blocks) {
     for (size_t i = 0; i < blocks; ++i) {
       const Head& head = *reinterpret_cast<const Head*>(from);
-      hold(head, from + sizeof(Head));
+      append(head, from + sizeof(Head));
       from += sizeof(Head) + aligned(head.bytes);
     }
   }
 
-  void hold(const Head& head, const void* payload) {
+  void append(const Head& head, const void* payload) {
     if (head.bytes * mesh_.size > kBytes) throw std::runtime_error("a payload that is too long");
     begins_.push_back(end_);
-    std::memcpy(&held_[end_], &head, sizeof(Head));
-    if (head.bytes > 0) std::memcpy(&held_[end_ + sizeof(Head)], payload, head.bytes);
+    std::memcpy(&blocks_[end_], &head, sizeof(Head));
+    if (head.bytes > 0) std::memcpy(&blocks_[end_ + sizeof(Head)], payload, head.bytes);
     end_ += sizeof(Head) + aligned(head.bytes);
   }
 
   Mesh& mesh_;
-  std::unique_ptr<char[]> held_;
-  std::vector<size_t> begins_;  // offsets of the blocks in held_
+  std::unique_ptr<char[]> blocks_;
+  std::vector<size_t> begins_;  // offsets of the blocks in blocks_
   size_t end_ = 0;
   std::vector<Step> steps_;
   size_t turn_ = 0;

@@ -34,7 +34,7 @@ class Watch {
   void remove(Waiter& waiter) noexcept;
   void work();
   void do_chores(std::unique_lock<std::mutex>& lock);
-  void wake_those_who_should_know();
+  void wake_concerned();
 
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
@@ -54,7 +54,7 @@ class Connections {
 
   virtual bool is_lost(int peer) = 0;
   // True if a lost peer can send nothing more: everything that it sent has arrived.
-  virtual bool has_said_all(int peer) = 0;
+  virtual bool has_ended_sending(int peer) = 0;
   // Read briefly what `peer` sends, on the thread that waits for it in `buffer`.
   virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
   // Return the failure for the error `what` of a wait for `peer`.
@@ -63,13 +63,13 @@ class Connections {
   // End all current and later waits of the group with `reason`. The first reason counts.
   void end(const Failure& reason) noexcept;
   // Set the reason without ending waits yet.
-  void foretell(const Failure& reason) noexcept;
+  void set_reason(const Failure& reason) noexcept;
   // Return the reason why waits end; wait for one until `end`.
   std::optional<Failure> reason(Clock::time_point end = {}) const;
   // Wake waits for messages, in the engine.
   virtual void wake() noexcept = 0;
   // Wake waits that the latest news concerns, such as waits for a lost rank.
-  void wake_those_who_should_know() noexcept;
+  void wake_concerned() noexcept;
 
   Watch& watch;
 
@@ -102,23 +102,23 @@ class Waiter {
   static Waiter* current() { return current_; }
 
   // Check a wait for `peer` by other means; call it every tick. Throws Failure if it cannot succeed.
-  void look_around(int peer);
+  void check(int peer);
 
  private:
   friend class Connections;
   friend class Watch;
   using Abort = void (gloo::transport::UnboundBuffer::*)();
   // How to wait for a buffer's sends or receives, and how to count finished ones.
-  struct Way {
+  struct WaitFunctions {
     bool (gloo::transport::UnboundBuffer::*wait)(int*, std::chrono::milliseconds);
     Abort abort;
     uint32_t (Receiver::*count)();
   };
-  void wait(gloo::transport::UnboundBuffer& buffer, int peer, const Way& way);
+  void wait(gloo::transport::UnboundBuffer& buffer, int peer, const WaitFunctions& functions);
   void enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort);
   void leave() noexcept;
   void wake() noexcept;
-  bool should_know(Clock::time_point now) const;
+  bool is_concerned(Clock::time_point now) const;
 
   static thread_local Waiter* current_;
   Waiter* const outer_ = current_;
@@ -126,7 +126,7 @@ class Waiter {
   Watch& watch_ = connections_.watch;
   const Clock::time_point deadline_;
   const InterruptCheck interrupt_;
-  bool doomed_ = false;  // the peer is lost, but data that it sent may still be read
+  bool peer_is_lost_ = false;  // the peer is lost, but data that it sent may still be read
   // The current wait; guarded by the watch's mutex.
   gloo::transport::UnboundBuffer* buffer_ = nullptr;
   Abort abort_ = nullptr;

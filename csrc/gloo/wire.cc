@@ -10,18 +10,18 @@ constexpr size_t kSmall = 1 << 10;
 
 // Maximum number of polls. A polling thread reads the connection itself, so that neither Gloo's thread nor
 // this thread must be scheduled first.
-constexpr int kLooks = 200;
+constexpr int kPolls = 200;
 
 // With more ranks a thread polls only the peer that it waits for.
-constexpr int kMostLookedAt = 8;
+constexpr int kMostPolled = 8;
 
 }  // namespace
 
-GlooWire::GlooWire(Links& links) : links_(links), ends_(std::make_unique<Ends[]>(links.size)) {}
+GlooWire::GlooWire(Links& links) : links_(links), peer_states_(std::make_unique<PeerState[]>(links.size)) {}
 
 // A missing connection is begun; ended() announces its completion.
 Wire::Room GlooWire::reserve(int peer, size_t bytes) {
-  Ends& ends = ends_[peer];
+  PeerState& state = peer_states_[peer];
   Pair* const pair = links_.pair(peer);
   if (pair == nullptr) {
     try {
@@ -31,49 +31,49 @@ Wire::Room GlooWire::reserve(int peer, size_t bytes) {
     }
     return {};
   }
-  const bool is_full = bytes > kSmall && ends.waits > kMostWaiting;
+  const bool is_full = bytes > kSmall && state.waits > kMostWaiting;
   if (is_full || pair->ended_at() != kNever) return {};
-  ends.reserved.emplace(sizeof(Record) + bytes);
-  char* const memory = ends.reserved->memory.get();
+  state.reserved.emplace(sizeof(Record) + bytes);
+  char* const memory = state.reserved->memory.get();
   std::memset(memory, 0, sizeof(Record));
   return {new (memory) Record, memory + sizeof(Record), 0};
 }
 
 void GlooWire::send(int peer, const Room& room) {
-  Ends& ends = ends_[peer];
-  const size_t bytes = ends.reserved->bytes;
-  ends.waits += bytes;
+  PeerState& state = peer_states_[peer];
+  const size_t bytes = state.reserved->bytes;
+  state.waits += bytes;
   try {
-    links_.pair(peer)->post(room.group, std::move(*ends.reserved));
+    links_.pair(peer)->post(room.group, std::move(*state.reserved));
   } catch (const std::exception&) {
-    ends.waits -= bytes;  // it has just ended; a later check reports it as lost
+    state.waits -= bytes;  // it has just ended; a later check reports it as lost
   }
-  ends.reserved.reset();
+  state.reserved.reset();
 }
 
 bool GlooWire::has_sent(int peer) { return links_.pair(peer) == nullptr || links_.pair(peer)->has_written(); }
 
 Wire::Room GlooWire::next(int peer) {
-  Ends& ends = ends_[peer];
-  const bool looks = ends.lookers.load(std::memory_order_relaxed) > 0;
-  if (looks && ends.count.load(std::memory_order_acquire) == 0) {
+  PeerState& state = peer_states_[peer];
+  const bool polls = state.pollers.load(std::memory_order_relaxed) > 0;
+  if (polls && state.count.load(std::memory_order_acquire) == 0) {
     Pair* const pair = links_.pair(peer);
-    if (pair != nullptr) pair->read_what_has_arrived();
+    if (pair != nullptr) pair->read_available();
   }
-  if (ends.count.load(std::memory_order_seq_cst) == 0) return {};
-  const std::lock_guard<std::mutex> lock(ends.mutex);
-  Come& first = ends.come.front();
+  if (state.count.load(std::memory_order_seq_cst) == 0) return {};
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  StoredParcel& first = state.parcels.front();
   char* const memory = first.parcel.memory.get();
   return {reinterpret_cast<Record*>(memory), memory + sizeof(Record), first.group};
 }
 
 void GlooWire::drop(int peer) {
-  Ends& ends = ends_[peer];
-  std::optional<Come> taken;  // freed after the lock
-  const std::lock_guard<std::mutex> lock(ends.mutex);
-  taken.emplace(std::move(ends.come.front()));
-  ends.come.pop_front();
-  --ends.count;
+  PeerState& state = peer_states_[peer];
+  std::optional<StoredParcel> taken;  // freed after the lock
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  taken.emplace(std::move(state.parcels.front()));
+  state.parcels.pop_front();
+  --state.count;
 }
 
 // Memory to memory -----------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
     record->bytes = 0;
     record->token = moves_.token;
     record->digest = bytes;
-    wire_.come(peer, {moves_.group, std::move(parcel)});
+    wire_.parcels(peer, {moves_.group, std::move(parcel)});
   }
 
   GlooWire& wire_;
@@ -139,48 +139,48 @@ std::unique_ptr<Wire::Flow> GlooWire::flow(const Moves& moves) {
 
 template <typename Visit>
 void GlooWire::for_each(int peer, Visit visit) {
-  if (peer == kNobody && links_.size > kMostLookedAt) return;
-  const int first = peer == kNobody ? 0 : peer, last = peer == kNobody ? links_.size - 1 : peer;
-  for (int each = first; each <= last; ++each) {
-    visit(links_.pair(each), ends_[each].lookers);
+  if (peer == kNoPeer && links_.size > kMostPolled) return;
+  const int first = peer == kNoPeer ? 0 : peer, last = peer == kNoPeer ? links_.size - 1 : peer;
+  for (int rank = first; rank <= last; ++rank) {
+    visit(links_.pair(rank), peer_states_[rank].pollers);
   }
 }
 
-void GlooWire::begin_looking(int peer) {
-  for_each(peer, [](Pair* pair, std::atomic<int>& lookers) {
-    if (lookers++ == 0 && pair != nullptr) pair->is_served(false);
+void GlooWire::begin_polling(int peer) {
+  for_each(peer, [](Pair* pair, std::atomic<int>& pollers) {
+    if (pollers++ == 0 && pair != nullptr) pair->set_served(false);
   });
 }
 
-void GlooWire::end_looking(int peer, bool in_vain) {
-  for_each(peer, [](Pair* pair, std::atomic<int>& lookers) {
-    if (--lookers == 0 && pair != nullptr) pair->is_served(true);
+void GlooWire::end_polling(int peer, bool in_vain) {
+  for_each(peer, [](Pair* pair, std::atomic<int>& pollers) {
+    if (--pollers == 0 && pair != nullptr) pair->set_served(true);
   });
-  looking_.has_waited(in_vain);
+  polling_.has_waited(in_vain);
 }
 
-Patience GlooWire::patience() const { return {0, kLooks >> looking_.halvings()}; }
+Patience GlooWire::patience() const { return {0, kPolls >> polling_.halvings()}; }
 
 // Events of pairs -------------------------------------------------------------------------------
 
 void GlooWire::received(int peer, uint64_t group, bool is_over, Parcel parcel) {
   if (parcel.bytes < sizeof(Record)) return;
-  come(peer, {is_over ? kLeft : group, std::move(parcel)});
+  parcels(peer, {is_over ? kLeft : group, std::move(parcel)});
 }
 
-void GlooWire::come(int peer, Come what) {
-  Ends& ends = ends_[peer];
+void GlooWire::parcels(int peer, StoredParcel parcel) {
+  PeerState& state = peer_states_[peer];
   {
-    const std::lock_guard<std::mutex> lock(ends.mutex);
-    ends.come.push_back(std::move(what));
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    state.parcels.push_back(std::move(parcel));
     // Single order with the futex: see Futex.
-    ends.count.fetch_add(1, std::memory_order_seq_cst);
+    state.count.fetch_add(1, std::memory_order_seq_cst);
   }
   wake_all();
 }
 
 void GlooWire::sent(int peer, size_t bytes) {
-  const size_t before = ends_[peer].waits.fetch_sub(bytes, std::memory_order_seq_cst);
+  const size_t before = peer_states_[peer].waits.fetch_sub(bytes, std::memory_order_seq_cst);
   if (before > kMostWaiting) wake_all();
 }
 

@@ -89,11 +89,11 @@ void keep(char* start, size_t room) {
 }
 
 void* allocate_either(size_t size, bool zeros) {
-  const size_t whole = size + sizeof(Header);
+  const size_t total = size + sizeof(Header);
   bool is_new = false;
-  const Block block = whole < LEAST ? Block{} : take((size + 2 * PAGE - 1) / PAGE * PAGE, &is_new);
+  const Block block = total < LEAST ? Block{} : take((size + 2 * PAGE - 1) / PAGE * PAGE, &is_new);
   if (block.start == nullptr) {
-    void* start = zeros ? under().calloc(under().ctx, 1, whole) : under().malloc(under().ctx, whole);
+    void* start = zeros ? under().calloc(under().ctx, 1, total) : under().malloc(under().ctx, total);
     if (start == nullptr) return nullptr;
     *static_cast<Header*>(start) = {0, size, static_cast<char*>(start)};
     return static_cast<Header*>(start) + 1;
@@ -129,10 +129,10 @@ PyDataMem_Handler handler{"flashlight_py", 1, {nullptr, allocate, allocate_zeros
 
 // An allocator that the program or a recording has set for this thread is kept.
 bool keep_freed() {
-  static PyObject* const ours = PyCapsule_New(&handler, "mem_handler", nullptr);
-  PyObject* now = ours == nullptr ? nullptr : PyDataMem_GetHandler();
+  static PyObject* const capsule = PyCapsule_New(&handler, "mem_handler", nullptr);
+  PyObject* now = capsule == nullptr ? nullptr : PyDataMem_GetHandler();
   if (now == nullptr) return false;
-  PyObject* before = now == PyDataMem_DefaultHandler ? PyDataMem_SetHandler(ours) : Py_NewRef(now);
+  PyObject* before = now == PyDataMem_DefaultHandler ? PyDataMem_SetHandler(capsule) : Py_NewRef(now);
   Py_DECREF(now);
   Py_XDECREF(before);
   return before != nullptr;

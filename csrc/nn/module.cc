@@ -22,16 +22,16 @@ constexpr Py_ssize_t MOST_ARRAYS = 16, MOST_SIZES = 32, MOST_NUMBERS = 8;
 
 /* find(name): return the address of the kernel's row, or None if it needs BLAS and no BLAS is available. */
 PyObject* find(PyObject*, PyObject* name) {
-  const char* wanted = PyUnicode_AsUTF8AndSize(name, nullptr);
-  if (wanted == nullptr) return nullptr;
+  const char* wanted_name = PyUnicode_AsUTF8AndSize(name, nullptr);
+  if (wanted_name == nullptr) return nullptr;
   for (const Row* rows : {convolutions, pools, norms, attentions, elements}) {
     for (const Row* row = rows; row->name != nullptr; ++row) {
-      if (std::strcmp(row->name, wanted) != 0) continue;
+      if (std::strcmp(row->name, wanted_name) != 0) continue;
       if (row->needs_blas && blas.gemm[0] == nullptr) Py_RETURN_NONE;
       return PyLong_FromVoidPtr(const_cast<Row*>(row));
     }
   }
-  return PyErr_Format(PyExc_LookupError, "no kernel %s", wanted);
+  return PyErr_Format(PyExc_LookupError, "no kernel %s", wanted_name);
 }
 
 // Read up to `most` items of a tuple; false with an exception.

@@ -14,10 +14,10 @@ namespace {
 
 PyObject *data_name, *grad_name, *placement_name, *changed_name;
 
-enum Found { FAILED, FITS, DIFFERS, UNUSED, PLACED };
+enum Support { FAILED, FITS, DIFFERS, UNUSED, PLACED };
 
 // Check a parameter, and fill its task if a kernel supports it.
-Found look(PyObject* variable, PyObject* states, Task* task) {
+Support check_parameter(PyObject* variable, PyObject* states, Task* task) {
   Owned placement(PyObject_GetAttr(variable, placement_name));
   if (placement == nullptr) return FAILED;
   if (placement.get() != Py_None) return PLACED;
@@ -57,24 +57,24 @@ PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   // Check all parameters before the first one changes.
   std::vector<Task> tasks;
   tasks.reserve(static_cast<size_t>(PyList_Size(params)));
-  Owned left;
+  Owned unsupported;
   for (Py_ssize_t position = 0; position < PyList_Size(params); ++position) {
     tasks.emplace_back().position = position;
-    const Found found = look(PyList_GetItem(params, position), states, &tasks.back());
-    if (found == FAILED) return nullptr;
-    if (found == PLACED) return Py_BuildValue("[n]", position);
-    if (found != FITS) tasks.pop_back();
-    if (found != DIFFERS) continue;
+    const Support support = check_parameter(PyList_GetItem(params, position), states, &tasks.back());
+    if (support == FAILED) return nullptr;
+    if (support == PLACED) return Py_BuildValue("[n]", position);
+    if (support != FITS) tasks.pop_back();
+    if (support != DIFFERS) continue;
     Owned number(PyLong_FromSsize_t(position));
-    if (left == nullptr) left.reset(PyList_New(0));
-    if (!left || !number || PyList_Append(left.get(), number.get()) < 0) return nullptr;
+    if (unsupported == nullptr) unsupported.reset(PyList_New(0));
+    if (!unsupported || !number || PyList_Append(unsupported.get(), number.get()) < 0) return nullptr;
   }
   if (!run_all(tasks, source)) return nullptr;
   for (const Task& task : tasks) {
     PyObject* variable = PyList_GetItem(params, task.position);
     if (PyObject_SetAttr(variable, changed_name, args[7]) < 0) return nullptr;
   }
-  return left != nullptr ? left.release() : new_reference(Py_None).release();
+  return unsupported != nullptr ? unsupported.release() : new_reference(Py_None).release();
 }
 
 /* change((rule, numbers), piece, grad_scale): update (parameter, gradient, *states); False: not supported. */
@@ -92,7 +92,7 @@ PyObject* change(PyObject*, PyObject* args) {
                         fields.rule->name, states);
   }
   double numbers[MOST_NUMBERS];
-  for (int i = 0; i < fields.rule->numbers; ++i) numbers[i] = fields.each[i].a;
+  for (int i = 0; i < fields.rule->numbers; ++i) numbers[i] = fields.field_list[i].a;
   Task task{};
   bool fits = take_param(new_reference(PyTuple_GetItem(piece, 0)), &task) &&
               take_grad(new_reference(PyTuple_GetItem(piece, 1)), &task, false);
@@ -123,10 +123,10 @@ PyObject* sum_of_squares(PyObject*, PyObject* grad) {
 /* use(name): use this instruction set from now on and return the previous one. For tests. */
 PyObject* use(PyObject*, PyObject* name) {
   const char* before = chosen_set().name;
-  const char* wanted = PyUnicode_AsUTF8AndSize(name, nullptr);
-  if (wanted == nullptr) return nullptr;
-  if (!choose(wanted)) {
-    return PyErr_Format(PyExc_ValueError, "this processor has no instruction set %s", wanted);
+  const char* new_name = PyUnicode_AsUTF8AndSize(name, nullptr);
+  if (new_name == nullptr) return nullptr;
+  if (!choose(new_name)) {
+    return PyErr_Format(PyExc_ValueError, "this processor has no instruction set %s", new_name);
   }
   return PyUnicode_FromString(before);
 }

@@ -26,8 +26,8 @@ bool take_piece(PyObject* piece, const Source& source, Task* task) {
 }
 
 PyObject* take_steps(PyObject* capsule, PyObject*) {
-  const Prepared* made = static_cast<Prepared*>(PyCapsule_GetPointer(capsule, NAME));
-  if (made == nullptr || !run_all(made->tasks, made->source)) return nullptr;
+  const Prepared* prepared = static_cast<Prepared*>(PyCapsule_GetPointer(capsule, NAME));
+  if (prepared == nullptr || !run_all(prepared->tasks, prepared->source)) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -47,19 +47,19 @@ PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "Steps(pieces, lr, counts, norms, rule, scale)");
     return nullptr;
   }
-  auto made = std::make_unique<Prepared>();
-  if (!read_source(args + 1, &made->source)) return nullptr;
-  made->tasks.resize(static_cast<size_t>(PyList_Size(args[0])));
-  for (size_t i = 0; i < made->tasks.size(); ++i) {
+  auto prepared = std::make_unique<Prepared>();
+  if (!read_source(args + 1, &prepared->source)) return nullptr;
+  prepared->tasks.resize(static_cast<size_t>(PyList_Size(args[0])));
+  for (size_t i = 0; i < prepared->tasks.size(); ++i) {
     PyObject* piece = PyList_GetItem(args[0], static_cast<Py_ssize_t>(i));
-    if (!take_piece(piece, made->source, &made->tasks[i])) {
+    if (!take_piece(piece, prepared->source, &prepared->tasks[i])) {
       if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a piece does not fit");
       return nullptr;
     }
   }
-  Owned capsule(PyCapsule_New(made.get(), NAME, destroy));
+  Owned capsule(PyCapsule_New(prepared.get(), NAME, destroy));
   if (capsule == nullptr) return nullptr;
-  made.release();
+  prepared.release();
   return PyCFunction_New(&taking, capsule.get());
 }
 

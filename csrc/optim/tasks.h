@@ -38,7 +38,7 @@ struct Field {
 
 struct Fields {
   const Rule* rule;
-  Field each[MOST_NUMBERS];
+  Field field_list[MOST_NUMBERS];
 };
 
 // Shared inputs of the steps. The learning rate, and per parameter the step counts and squared norms (null:
@@ -62,9 +62,9 @@ struct Task {
 };
 
 // Read (name, (field, ...)); a field is a number or (form, number, ...). False with an exception.
-bool read_rule(PyObject* given, Fields* to);
+bool read_rule(PyObject* python_object, Fields* to);
 // Read lr, counts, norms, rule and scale. False with an exception.
-bool read_source(PyObject* const* given, Source* to);
+bool read_source(PyObject* const* python_object, Source* to);
 
 // Return the array if a kernel can read it and it has the dtype and shape of `like` (null: any); else null.
 PyArrayObject* readable(PyObject* object, PyArrayObject* like);

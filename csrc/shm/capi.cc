@@ -95,9 +95,9 @@ fl_op* fl_finish(fl_group* group, const fl_signature* signature, void* data, voi
 fl_op* fl_look_back(fl_group* group, double seconds, int* is_behind) {
   return fl::handle([&] {
     bool behind = false;
-    auto found = group->group.look_back(seconds, behind);
+    auto result = group->group.look_back(seconds, behind);
     *is_behind = behind ? 1 : 0;
-    return found;
+    return result;
   });
 }
 
@@ -118,8 +118,8 @@ int fl_drop_region(fl_group* group, void* array) {
   return fl::guarded(0, [&] { return group->group.drop_region(array) ? 1 : 0; });
 }
 
-int fl_on_mismatch(fl_group* group, void (*where)(fl_site*)) {
-  return fl::done([&] { group->group.on_mismatch(where); });
+int fl_on_mismatch(fl_group* group, void (*function)(fl_site*)) {
+  return fl::done([&] { group->group.on_mismatch(function); });
 }
 
 }  // extern "C"

@@ -43,9 +43,9 @@ class Collectives {
   // Announce this rank's call without waiting: the first step of every verb. The verb's function does the
   // rest; before it, progress() returns the state of the other ranks. `site` is the call site, valid during
   // the call. If it is null, a call that needs no other rank waits for all ranks.
-  void call(const fl_signature& mine, const void* data, const fl_site* site, bool is_ahead = false);
+  void call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead = false);
   // True if all data for the other ranks fits into the call and the call can be announced at once.
-  bool can_begin(const fl_signature& mine);
+  bool can_begin(const fl_signature& signature);
   // Continue the announced call, perhaps on another thread, with new limits as for begin().
   void go_on(double seconds, InterruptCheck interrupt);
   Progress progress();
@@ -53,30 +53,30 @@ class Collectives {
   void compare_at_once() { compares_at_once_ = true; }
 
   // The verbs, after call(); see common/verbs.h.
-  void barrier(const fl_signature& mine) { receive_calls(mine); }
-  void all_reduce(const fl_signature& mine, void* data);
-  void reduce(const fl_signature& mine, void* data);
-  void scan(const fl_signature& mine, void* data);
-  void reduce_scatter(const fl_signature& mine, const void* data, void* output);
-  void reduce_scatter_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
+  void barrier(const fl_signature& signature) { receive_calls(signature); }
+  void all_reduce(const fl_signature& signature, void* data);
+  void reduce(const fl_signature& signature, void* data);
+  void scan(const fl_signature& signature, void* data);
+  void reduce_scatter(const fl_signature& signature, const void* data, void* output);
+  void reduce_scatter_uneven(const fl_signature& signature, const fl_sections& sections, void* output);
   // If this rank does not know the size, `data` is null and the data is returned.
-  Bytes broadcast(const fl_signature& mine, void* data);
+  Bytes broadcast(const fl_signature& signature, void* data);
   // If `room` is null or has the wrong size, the data is returned.
-  Bytes all_gather(const fl_signature& mine, const void* data, const fl_room* room);
-  Bytes gather(const fl_signature& mine, const void* data, const fl_room* room);
+  Bytes all_gather(const fl_signature& signature, const void* data, const fl_room* room);
+  Bytes gather(const fl_signature& signature, const void* data, const fl_room* room);
   // If `output` is null, the part is returned.
-  Bytes scatter(const fl_signature& mine, const void* data, void* output);
-  void all_to_all(const fl_signature& mine, const void* data, void* output);
-  void all_to_all_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
+  Bytes scatter(const fl_signature& signature, const void* data, void* output);
+  void all_to_all(const fl_signature& signature, const void* data, void* output);
+  void all_to_all_uneven(const fl_signature& signature, const fl_sections& sections, void* output);
 
   // Return every rank's current call.
   std::vector<fl_signature> calls() const { return calls(calls_); }
   // After a mismatch: publish this rank's call site.
-  void place(const fl_site& site);
+  void publish_site(const fl_site& site);
   // Return every rank's current call and site. Waits briefly until all ranks have published them.
-  Seen seen_now() { return seen_in(calls_); }
+  CallReport current_report() { return report_of(calls_); }
   // Return the last call of every rank with its age.
-  Seen last_calls() const;
+  CallReport last_calls() const;
 
   // True if `rank` has made a call that this rank has not made; `call` receives it.
   bool is_ahead(int rank, fl_signature& call) const;
@@ -96,7 +96,7 @@ class Collectives {
   struct Sections;
   struct Routes;
   // The data that a rank sends, and the number of bytes that travel with its call.
-  struct Given {
+  struct Outgoing {
     const void* data;
     size_t inline_bytes;
   };
@@ -112,22 +112,22 @@ class Collectives {
     return segment_.block(rank).descriptions[number % kCalls];
   }
   const char* inline_data(int rank, size_t bytes) const;
-  bool travels_whole(const fl_signature& mine) const;
-  size_t bytes_with_call(const fl_signature& mine) const;
-  Given given_in(const fl_signature& mine, const void* data) const;
-  Given sections_in(const fl_signature& mine, const void* data) const;
+  bool travels_whole(const fl_signature& signature) const;
+  size_t bytes_with_call(const fl_signature& signature) const;
+  Outgoing outgoing_of(const fl_signature& signature, const void* data) const;
+  Outgoing sections_in(const fl_signature& signature, const void* data) const;
   Ranks needed_by(int rank, const fl_signature& call) const;
   bool find_room(size_t inline_bytes);
   void wait_for_room(size_t inline_bytes);
   bool find_payload();
-  void announce(const fl_signature& mine, const Given& given, const fl_site* site);
-  void write_call(const fl_signature& mine, const Given& given, const fl_site* site, int64_t now);
-  void announce_large(const fl_signature& mine, const void* data, Call& call);
+  void announce(const fl_signature& signature, const Outgoing& outgoing, const fl_site* site);
+  void write_call(const fl_signature& signature, const Outgoing& outgoing, const fl_site* site, int64_t now);
+  void announce_large(const fl_signature& signature, const void* data, Call& call);
   void show_waiting();
   void wait_and_show();
-  static int key_of(const fl_signature& mine, const Call& call);
-  void receive_calls(const fl_signature& mine);
-  void receive_some(const fl_signature& mine);
+  static int key_of(const fl_signature& signature, const Call& call);
+  void receive_calls(const fl_signature& signature);
+  void receive_some(const fl_signature& signature);
   void compare_all();
   void compare_earlier(uint32_t number);
   void wait_for_all(Watch watch, uint32_t number);
@@ -136,43 +136,44 @@ class Collectives {
   bool all_call_the_same(uint32_t number) const;
   std::vector<fl_signature> calls(uint32_t number) const;
   [[noreturn]] void raise_now();
-  Seen seen_in(uint32_t number);
-  bool is_placed(int rank, uint32_t number);
-  bool sees_mismatch(int rank, uint32_t number) const;
-  uint64_t place_of(const void* data) const;
-  bool all_in_one_place() const;
+  CallReport report_of(uint32_t number);
+  bool has_site(int rank, uint32_t number);
+  bool raises_itself(int rank, uint32_t number) const;
+  uint64_t location_of(const void* data) const;
+  bool all_in_one_region() const;
   char* in_region(int rank) const;
 
-  void reduce_inline(const fl_signature& mine, const void* data, size_t skip, size_t count, void* into);
-  void reduce_in_place(const fl_signature& mine, void* data);
-  void reduce_in_parts(const fl_signature& mine, char* data, int collector);
-  void reduce_large(const fl_signature& mine, void* data);
-  void combine_seen(const fl_signature& mine, char* data, size_t chunk_bytes, int terms, bool seen, bool sees);
-  void reduce_terms(const fl_signature& mine, void* into, int terms, size_t count);
-  void scan_in_parts(const fl_signature& mine, char* data, int terms);
-  void reduce_read(const fl_signature& mine, size_t begin, const char* own, size_t count, char* into);
+  void reduce_inline(const fl_signature& signature, const void* data, size_t skip, size_t count, void* into);
+  void reduce_in_place(const fl_signature& signature, void* data);
+  void reduce_in_parts(const fl_signature& signature, char* data, int collector);
+  void reduce_large(const fl_signature& signature, void* data);
+  void combine_shown(const fl_signature& signature, char* data, size_t chunk_bytes, int terms, bool shows,
+                     bool combines);
+  void reduce_terms(const fl_signature& signature, void* into, int terms, size_t count);
+  void scan_in_parts(const fl_signature& signature, char* data, int terms);
+  void reduce_read(const fl_signature& signature, size_t begin, const char* own_data, size_t count, char* into);
 
-  Bytes gather_to(const fl_signature& mine, const void* data, const fl_room* room, bool wanted);
-  void move_rows(const fl_signature& mine, const Rows& rows, const void* data, char* into);
+  Bytes gather_to(const fl_signature& signature, const void* data, const fl_room* room, bool receives);
+  void move_rows(const fl_signature& signature, const Rows& rows, const void* data, char* into);
   void stream_rows(const Rows& rows, const char* data, char* into);
   void pass_rows(uint32_t number);
   void pass_chunks(uint32_t chunks);
-  void exchange_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output);
-  void reduce_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output);
-  void move_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output);
+  void exchange_sections(const fl_signature& signature, const Sections& sections, const void* data, void* output);
+  void reduce_sections(const fl_signature& signature, const Sections& sections, const void* data, void* output);
+  void move_sections(const fl_signature& signature, const Sections& sections, const void* data, void* output);
   void read_sections(const Sections& sections, const char* data, char* into);
   Routes routes_of(const Sections& sections) const;
   void stream_sections(const Routes& routes, const void* data, const std::function<void(uint32_t)>& consume);
 
   // Large calls: choice of the copy path, and reads of other ranks' memory.
-  Way choose(const fl_signature& mine, size_t bytes, bool may_read = true);
-  Way choose_in(uint32_t number, const fl_signature& mine, size_t bytes, bool may_read);
+  CopyPath choose(const fl_signature& signature, size_t bytes, bool may_read = true);
+  CopyPath choose_in(uint32_t number, const fl_signature& signature, size_t bytes, bool may_read);
   // True if `rank` reads the data that this rank shows in the running call.
   bool reads(int rank) const {
     return rank != rank_ && (only_reader_ < 0 || rank == only_reader_);
   }
   void read(int rank, size_t begin, void* into, size_t bytes);
-  void ask_for(int rank, size_t begin, char* into, size_t bytes);
+  void request_read(int rank, size_t begin, char* into, size_t bytes);
   bool serve();
   void end_reading();
 
@@ -199,8 +200,8 @@ class Collectives {
   const fl_site* waiting_site_ = nullptr;
   std::array<Payload, kPayloads> payloads_{};
   uint32_t payload_ = 0;  // a free one
-  Differing differing_{rank_, kMostAhead};
-  std::optional<Differing::Call> news_;  // earlier mismatch that the running call raises
+  Mismatches mismatches_{rank_, kMostAhead};
+  std::optional<Mismatches::Call> news_;  // earlier mismatch that the running call raises
   bool compares_at_once_ = false;
   int only_reader_ = -1;         // the only rank that reads this rank's data in the running call; -1: all
   uint32_t chunks_ = 0;          // chunks passed through the slots so far

@@ -27,16 +27,16 @@ class Counter {
   void set(uint32_t value) { value_.store(value, std::memory_order_release); }
 
   void wake() {
-    futex_wake(&value_, kAllBits, Among::kProcesses);
+    futex_wake(&value_, kAllBits, FutexScope::kProcesses);
   }
 
   // Wait until the counter reaches `target` (true) or about `milliseconds` have passed (false).
   bool wait(uint32_t target, Patience patience, long milliseconds) {
-    return burn(target, patience) || sleep(target, milliseconds);
+    return poll(target, patience) || sleep(target, milliseconds);
   }
 
   // The two steps of wait(): polling, and sleeping.
-  bool burn(uint32_t target, Patience patience) {
+  bool poll(uint32_t target, Patience patience) {
     for (int i = 0; i < patience.spins; ++i) {
       if (reached(target)) return true;
       pause_after(i);
@@ -50,9 +50,9 @@ class Counter {
   bool sleep(uint32_t target, long milliseconds) {
     // The kernel reads the value again behind a full barrier, so neither access needs an order.
     sleepers_.fetch_add(1, std::memory_order_relaxed);
-    const uint32_t seen = value_.load(std::memory_order_relaxed);
-    if (static_cast<int32_t>(seen - target) < 0) {
-      futex_wait(&value_, seen, int64_t{milliseconds} * 1000000, kAllBits, Among::kProcesses);
+    const uint32_t observed = value_.load(std::memory_order_relaxed);
+    if (static_cast<int32_t>(observed - target) < 0) {
+      futex_wait(&value_, observed, int64_t{milliseconds} * 1000000, kAllBits, FutexScope::kProcesses);
     }
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
     return reached(target);

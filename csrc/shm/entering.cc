@@ -64,30 +64,30 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 // Showing this rank's call --------------------------------------------------------------------
 
 // With `is_ahead` the call moves no data, needs no other rank, and is compared later.
-void Collectives::call(const fl_signature& mine, const void* data, const fl_site* site, bool is_ahead) {
-  const Given given = given_in(mine, data);
-  needed_ = is_ahead ? Ranks{} : needed_by(rank_, mine);
-  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
+  const Outgoing outgoing = outgoing_of(signature, data);
+  needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
+  const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   // A rank that needs no other rank is gone when a mismatch is detected, so it must publish its site now.
   const bool is_lost = needed_.count() == 0 && site == nullptr;
   if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
-  is_shown_ = find_room(given.inline_bytes);
+  is_shown_ = find_room(outgoing.inline_bytes);
   if (is_shown_) {
-    announce(mine, given, site);
+    announce(signature, outgoing, site);
   } else {
-    waiting_ = mine;
+    waiting_ = signature;
     waiting_data_ = data;
     waiting_site_ = site;
   }
 }
 
-Collectives::Given Collectives::given_in(const fl_signature& mine, const void* data) const {
-  const bool is_uneven = mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN;
-  return is_uneven ? sections_in(mine, data) : Given{data, bytes_with_call(mine)};
+Collectives::Outgoing Collectives::outgoing_of(const fl_signature& signature, const void* data) const {
+  const bool is_uneven = signature.verb == FL_ALL_TO_ALL_UNEVEN || signature.verb == FL_REDUCE_SCATTER_UNEVEN;
+  return is_uneven ? sections_in(signature, data) : Outgoing{data, bytes_with_call(signature)};
 }
 
 void Collectives::wait_and_show() {
-  wait_for_room(given_in(waiting_, waiting_data_).inline_bytes);
+  wait_for_room(outgoing_of(waiting_, waiting_data_).inline_bytes);
   watch_ = watch_.in_call(calls_ + 1);
   show_waiting();
 }
@@ -95,26 +95,26 @@ void Collectives::wait_and_show() {
 // Announce the waiting call, for which there is space now.
 void Collectives::show_waiting() {
   is_shown_ = true;
-  announce(waiting_, given_in(waiting_, waiting_data_), waiting_site_);
+  announce(waiting_, outgoing_of(waiting_, waiting_data_), waiting_site_);
 }
 
-bool Collectives::travels_whole(const fl_signature& mine) const {
-  if (is_compared(mine)) return true;
-  if (mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN) return false;
-  const size_t parts = mine.verb == FL_SCATTER ? size_ : 1;
-  return mine.ndim >= 0 && mine.count * mine.itemsize * parts <= kInlineBytes;
+bool Collectives::travels_whole(const fl_signature& signature) const {
+  if (is_compared(signature)) return true;
+  if (signature.verb == FL_ALL_TO_ALL_UNEVEN || signature.verb == FL_REDUCE_SCATTER_UNEVEN) return false;
+  const size_t parts = signature.verb == FL_SCATTER ? size_ : 1;
+  return signature.ndim >= 0 && signature.count * signature.itemsize * parts <= kInlineBytes;
 }
 
-bool Collectives::can_begin(const fl_signature& mine) {
-  return travels_whole(mine) && find_room(bytes_with_call(mine));
+bool Collectives::can_begin(const fl_signature& signature) {
+  return travels_whole(signature) && find_room(bytes_with_call(signature));
 }
 
 // Return the bytes that travel with the call: zero, or all data of this rank.
-size_t Collectives::bytes_with_call(const fl_signature& mine) const {
-  size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
-  const bool only_root = mine.verb == FL_BROADCAST || mine.verb == FL_SCATTER;
-  if (is_compared(mine) || mine.verb == FL_BARRIER || (only_root && rank_ != mine.root)) return 0;
-  if (mine.verb == FL_SCATTER) bytes *= size_;
+size_t Collectives::bytes_with_call(const fl_signature& signature) const {
+  size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
+  const bool only_root = signature.verb == FL_BROADCAST || signature.verb == FL_SCATTER;
+  if (is_compared(signature) || signature.verb == FL_BARRIER || (only_root && rank_ != signature.root)) return 0;
+  if (signature.verb == FL_SCATTER) bytes *= size_;
   return bytes <= kInlineBytes ? bytes : 0;
 }
 
@@ -146,67 +146,68 @@ void Collectives::wait_for_room(size_t inline_bytes) {
   while (!find_room(inline_bytes)) wait_for_all(watch_.in_call(compared_ + 1), compared_ + 1);
 }
 
-void Collectives::announce(const fl_signature& mine, const Given& given, const fl_site* site) {
+void Collectives::announce(const fl_signature& signature, const Outgoing& outgoing, const fl_site* site) {
   const uint32_t number = calls_ + 1;
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
     // A call right after another is compared later, because other ranks wait for its announcement.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
-    news_ = differing_.to_raise(number, true);
+    news_ = mismatches_.to_raise(number, true);
     // The payload of a call that raises would become a result on other ranks.
-    if (news_ && !is_compared(mine)) return write_call(withdrawn(mine, compared_), {nullptr, 0}, site, now);
+    if (news_ && !is_compared(signature)) return write_call(withdrawn(signature, compared_), {nullptr, 0}, site, now);
   }
-  write_call(mine, given, site, now);
+  write_call(signature, outgoing, site, now);
 }
 
-void Collectives::write_call(const fl_signature& mine, const Given& given, const fl_site* site, int64_t now) {
+void Collectives::write_call(const fl_signature& signature, const Outgoing& outgoing, const fl_site* site,
+                             int64_t now) {
   const uint32_t number = ++calls_;
   Call& call = segment_.block(rank_).calls[number % kCalls];
-  call.kind = kind_of(mine);
-  call.root = mine.root;
-  call.count = mine.count;
-  call.scale = mine.scale;
-  call.shape = hash_of_shape(mine);
-  call.place = given.inline_bytes > 0 ? 0 : place_of(given.data);
+  call.kind = kind_of(signature);
+  call.root = signature.root;
+  call.count = signature.count;
+  call.scale = signature.scale;
+  call.shape = hash_of_shape(signature);
+  call.location = outgoing.inline_bytes > 0 ? 0 : location_of(outgoing.data);
   Description& description = description_of(rank_, number);
-  description.signature = mine;
+  description.signature = signature;
   description.signature.sequence = sequence_of(number);
   description.called_at = now;
   if (needed_.count() < size_) {
     call.kind |= kRunsAhead;
     if (needed_.count() == 0) {
       description.site = *site;
-      description.placed.set(number);
+      description.site_known.set(number);
     }
   }
-  if (given.inline_bytes == 0) {
-    announce_large(mine, given.data, call);
-  } else if (given.inline_bytes <= kTinyBytes) {
-    copy(call.tiny, given.data, given.inline_bytes);
+  if (outgoing.inline_bytes == 0) {
+    announce_large(signature, outgoing.data, call);
+  } else if (outgoing.inline_bytes <= kTinyBytes) {
+    copy(call.tiny, outgoing.data, outgoing.inline_bytes);
   } else {
     payloads_[payload_] = {true, number};
     call.payload = payload_;
-    copy(segment_.block(rank_).payloads[payload_], given.data, given.inline_bytes);
+    copy(segment_.block(rank_).payloads[payload_], outgoing.data, outgoing.inline_bytes);
   }
   call.number.raise(number);
 }
 
 // Announce the address of data that is not in the call, and the costs for choosing its path. A rank that does
 // not know the total size always announces them.
-void Collectives::announce_large(const fl_signature& mine, const void* data, Call& call) {
-  if (is_compared(mine)) return;
-  const bool knows = mine.ndim != FL_ANY && mine.verb != FL_ALL_TO_ALL_UNEVEN;
-  size_t bytes = mine.ndim == FL_ANY ? 0 : static_cast<size_t>(mine.count) * mine.itemsize;
-  if (mine.verb == FL_SCATTER) bytes *= size_;
+void Collectives::announce_large(const fl_signature& signature, const void* data, Call& call) {
+  if (is_compared(signature)) return;
+  const bool knows = signature.ndim != FL_ANY && signature.verb != FL_ALL_TO_ALL_UNEVEN;
+  size_t bytes = signature.ndim == FL_ANY ? 0 : static_cast<size_t>(signature.count) * signature.itemsize;
+  if (signature.verb == FL_SCATTER) bytes *= size_;
   if (knows && bytes <= kInlineBytes) return;
   call.kind |= kIsLarge | (remote_.can_read_all() ? kCanRead : 0);
-  call.large = {reinterpret_cast<uintptr_t>(data), choice_.costs(key_of(mine, call), bytes)};
+  call.large = {reinterpret_cast<uintptr_t>(data), choice_.costs(key_of(signature, call), bytes)};
 }
 
 // Key of the measured costs: in-place reductions have separate costs.
-int Collectives::key_of(const fl_signature& mine, const Call& call) {
-  return mine.verb == FL_ALL_REDUCE && call.place != 0 ? 0 : mine.verb;
+int Collectives::key_of(const fl_signature& signature, const Call& call) {
+  return signature.verb == FL_ALL_REDUCE && call.location != 0 ? 0 : signature.verb;
 }
 
 const char* Collectives::inline_data(int rank, size_t bytes) const {
@@ -225,7 +226,7 @@ const char* Collectives::inline_data(int rank, size_t bytes) const {
 
 Progress Collectives::progress() {
   if (!is_shown_) {
-    if (!find_room(given_in(waiting_, waiting_data_).inline_bytes)) return Progress::kAwaited;
+    if (!find_room(outgoing_of(waiting_, waiting_data_).inline_bytes)) return Progress::kAwaited;
     show_waiting();
   }
   bool complete = true;
@@ -239,24 +240,24 @@ Progress Collectives::progress() {
 }
 
 // Wait for the needed calls; if all ranks are needed, compare everything.
-void Collectives::receive_calls(const fl_signature& mine) {
+void Collectives::receive_calls(const fl_signature& signature) {
   if (!is_shown_) wait_and_show();
   only_reader_ = -1;
-  if (needed_.count() < size_) return receive_some(mine);
-  const Call& own = call_of(rank_);
-  const uint32_t verb = own.kind >> 16 & 0x1f;
+  if (needed_.count() < size_) return receive_some(signature);
+  const Call& own_call = call_of(rank_);
+  const uint32_t verb = own_call.kind >> 16 & 0x1f;
   const bool free = first_dimension_is_free(static_cast<int>(verb));
-  bool same = (own.kind & (kAny | kRunsAhead)) == 0 && verb != FL_SCATTER;
+  bool same = (own_call.kind & (kAny | kRunsAhead)) == 0 && verb != FL_SCATTER;
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    Call& theirs = segment_.block(r).calls[calls_ % kCalls];
-    watch_.wait(theirs.number, calls_, r);
-    same = same && alike(own, theirs, free);
+    Call& peer_call = segment_.block(r).calls[calls_ % kCalls];
+    watch_.wait(peer_call.number, calls_, r);
+    same = same && alike(own_call, peer_call, free);
   }
-  if (verb == FL_BROADCAST) same = same && (call_of(own.root).kind & kAny) == 0;
+  if (verb == FL_BROADCAST) same = same && (call_of(own_call.root).kind & kAny) == 0;
   // All ranks are in this call and have read the call before it, so its line is free for the next call.
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
-  if (same && compared_ + 1 == calls_ && differing_.none()) {
+  if (same && compared_ + 1 == calls_ && mismatches_.empty()) {
     compared_ = calls_;  // same result as compare_call
   } else {
     compare_all();
@@ -265,28 +266,28 @@ void Collectives::receive_calls(const fl_signature& mine) {
 
 void Collectives::compare_all() {
   while (compared_ + 1 != calls_) compare_call(compared_ + 1);
-  differing_.forget_old(calls_);
-  const auto earlier = differing_.to_raise(calls_, false);
+  mismatches_.forget_old(calls_);
+  const auto earlier = mismatches_.to_raise(calls_, false);
   const bool same = compare_call(calls_);
-  if (earlier) throw Mismatch(seen_in(earlier->number));
+  if (earlier) throw Mismatch(report_of(earlier->number));
   if (!same) throw Mismatch();
 }
 
-void Collectives::receive_some(const fl_signature& mine) {
-  if (news_) throw Mismatch(seen_in(news_->number));
+void Collectives::receive_some(const fl_signature& signature) {
+  if (news_) throw Mismatch(report_of(news_->number));
   compare_earlier(calls_);
-  const Call& own = call_of(rank_);
+  const Call& own_call = call_of(rank_);
   bool same = true, some_wait = false;
   for (int r = needed_.first; r < needed_.last; ++r) {
-    Call& theirs = segment_.block(r).calls[calls_ % kCalls];
-    watch_.wait(theirs.number, calls_, r);
-    some_wait = some_wait || (theirs.kind & kRunsAhead) == 0;
-    same = same && alike(own, theirs, false);
-    if (root_must_know(mine.verb)) same = same && (theirs.kind & kAny) == 0;
+    Call& peer_call = segment_.block(r).calls[calls_ % kCalls];
+    watch_.wait(peer_call.number, calls_, r);
+    some_wait = some_wait || (peer_call.kind & kRunsAhead) == 0;
+    same = same && alike(own_call, peer_call, false);
+    if (root_must_know(signature.verb)) same = same && (peer_call.kind & kAny) == 0;
   }
   if (same && some_wait) {
     needed_ = {0, size_};  // the root's data is large: see awaited()
-    return receive_calls(mine);
+    return receive_calls(signature);
   }
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
   if (!same) raise_now();
@@ -294,7 +295,7 @@ void Collectives::receive_some(const fl_signature& mine) {
 
 bool Collectives::look_back(double seconds) {
   compare_earlier(calls_ + 1);
-  if (const auto news = differing_.to_raise(calls_, true)) throw Mismatch(seen_in(news->number));
+  if (const auto news = mismatches_.to_raise(calls_, true)) throw Mismatch(report_of(news->number));
   if (compared_ == calls_) return false;
   const uint32_t oldest = compared_ + 1;
   const double age = (coarse_now() - description_of(rank_, oldest).called_at) * 1e-9;
@@ -323,24 +324,24 @@ bool Collectives::all_have_called(uint32_t number) const {
 // Compare the next uncompared call; return true if all calls agree. A rank that returned ahead may not have
 // raised a mismatch; it raises in a later call.
 bool Collectives::compare_call(uint32_t number) {
-  const Call& own = call_of(rank_, number);
-  const int verb = static_cast<int>(own.kind >> 16 & 0x1f);
+  const Call& own_call = call_of(rank_, number);
+  const int verb = static_cast<int>(own_call.kind >> 16 & 0x1f);
   const bool free = first_dimension_is_free(verb);
-  bool same = (own.kind & kAny) == 0;
-  uint32_t kinds = own.kind;
+  bool same = (own_call.kind & kAny) == 0;
+  uint32_t kinds = own_call.kind;
   for (int r = 0; r < size_; ++r) {
-    const Call& theirs = call_of(r, number);
-    kinds |= theirs.kind;
-    same = same && (r == rank_ || alike(own, theirs, free));
+    const Call& peer_call = call_of(r, number);
+    kinds |= peer_call.kind;
+    same = same && (r == rank_ || alike(own_call, peer_call, free));
   }
-  if (root_must_know(verb)) same = same && (call_of(own.root, number).kind & kAny) == 0;
+  if (root_must_know(verb)) same = same && (call_of(own_call.root, number).kind & kAny) == 0;
   same = same || all_call_the_same(number);
   compared_ = number;
-  if (same && (kinds & kIsLarge) != 0 && (own.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
-    differing_.forget_old(number);
-    if (differing_.none()) pass_rows(number);  // else the needing ranks raised and no data moved
+  if (same && (kinds & kIsLarge) != 0 && (own_call.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
+    mismatches_.forget_old(number);
+    if (mismatches_.empty()) pass_rows(number);  // else the needing ranks raised and no data moved
   }
-  if (same && differing_.none()) return true;
+  if (same && mismatches_.empty()) return true;
   // The sites are requested when the mismatch is raised.
   const auto made = calls(number);
   const auto needed = [&](int r) {
@@ -348,7 +349,7 @@ bool Collectives::compare_call(uint32_t number) {
     if (waits(r)) return Ranks{0, size_};
     return is_compared(made[r]) ? Ranks{} : awaited(made.data(), size_, r, needed_by(r, made[r]), waits);
   };
-  differing_.compared(number, same, made, needed, {});
+  mismatches_.compared(number, same, made, needed, {});
   return same;
 }
 
@@ -372,7 +373,7 @@ std::vector<fl_signature> Collectives::calls(uint32_t number) const {
 void Collectives::raise_now() {
   if (withdrawn_after(calls().data(), needed_)) {
     compare_earlier(calls_);
-    if (const auto earlier = differing_.to_raise(calls_, false)) throw Mismatch(seen_in(earlier->number));
+    if (const auto earlier = mismatches_.to_raise(calls_, false)) throw Mismatch(report_of(earlier->number));
   }
   try {
     wait_for_all(watch_.at_most(kAnnouncingSeconds), calls_);
@@ -381,39 +382,39 @@ void Collectives::raise_now() {
   throw Mismatch();
 }
 
-void Collectives::place(const fl_site& site) {
-  Description& mine = description_of(rank_, calls_);
-  if (!is_shown_ || mine.placed.value() == calls_) return;
-  mine.site = site;
-  mine.placed.raise(calls_);
+void Collectives::publish_site(const fl_site& site) {
+  Description& description = description_of(rank_, calls_);
+  if (!is_shown_ || description.site_known.value() == calls_) return;
+  description.site = site;
+  description.site_known.raise(calls_);
 }
 
-Seen Collectives::seen_in(uint32_t number) {
-  Seen seen;
-  seen.reset(size_);
-  seen.calls = calls(number);
-  seen.ago = calls_ - number;
+CallReport Collectives::report_of(uint32_t number) {
+  CallReport report;
+  report.reset(size_);
+  report.calls = calls(number);
+  report.ago = calls_ - number;
   for (int r = 0; r < size_; ++r) {
-    if (seen.calls[r].sequence != 0 && is_placed(r, number)) seen.sites[r] = description_of(r, number).site;
+    if (report.calls[r].sequence != 0 && has_site(r, number)) report.sites[r] = description_of(r, number).site;
   }
-  return seen;
+  return report;
 }
 
 // The site of a rank stays unknown if it has died or was stopped, or if it detects no mismatch and continues.
-bool Collectives::is_placed(int rank, uint32_t number) {
-  Counter& placed = description_of(rank, number).placed;
+bool Collectives::has_site(int rank, uint32_t number) {
+  Counter& site_known = description_of(rank, number).site_known;
   if (number == 0) return false;  // the counter has wrapped: 0 is also the initial value
-  if (!placed.reached(number) && !sees_mismatch(rank, number)) return false;
+  if (!site_known.reached(number) && !raises_itself(rank, number)) return false;
   try {
-    watch_.at_most(kAnnouncingSeconds).wait(placed, number, rank);
+    watch_.at_most(kAnnouncingSeconds).wait(site_known, number, rank);
   } catch (const Failure&) {
     return false;
   }
-  return placed.value() == number;
+  return site_known.value() == number;
 }
 
 // True if `rank` itself raises in call `number`, whose calls differ.
-bool Collectives::sees_mismatch(int rank, uint32_t number) const {
+bool Collectives::raises_itself(int rank, uint32_t number) const {
   const Call& call = call_of(rank, number);
   if ((call.kind & kRunsAhead) == 0) return true;
   const Ranks needed = needed_by(rank, description_of(rank, number).signature);
@@ -424,9 +425,9 @@ bool Collectives::sees_mismatch(int rank, uint32_t number) const {
   return false;
 }
 
-Seen Collectives::last_calls() const {
-  Seen seen;
-  seen.reset(size_);
+CallReport Collectives::last_calls() const {
+  CallReport report;
+  report.reset(size_);
   const int64_t now = coarse_now();
   for (int r = 0; r < size_; ++r) {
     uint32_t last = 0;
@@ -436,14 +437,14 @@ Seen Collectives::last_calls() const {
     }
     if (last == 0) continue;  // no call yet
     const Description& description = description_of(r, last);
-    seen.calls[r] = description.signature;
-    seen.ages[r] = (now - description.called_at) * 1e-9;
+    report.calls[r] = description.signature;
+    report.ages[r] = (now - description.called_at) * 1e-9;
   }
   if (!is_shown_) {
-    seen.calls[rank_] = waiting_;
-    seen.calls[rank_].sequence = sequence_of(calls_ + 1);
+    report.calls[rank_] = waiting_;
+    report.calls[rank_].sequence = sequence_of(calls_ + 1);
   }
-  return seen;
+  return report;
 }
 
 bool Collectives::is_ahead(int rank, fl_signature& call) const {

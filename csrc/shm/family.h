@@ -12,7 +12,7 @@ namespace fl {
 
 class Family {
  public:
-  // A function that runs every millisecond for a while after wind().
+  // A function that runs every millisecond for a while after activate().
   class Ticking {
    public:
     virtual void tick() = 0;
@@ -33,9 +33,9 @@ class Family {
     groups_.push_back(&group);
   }
   // Throws if no thread can be created.
-  void wind() {
+  void activate() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    ticker_.wind();
+    ticker_.activate();
   }
   // Remove a group, which stops its ticks. After the last group no thread runs.
   void leave(Ticking& group, uint64_t number) {
@@ -52,8 +52,8 @@ class Family {
   Segment segment;
   Remote remote;
   Rings rings;
-  Engine engine;                                                // its ranks are ranks of the segment
-  const std::shared_ptr<Crew> crew = std::make_shared<Crew>();  // for asynchronous collectives
+  Engine engine;  // its ranks are ranks of the segment
+  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for asynchronous collectives
 
  private:
   void tick() {

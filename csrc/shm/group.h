@@ -14,7 +14,7 @@
 namespace fl {
 
 // Writes the call site of the program; called on the caller's thread when needed.
-using WhereAmI = void (*)(fl_site* site);
+using SiteFunction = void (*)(fl_site* site);
 
 class ShmGroup : private Helper, private Family::Ticking {
  public:
@@ -65,7 +65,7 @@ class ShmGroup : private Helper, private Family::Ticking {
     family_->engine.check_at_once();
   }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
-  void on_mismatch(WhereAmI where) { where_ = where; }
+  void on_mismatch(SiteFunction site_function) { site_function_ = site_function; }
   // True if `rank` has begun a collective that this rank has not called; `call` receives it.
   bool is_ahead(int rank, fl_signature& call);
   // Null while the group is usable; otherwise an operation with the reason.
@@ -79,17 +79,17 @@ class ShmGroup : private Helper, private Family::Ticking {
   int size() const { return size_; }
 
  private:
-  Turn::Held await_turn(InterruptCheck interrupt);
+  Turn::Guard await_turn(InterruptCheck interrupt);
   ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number);
   template <typename Body>
   Result guarded(Body body);
   Result failed(const Failure& failure);
   static Result ended(const Failure& failure) {
-    return ended_with(failure.status, {failure.what(), failure.missing, failure.seen, {}});
+    return ended_with(failure.status, {failure.what(), failure.missing, failure.report, {}});
   }
-  fl_site asked(const fl_site* site) const;
-  Bytes dispatch(const Request& call, InterruptCheck interrupt, const fl_site* site, Seen& seen);
-  Bytes complete(const fl_signature& signature, void* data, void* output, Seen& seen);
+  fl_site site_of(const fl_site* site) const;
+  Bytes dispatch(const Request& call, InterruptCheck interrupt, const fl_site* site, CallReport& report);
+  Bytes complete(const fl_signature& signature, void* data, void* output, CallReport& report);
   template <typename Body>
   auto reporting(const fl_site* site, Body body);
   Result start_collective(const Request& call, const fl_site& site);
@@ -102,7 +102,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   void tick() override;
   Result run_collective(const Request& call);
 
-  static Result in_the_middle() {
+  static Result reentrant_call() {
     return ended_with(FL_FAILED, {"this thread is in the middle of another call of the group", {}, {}, {}});
   }
 
@@ -117,7 +117,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   Collectives collectives_;
   Port port_;
   InterruptCheck interrupt_ = nullptr;
-  WhereAmI where_ = nullptr;
+  SiteFunction site_function_ = nullptr;
   Turn turn_;  // held by the thread that runs a collective
   std::atomic<bool> closed_{false};
   // Started collectives that have not ended. Their effects are visible to the next holder of turn_.
@@ -136,27 +136,27 @@ auto ShmGroup::reporting(const fl_site* site, Body body) {
   try {
     return body();
   } catch (const Mismatch& mismatch) {
-    collectives_.place(asked(site));
-    if (!mismatch.seen.calls.empty()) throw;  // of an earlier call
-    throw Mismatch(collectives_.seen_now());
+    collectives_.publish_site(site_of(site));
+    if (!mismatch.report.calls.empty()) throw;  // of an earlier call
+    throw Mismatch(collectives_.current_report());
   } catch (Failure& failure) {
-    if (failure.status == FL_TIMEOUT || failure.status == FL_PEER_LOST) failure.seen = collectives_.last_calls();
+    if (failure.status == FL_TIMEOUT || failure.status == FL_PEER_LOST) failure.report = collectives_.last_calls();
     throw;
   }
 }
 
-// Run `body` on the caller's thread and convert its exceptions into a failed operation. `seen` receives the
+// Run `body` on the caller's thread and convert its exceptions into a failed operation. `report` receives the
 // ranks' calls for the result.
 template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
   if (peers_.is_broken()) return ended(peers_.why_broken());
-  Seen seen;
+  CallReport report;
   try {
-    Bytes output = body(seen);
+    Bytes output = body(report);
     if (output.data == nullptr) return nullptr;
-    return ended_with(FL_OK, {"", {}, std::move(seen), std::move(output)});
+    return ended_with(FL_OK, {"", {}, std::move(report), std::move(output)});
   } catch (const Mismatch& mismatch) {
-    return ended_with(FL_MISMATCH, {mismatch.what(), {}, mismatch.seen, {}});
+    return ended_with(FL_MISMATCH, {mismatch.what(), {}, mismatch.report, {}});
   } catch (const Failure& caught) {
     return failed(caught);
   } catch (const std::exception& error) {  // no memory: other ranks are inside this call

@@ -54,7 +54,7 @@ class Peers : public Transport {
     const int64_t left_at = segment_.block(r).left_at.load(std::memory_order_relaxed);
     return left_at != 0 && coarse_now() - left_at > std::chrono::nanoseconds(kLastMessages).count();
   }
-  bool has_given_up(int r) override { return segment_.block(r).farewell.given.value() != 0; }
+  bool has_given_up(int r) override { return segment_.block(r).farewell.is_set.value() != 0; }
   // Announce that this rank begins no more messages.
   void leave() { segment_.block(rank_).left_at.store(coarse_now(), std::memory_order_relaxed); }
   // Return the ranks that have not called yet.
@@ -136,7 +136,7 @@ class Watch {
         slice = 1;
         since = Clock::now();
       } else {
-        look_around(counter, target, since, peer);
+        check_loss(counter, target, since, peer);
       }
     }
   }
@@ -148,7 +148,7 @@ class Watch {
 
  private:
   void wait_long(Counter& counter, uint32_t target, int peer);
-  void look_around(const Counter& counter, uint32_t target, Clock::time_point since, int peer);
+  void check_loss(const Counter& counter, uint32_t target, Clock::time_point since, int peer);
 
   Peers* peers_;
   Concern concern_;

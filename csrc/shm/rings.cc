@@ -20,16 +20,16 @@ Wire::Room Rings::reserve(int peer, size_t bytes) {
   };
   if (is_full()) {
     Channel& channel = segment_.channel(rank_, peer);
-    const auto look = [&] {
+    const auto update = [&] {
       const uint32_t drained = channel.drained.load(std::memory_order_seq_cst);
       if (drained != ends.seen_drained) ends.drained_at = ends.ends[drained % records];
       ends.seen_drained = drained;
       return !is_full();
     };
     // Either this rank sees space, or the receiver sees the request.
-    if (!look()) {
+    if (!update()) {
       channel.wants_room.exchange(1, std::memory_order_seq_cst);
-      if (!look()) return {};
+      if (!update()) return {};
     }
   }
   ends.reserved_at = at + size;
@@ -53,7 +53,7 @@ Wire::Room Rings::next(int peer) {
   if (peer == rank_) return {};
   Record& record = segment_.record(peer, rank_, ends_[peer].received + 1);
   if (record.number.load(std::memory_order_seq_cst) != ends_[peer].received + 1) return {};
-  const bool is_left = !left_.empty() && left_.count(record.group) > 0;
+  const bool is_left = !left_groups_.empty() && left_groups_.count(record.group) > 0;
   return {&record, record.bytes > kTinyMessage ? segment_.data(peer, rank_) + record.at : nullptr,
           is_left ? kLeft : record.group};
 }

@@ -19,7 +19,7 @@ class Rings final : public Wire {
   void send(int peer, const Room& room) override;
   Room next(int peer) override;
   void drop(int peer) override;
-  void forget(uint64_t group) override { left_.insert(static_cast<uint32_t>(group)); }
+  void forget(uint64_t group) override { left_groups_.insert(static_cast<uint32_t>(group)); }
   Choice* choice(int peer) override { return &ends_[peer].choice; }
   bool can_read(int peer) override { return remote_.can_read(peer); }
   size_t read(int peer, uint64_t address, void* into, size_t bytes) override {
@@ -51,7 +51,7 @@ class Rings final : public Wire {
   Remote& remote_;
   const int rank_;
   std::unique_ptr<Ends[]> ends_;  // by peer
-  std::unordered_set<uint32_t> left_;
+  std::unordered_set<uint32_t> left_groups_;
 };
 
 }  // namespace fl

@@ -84,12 +84,12 @@ struct Collectives::Routes {
   }
 };
 
-Collectives::Given Collectives::sections_in(const fl_signature& mine, const void* data) const {
-  if (is_compared(mine)) return {nullptr, 0};
-  const auto& given = *static_cast<const fl_sections*>(data);
-  const Sections sections{size_, 0, given.bytes};
+Collectives::Outgoing Collectives::sections_in(const fl_signature& signature, const void* data) const {
+  if (is_compared(signature)) return {nullptr, 0};
+  const auto& sections_data = *static_cast<const fl_sections*>(data);
+  const Sections sections{size_, 0, sections_data.bytes};
   const bool fits = sections.most_bytes() <= kInlineBytes;
-  return {given.data, fits ? sections.bytes_of(rank_) : 0};
+  return {sections_data.data, fits ? sections.bytes_of(rank_) : 0};
 }
 
 Collectives::Routes Collectives::routes_of(const Sections& sections) const {
@@ -101,8 +101,8 @@ Collectives::Routes Collectives::routes_of(const Sections& sections) const {
 void Collectives::stream_sections(const Routes& routes, const void* data,
                                   const std::function<void(uint32_t)>& consume) {
   const char* array = static_cast<const char*>(data);
-  size_t given = 0;
-  for (const Route& route : routes.give) given += route.bytes;
+  size_t sent_bytes = 0;
+  for (const Route& route : routes.give) sent_bytes += route.bytes;
   const auto fill = [&](uint32_t c, char* slot) {
     for (int r = 0; r < size_; ++r) {
       const Route& route = routes.give[r];
@@ -112,19 +112,20 @@ void Collectives::stream_sections(const Routes& routes, const void* data,
   };
   const auto take = [&](uint32_t c, uint32_t filled) {
     for (int r = 0; r < size_; ++r) {
-      const Route &own = routes.give[r], &route = routes.take[r];
+      const Route &own_route = routes.give[r], &route = routes.take[r];
       if (r != rank_ && route.size(c) > 0) watch_.wait(segment_.block(r).filled, filled, r);
-      from_[r] = r == rank_ ? array + own.in_array + own.begin(c)
+      from_[r] = r == rank_ ? array + own_route.in_array + own_route.begin(c)
                             : segment_.slot(r, filled - 1) + route.in_slot;
     }
     consume(c);
   };
-  stream(routes.chunks, given > 0, true, fill, take);
+  stream(routes.chunks, sent_bytes > 0, true, fill, take);
 }
 
-void Collectives::move_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output) {
+void Collectives::move_sections(const fl_signature& signature, const Sections& sections, const void* data,
+                                void* output) {
   char* into = static_cast<char*>(output);
-  if (choose(mine, sections.most_bytes()) == kDirectly) {
+  if (choose(signature, sections.most_bytes()) == kDirectly) {
     read_sections(sections, static_cast<const char*>(data), into);
   } else {
     const Routes routes = routes_of(sections);
@@ -152,80 +153,81 @@ void Collectives::read_sections(const Sections& sections, const char* data, char
   end_reading();
 }
 
-void Collectives::reduce_scatter(const fl_signature& mine, const void* data, void* output) {
-  const size_t part = static_cast<size_t>(mine.count) / size_ * mine.itemsize;
-  reduce_sections(mine, {size_, part}, data, output);
+void Collectives::reduce_scatter(const fl_signature& signature, const void* data, void* output) {
+  const size_t part = static_cast<size_t>(signature.count) / size_ * signature.itemsize;
+  reduce_sections(signature, {size_, part}, data, output);
 }
 
-void Collectives::reduce_scatter_uneven(const fl_signature& mine, const fl_sections& given, void* output) {
-  reduce_sections(mine, {size_, 0, given.bytes}, given.data, output);
+void Collectives::reduce_scatter_uneven(const fl_signature& signature, const fl_sections& sections_data, void* output) {
+  reduce_sections(signature, {size_, 0, sections_data.bytes}, sections_data.data, output);
 }
 
-void Collectives::reduce_sections(const fl_signature& mine, const Sections& sections,
+void Collectives::reduce_sections(const fl_signature& signature, const Sections& sections,
                                   const void* data, void* output) {
-  const size_t item = mine.itemsize, part = sections.bytes(rank_, rank_) / item;
-  const size_t bytes = sections.bytes_of(rank_), own = sections.begin(rank_, rank_);
-  receive_calls(mine);
+  const size_t item = signature.itemsize, part = sections.bytes(rank_, rank_) / item;
+  const size_t bytes = sections.bytes_of(rank_), own_begin = sections.begin(rank_, rank_);
+  receive_calls(signature);
   if (bytes <= kInlineBytes) {
-    reduce_inline(mine, data, own, part, output);
+    reduce_inline(signature, data, own_begin, part, output);
     return;
   }
   char* into = static_cast<char*>(output);
-  if (choose(mine, bytes) == kDirectly) {
-    reduce_read(mine, own, static_cast<const char*>(data) + own, part, into);
+  if (choose(signature, bytes) == kDirectly) {
+    reduce_read(signature, own_begin, static_cast<const char*>(data) + own_begin, part, into);
     end_reading();
   } else {
     const Routes routes = routes_of(sections);
     const Route& route = routes.give[rank_];
     stream_sections(routes, data, [&](uint32_t c) {
-      fl::reduce(mine.dtype, mine.op, mine.scale, into + route.begin(c), from_.data(), size_, route.size(c) / item);
+      fl::reduce(signature.dtype, signature.op, signature.scale, into + route.begin(c), from_.data(), size_,
+                 route.size(c) / item);
     });
   }
   choice_.end(trial_);
 }
 
-void Collectives::all_to_all(const fl_signature& mine, const void* data, void* output) {
-  const size_t section = static_cast<size_t>(mine.count) / size_ * mine.itemsize;
-  exchange_sections(mine, {size_, section}, data, output);
+void Collectives::all_to_all(const fl_signature& signature, const void* data, void* output) {
+  const size_t section = static_cast<size_t>(signature.count) / size_ * signature.itemsize;
+  exchange_sections(signature, {size_, section}, data, output);
 }
 
-void Collectives::all_to_all_uneven(const fl_signature& mine, const fl_sections& given, void* output) {
-  exchange_sections(mine, {size_, 0, given.bytes}, given.data, output);
+void Collectives::all_to_all_uneven(const fl_signature& signature, const fl_sections& sections_data, void* output) {
+  exchange_sections(signature, {size_, 0, sections_data.bytes}, sections_data.data, output);
 }
 
-void Collectives::exchange_sections(const fl_signature& mine, const Sections& sections,
+void Collectives::exchange_sections(const fl_signature& signature, const Sections& sections,
                                     const void* data, void* output) {
-  receive_calls(mine);
-  if (sections.most_bytes() > kInlineBytes) return move_sections(mine, sections, data, output);
+  receive_calls(signature);
+  if (sections.most_bytes() > kInlineBytes) return move_sections(signature, sections, data, output);
   char* into = static_cast<char*>(output);
   for (int r = 0; r < size_; ++r) {
     const size_t bytes = sections.bytes(r, rank_);
     if (bytes == 0) continue;
-    const char* theirs = r == rank_ ? static_cast<const char*>(data) : inline_data(r, sections.bytes_of(r));
-    copy(into, theirs + sections.begin(r, rank_), bytes);
+    const char* peer_data = r == rank_ ? static_cast<const char*>(data) : inline_data(r, sections.bytes_of(r));
+    copy(into, peer_data + sections.begin(r, rank_), bytes);
     into += bytes;
   }
 }
 
 // The root's signature describes one part. Other ranks may not know it.
-Bytes Collectives::scatter(const fl_signature& mine, const void* data, void* output) {
-  const int root = mine.root;
+Bytes Collectives::scatter(const fl_signature& signature, const void* data, void* output) {
+  const int root = signature.root;
   const bool is_root = rank_ == root;
-  receive_calls(mine);
-  const fl_signature& given = description_of(root, calls_).signature;
-  const size_t part = static_cast<size_t>(given.count) * given.itemsize;
-  Bytes made;
+  receive_calls(signature);
+  const fl_signature& root_call = description_of(root, calls_).signature;
+  const size_t part = static_cast<size_t>(root_call.count) * root_call.itemsize;
+  Bytes output_bytes;
   if (output == nullptr) {
-    made = make_bytes(part);
-    output = made.data.get();
+    output_bytes = make_bytes(part);
+    output = output_bytes.data.get();
   }
   if (part * size_ > kInlineBytes) {
-    move_sections(mine, {size_, part, nullptr, root}, data, output);
+    move_sections(signature, {size_, part, nullptr, root}, data, output);
   } else if (part > 0) {
-    const char* whole = is_root ? static_cast<const char*>(data) : inline_data(root, part * size_);
-    copy(output, whole + rank_ * part, part);
+    const char* array = is_root ? static_cast<const char*>(data) : inline_data(root, part * size_);
+    copy(output, array + rank_ * part, part);
   }
-  return made;
+  return output_bytes;
 }
 
 }  // namespace fl

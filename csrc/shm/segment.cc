@@ -29,8 +29,8 @@ size_t chunk_for(int ranks) {
 size_t pairs_of(int ranks) { return static_cast<size_t>(ranks) * (ranks - 1); }
 
 // Halve `most` until all channels together are within `budget`.
-size_t halved(size_t most, size_t least, size_t each, int ranks, size_t budget) {
-  while (most > least && pairs_of(ranks) * most * each > budget) most /= 2;
+size_t halved(size_t most, size_t least, size_t item_bytes, int ranks, size_t budget) {
+  while (most > least && pairs_of(ranks) * most * item_bytes > budget) most /= 2;
   return most;
 }
 
@@ -43,8 +43,8 @@ uint32_t records_for(int ranks) {
 // False for a link of the kernel to a file that a process has open.
 bool has_name(const std::string& path) { return path.rfind("/proc/", 0) != 0; }
 
-[[noreturn]] void fail(const char* what, int error = errno) {
-  throw std::system_error(error, std::generic_category(), what);
+[[noreturn]] void fail(const char* message, int error = errno) {
+  throw std::system_error(error, std::generic_category(), message);
 }
 
 struct flock byte_of_file(int number) {

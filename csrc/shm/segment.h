@@ -61,8 +61,8 @@ struct alignas(2 * kLine) Call {
   int32_t root;   // root, or 0
   int64_t count;  // elements
   double scale;
-  uint64_t shape;  // hash
-  uint64_t place;  // region and offset of data in shared memory; else 0
+  uint64_t shape;     // hash
+  uint64_t location;  // region and offset of data in shared memory; else 0
   union {
     char tiny[kTinyBytes];
     uint32_t payload;  // index of the payload with the data, up to kInlineBytes
@@ -77,15 +77,15 @@ static_assert(offsetof(Call, tiny) + kTinyBytes == kLine, "a tiny call is one ca
 // The full description of a call, read only for errors and unknown shapes.
 struct alignas(kLine) Description {
   fl_signature signature;
-  int64_t called_at;  // nanoseconds of coarse_now()
-  Counter placed;     // number of the call once its site is known, after a mismatch
-  fl_site site;       // set at the beginning of calls that may return ahead
+  int64_t called_at;   // nanoseconds of coarse_now()
+  Counter site_known;  // number of the call once its site is known, after a mismatch
+  fl_site site;        // set at the beginning of calls that may return ahead
 };
 
 // The reason why a rank left or gave up.
 struct alignas(kLine) Farewell {
   static constexpr int kMaxMissing = 32;
-  Counter given;  // 0: still active
+  Counter is_set;  // 0: still active
   int32_t status;
   int32_t missing_count;
   int32_t missing[kMaxMissing];
@@ -94,7 +94,7 @@ struct alignas(kLine) Farewell {
 
 // A request for a part of another rank's array that this rank cannot read: see Collectives::ask_for.
 struct alignas(kLine) ReadRequest {
-  Counter asked;          // number of requests by this rank
+  Counter requested;      // number of requests by this rank
   Counter served;         // number of served requests, raised by the owner
   int32_t owner;          // rank that is asked
   uint64_t begin, bytes;  // of the data that the owner sends in this call

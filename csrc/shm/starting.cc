@@ -22,24 +22,24 @@ ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& s
   const auto leave = [](std::atomic<int>* count) { count->fetch_sub(1, std::memory_order_relaxed); };
   const std::shared_ptr<std::atomic<int>> queued(&queued_, leave);
   return queue_.make(call.seconds, [=, queued = queued](Operation& operation) {
-    const Turn::Held running = await_turn(nullptr);
+    const Turn::Guard running = await_turn(nullptr);
     if (is_begun) {
       is_begun_ = false;
       collectives_.go_on(operation.seconds, nullptr);
       operation.output = reporting(
-          &site, [&] { return complete(call.signature, call.data, call.output, operation.seen); });
+          &site, [&] { return complete(call.signature, call.data, call.output, operation.report); });
     } else {
-      operation.output = dispatch(call, nullptr, &site, operation.seen);
+      operation.output = dispatch(call, nullptr, &site, operation.report);
     }
   });
 }
 
 ShmGroup::Result ShmGroup::start_collective(const Request& call, const fl_site& site) {
-  if (starting_.is_mine()) return in_the_middle();
+  if (starting_.is_owner()) return reentrant_call();
   while (!starting_.try_take_for(kSliceMilliseconds)) {
     if (peers_.has_ended()) return ended(peers_.why_ended());
   }
-  const Turn::Held held(starting_);
+  const Turn::Guard guard(starting_);
   end_begun(kLittleTime, true);
   Result result;
   if (begin_small(call, site, result)) return result;
@@ -53,13 +53,13 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
   if (queued_.load(std::memory_order_relaxed) != 0) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   {
-    const Turn::Held running(turn_);
+    const Turn::Guard running(turn_);
     if (!collectives_.can_begin(call.signature)) return false;
     collectives_.begin(call.seconds, nullptr);
     collectives_.call(call.signature, call.data, &site, call.is_ahead);
     if (collectives_.progress() == Progress::kComplete) {
-      result = guarded([&](Seen& seen) {
-        return reporting(&site, [&] { return complete(call.signature, call.data, call.output, seen); });
+      result = guarded([&](CallReport& report) {
+        return reporting(&site, [&] { return complete(call.signature, call.data, call.output, report); });
       });
       if (result == nullptr && call.is_ahead) return true;
       // Return a handle nevertheless, so that the caller can wait for what it started.
@@ -72,7 +72,7 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
   }
   begun_->helper = this;
   try {
-    family_->wind();
+    family_->activate();
   } catch (const std::exception&) {  // no thread: the queue reports it
     hand_over();
   }
@@ -101,16 +101,16 @@ ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
   is_behind = true;
   if (peers_.has_ended()) return ended(peers_.why_ended());
   if (!starting_.try_take()) return nullptr;
-  const Turn::Held held(starting_);
+  const Turn::Guard guard(starting_);
   // Queued operations compare the calls before them.
   if (begun_ != nullptr || queued_.load(std::memory_order_relaxed) != 0) return nullptr;
   if (!turn_.try_take()) return nullptr;
-  const Turn::Held running(turn_);
+  const Turn::Guard running(turn_);
   const auto operation = queue_.make(seconds, [&](Operation&) {
     try {
       is_behind = collectives_.look_back(seconds);
     } catch (Failure& failure) {
-      if (failure.status == FL_TIMEOUT) failure.seen = collectives_.last_calls();
+      if (failure.status == FL_TIMEOUT) failure.report = collectives_.last_calls();
       throw;
     }
   });
@@ -125,7 +125,7 @@ void ShmGroup::hand_over() {
 // True if nothing is queued; does not wait.
 bool ShmGroup::has_caught_up() {
   if (!starting_.try_take()) return false;
-  const Turn::Held held(starting_);
+  const Turn::Guard guard(starting_);
   end_begun(kLittleTime, false);
   return queued_.load(std::memory_order_relaxed) == 0;
 }
@@ -133,17 +133,17 @@ bool ShmGroup::has_caught_up() {
 // The owner of `starting_` holds it only briefly.
 void ShmGroup::help(const Operation& operation, bool waits) {
   if (!starting_.try_take()) return;
-  const Turn::Held held(starting_);
+  const Turn::Guard guard(starting_);
   if (begun_.get() != &operation) return;
   const Patience all = peers_.patience();
-  const Patience some{std::min(all.spins, kSpins), peers_.may_spin() ? 0 : all.yields};
-  end_begun(waits ? some : kNoTime, waits);
+  const Patience limited{std::min(all.spins, kSpins), peers_.may_spin() ? 0 : all.yields};
+  end_begun(waits ? limited : kNoTime, waits);
 }
 
 // Every millisecond: give a collective begun before the last tick to a thread.
 void ShmGroup::tick() {
   if (!starting_.try_take()) return;
-  const Turn::Held held(starting_);
+  const Turn::Guard guard(starting_);
   if (begun_ != nullptr && begun_.get() == seen_by_tick_) hand_over();
   seen_by_tick_ = begun_.get();
 }

@@ -99,7 +99,7 @@ void fl_tagi_standardize_back(const fl_tagi_rows *rows, const float *t, const fl
 /* Flat outputs of a network: outputs per sample, observed outputs, observed outputs per sample. */
 typedef struct {
   const float *mean, *variance, *slope; /* NULL: all variances are 0, all slopes 1 */
-  size_t each, observed, observed_each;
+  size_t per_sample, observed, observed_per_sample;
 } fl_tagi_outputs;
 
 /* Compute the deltas of observed outputs; see flashlight_py/tagi/updater.py. NULL indices: every output.

@@ -94,7 +94,7 @@ bool read_elementwise(PyObject* described, size_t dimensions, Elementwise* op) {
     take(PyTuple_GetItem(at, i), &op->at[i]);
     take(PyTuple_GetItem(itemsizes, i), &op->itemsize[i]);
     intptr_t* step = op->steps[i];
-    const auto take_step = [&step](PyObject* each) { return take(each, step++); };
+    const auto take_step = [&step](PyObject* item) { return take(item, step++); };
     if (!read_each(PyTuple_GetItem(steps, i), take_step)) return false;
   }
   return PyErr_Occurred() == nullptr && find_loop(function, types, &op->loop, &op->data);
@@ -105,10 +105,10 @@ std::unique_ptr<Instruction> read_loops(PyObject* described) {
   PyObject *extents, *operations;
   std::vector<intptr_t> dimensions;
   std::vector<Elementwise> group_of;
-  const bool is_read = read(described, 1, &extents, &operations) && read_each(extents, [&](PyObject* each) {
-    return take(each, &dimensions.emplace_back());
-  }) && read_each(operations, [&](PyObject* each) {
-    return read_elementwise(each, dimensions.size(), &group_of.emplace_back());
+  const bool is_read = read(described, 1, &extents, &operations) && read_each(extents, [&](PyObject* item) {
+    return take(item, &dimensions.emplace_back());
+  }) && read_each(operations, [&](PyObject* item) {
+    return read_elementwise(item, dimensions.size(), &group_of.emplace_back());
   });
   return is_read ? group(std::move(group_of), dimensions) : nullptr;
 }
@@ -116,8 +116,8 @@ std::unique_ptr<Instruction> read_loops(PyObject* described) {
 // ("reduce", ufunc, types, rows, columns, itemsize, along rows, initial value or None, from, to)
 std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   PyObject *ufunc, *types;
-  auto made = std::make_unique<Reduction>();
-  Reduction& r = *made;
+  auto instruction = std::make_unique<Reduction>();
+  Reduction& r = *instruction;
   PyArrayObject* initial;
   if (!read(described, 1, &ufunc, &types, &r.rows, &r.columns, &r.itemsize, &r.along_rows, &initial, &r.from,
             &r.to) ||
@@ -125,19 +125,19 @@ std::unique_ptr<Instruction> read_reduction(PyObject* described) {
     return nullptr;
   }
   r.initial = initial == nullptr ? nullptr : PyArray_BYTES(initial);
-  return made;
+  return instruction;
 }
 
 // ("call", function, args)
 std::unique_ptr<Instruction> read_call(PyObject* described) {
-  auto made = std::make_unique<Call>();
-  return read(described, 1, &made->function, &made->args) ? std::move(made) : nullptr;
+  auto instruction = std::make_unique<Call>();
+  return read(described, 1, &instruction->function, &instruction->args) ? std::move(instruction) : nullptr;
 }
 
 // Find an own kernel by name, or a kernel of csrc/nn by the address of its row, whose first field it is.
-Kernel* find_kernel(PyObject* which) {
-  if (PyLong_Check(which)) return *static_cast<Kernel* const*>(PyLong_AsVoidPtr(which));
-  const char* name = PyUnicode_AsUTF8AndSize(which, nullptr);
+Kernel* find_kernel(PyObject* kernel_name) {
+  if (PyLong_Check(kernel_name)) return *static_cast<Kernel* const*>(PyLong_AsVoidPtr(kernel_name));
+  const char* name = PyUnicode_AsUTF8AndSize(kernel_name, nullptr);
   Kernel* kernel = name == nullptr ? nullptr : own_kernel(name);
   if (kernel == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no kernel %s", name);
   return kernel;
@@ -146,28 +146,29 @@ Kernel* find_kernel(PyObject* which) {
 // ("native", kernel, work, sizes, numbers, for each array whether it is passed, entries ...)
 std::unique_ptr<Instruction> read_native(PyObject* described) {
   const Owned fixed(PyTuple_GetSlice(described, 0, 6));
-  auto made = std::make_unique<Native>();
-  PyObject *which, *sizes, *numbers, *are_given;
-  if (!fixed || !read(fixed.get(), 1, &which, &made->elements, &sizes, &numbers, &are_given)) return nullptr;
-  made->kernel = find_kernel(which);
+  auto instruction = std::make_unique<Native>();
+  PyObject *kernel_name, *sizes, *numbers, *are_given;
+  if (!fixed || !read(fixed.get(), 1, &kernel_name, &instruction->elements, &sizes, &numbers,
+                      &are_given)) return nullptr;
+  instruction->kernel = find_kernel(kernel_name);
   Py_ssize_t next = 6;
-  const bool is_read = made->kernel != nullptr && read_each(sizes, [&](PyObject* each) {
-    return take(each, &made->sizes.emplace_back());
-  }) && read_each(numbers, [&](PyObject* each) {
-    made->numbers.push_back(PyFloat_AsDouble(each));
+  const bool is_read = instruction->kernel != nullptr && read_each(sizes, [&](PyObject* item) {
+    return take(item, &instruction->sizes.emplace_back());
+  }) && read_each(numbers, [&](PyObject* item) {
+    instruction->numbers.push_back(PyFloat_AsDouble(item));
     return PyErr_Occurred() == nullptr;
-  }) && read_each(are_given, [&](PyObject* each) {
-    if (made->count == Native::MOST) return PyErr_SetString(PyExc_ValueError, "too many arrays"), false;
-    int& at = made->at[made->count++] = -1;
-    return each != Py_True || take(PyTuple_GetItem(described, next++), &at);
+  }) && read_each(are_given, [&](PyObject* item) {
+    if (instruction->count == Native::MOST) return PyErr_SetString(PyExc_ValueError, "too many arrays"), false;
+    int& at = instruction->at[instruction->count++] = -1;
+    return item != Py_True || take(PyTuple_GetItem(described, next++), &at);
   });
-  return is_read ? std::move(made) : nullptr;
+  return is_read ? std::move(instruction) : nullptr;
 }
 
 // ("require", at)
 std::unique_ptr<Instruction> read_require(PyObject* described) {
-  auto made = std::make_unique<Require>();
-  return read(described, 1, &made->at) ? std::move(made) : nullptr;
+  auto instruction = std::make_unique<Require>();
+  return read(described, 1, &instruction->at) ? std::move(instruction) : nullptr;
 }
 
 }  // namespace

@@ -180,17 +180,17 @@ Kernel* kernel_of(const std::string& product) {
 
 Loop own_loop(const char* name) {
   static const Loops loops = all_loops();
-  const auto found = loops.find(name);
-  return found == loops.end() ? nullptr : found->second;
+  const auto entry = loops.find(name);
+  return entry == loops.end() ? nullptr : entry->second;
 }
 
 Kernel* own_kernel(const char* name) {
-  const std::string whole(name), product = whole.substr(0, whole.find(':'));
+  const std::string full_name(name), product = full_name.substr(0, full_name.find(':'));
   const bool is_long = blas.is_long;
-  if (whole == product + ":f4") {
+  if (full_name == product + ":f4") {
     return is_long ? kernel_of<float, int64_t>(product) : kernel_of<float, int>(product);
   }
-  if (whole != product + ":f8") return nullptr;
+  if (full_name != product + ":f8") return nullptr;
   return is_long ? kernel_of<double, int64_t>(product) : kernel_of<double, int>(product);
 }
 

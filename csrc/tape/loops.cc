@@ -68,20 +68,20 @@ class Rows final : public Instruction {
   // strips. The NaN that a sum of two NaNs returns depends on the compiler.
   template <typename R>
   R sum_of(Table table, intptr_t from, intptr_t count) const {
-    const size_t others = operations_.size() - 1;
-    if (count > STRIP && others > 0) {
+    const size_t last_index = operations_.size() - 1;
+    if (count > STRIP && last_index > 0) {
       const intptr_t half = count / 16 * 8;
       const R first = sum_of<R>(table, from, half);
       return first + sum_of<R>(table, from + half, count - half);
     }
-    for (size_t i = 0; i < others; ++i) run_block(table, i, from, count);
-    const Elementwise& op = operations_[others];
-    R found = 0;
-    char* to = reinterpret_cast<char*>(&found);
+    for (size_t i = 0; i < last_index; ++i) run_block(table, i, from, count);
+    const Elementwise& op = operations_[last_index];
+    R total = 0;
+    char* to = reinterpret_cast<char*>(&total);
     char* args[] = {to, table[op.at[0]] + from * op.ahead(0), to};
     const intptr_t steps[] = {0, op.steps[0][0], 0};
     op.loop(args, &count, steps, op.data);
-    return found;
+    return total;
   }
 
   void run_block(Table table, size_t number, intptr_t from, intptr_t rows) const {

@@ -44,10 +44,10 @@ PyObject* create_program(PyTypeObject* type, PyObject* args, PyObject*) {
   std::unique_ptr<Program> program = Program::read(description);
   PyObject* self = program == nullptr ? nullptr : PyType_GenericAlloc(type, 0);
   if (self == nullptr) return nullptr;
-  ProgramObject* made = reinterpret_cast<ProgramObject*>(self);
-  made->program = program.release();
-  made->signature = share(signature).release();
-  made->stamp = stamp;
+  ProgramObject* program_self = reinterpret_cast<ProgramObject*>(self);
+  program_self->program = program.release();
+  program_self->signature = share(signature).release();
+  program_self->stamp = stamp;
   return self;
 }
 
@@ -73,11 +73,11 @@ int fits(PyObject* self, PyObject* args, PyObject* kwargs) {
 }
 
 /* fits(args, kwargs or None): True if the program can run with them now. */
-PyObject* fits_given(PyObject* self, PyObject* given) {
+PyObject* fits_given(PyObject* self, PyObject* call_args) {
   PyObject *args, *kwargs;
-  if (!PyArg_ParseTuple(given, "O!O", &PyTuple_Type, &args, &kwargs)) return nullptr;
-  const int found = program_of(self)->is_busy() ? 0 : fits(self, args, kwargs == Py_None ? nullptr : kwargs);
-  return found < 0 ? nullptr : PyBool_FromLong(found);
+  if (!PyArg_ParseTuple(call_args, "O!O", &PyTuple_Type, &args, &kwargs)) return nullptr;
+  const int matches = program_of(self)->is_busy() ? 0 : fits(self, args, kwargs == Py_None ? nullptr : kwargs);
+  return matches < 0 ? nullptr : PyBool_FromLong(matches);
 }
 
 PyObject* fall_back(PyObject* function, PyObject* args, PyObject* kwargs) {
@@ -89,14 +89,14 @@ PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   const Owned programs = share(step->programs);  // Python code may replace the list meanwhile
   if (programs == nullptr) return PyErr_SetString(PyExc_TypeError, "the step is not initialized"), nullptr;
   for (Py_ssize_t i = 0; i < PyList_Size(programs.get()); ++i) {
-    const Owned held = share(PyList_GetItem(programs.get(), i));
-    Program* program = program_of(held.get());
+    const Owned program_object = share(PyList_GetItem(programs.get(), i));
+    Program* program = program_of(program_object.get());
     if (program->is_busy()) return fall_back(step->left, args, kwargs);  // another thread, or recursion
-    const int found = fits(held.get(), args, kwargs);
-    if (found < 0) return nullptr;
-    if (found == 0) continue;
+    const int matches = fits(program_object.get(), args, kwargs);
+    if (matches < 0) return nullptr;
+    if (matches == 0) continue;
     if (i > 0 && (PyList_SetSlice(programs.get(), i, i + 1, nullptr) < 0 ||
-                  PyList_Insert(programs.get(), 0, held.get()) < 0)) {
+                  PyList_Insert(programs.get(), 0, program_object.get()) < 0)) {
       return nullptr;
     }
     bool is_left;

@@ -74,9 +74,9 @@ bool read_each(PyObject* described, Read read_one) {
 // Append an item for each tuple of such fields; false with an exception.
 template <auto... fields, typename Item>
 bool read_all(PyObject* described, std::vector<Item>* to) {
-  return read_each(described, [to](PyObject* each) {
+  return read_each(described, [to](PyObject* element) {
     to->emplace_back();
-    return read(each, 0, &(to->back().*fields)...);
+    return read(element, 0, &(to->back().*fields)...);
   });
 }
 
@@ -161,7 +161,7 @@ class Program {
   PyObject* description() const { return description_.get(); }  // borrowed
 
  private:
-  struct Place {  // a table entry inside an argument, or inside a new array
+  struct ArgumentEntry {  // a table entry inside an argument, or inside a new array
     size_t entry, argument;
     npy_intp offset;
   };
@@ -190,10 +190,10 @@ class Program {
   bool read_table(PyObject* described);
   bool read_instruction_of(PyObject* described);
   bool read_result(PyObject* described, Result* to);
-  PyObject* given(PyObject* args, PyObject* kwargs, size_t number) const;  // borrowed
+  PyObject* argument_at(PyObject* args, PyObject* kwargs, size_t number) const;  // borrowed
   int take_arguments(PyObject* args, PyObject* kwargs);
-  int holds() const;
-  bool are_apart() const;
+  int state_is_unchanged() const;
+  bool are_disjoint() const;
   bool set_arguments();
   Outcome run(Py_ssize_t* count);  // of instructions that were run
   PyObject* build(const Result& result, PyObject* args, PyObject* kwargs);
@@ -204,16 +204,16 @@ class Program {
   std::vector<PyObject*> names_;  // of keyword arguments, which come last
   std::vector<Owned> arrays_;     // of the arguments of this call
   std::vector<State> state_;
-  std::vector<Name> known_;
+  std::vector<Name> names_read_;
   std::vector<char*> table_;
-  std::vector<Place> places_;
+  std::vector<ArgumentEntry> argument_entries_;
   // Memory that the step writes, or reads if it writes to arguments: sorted address ranges.
   std::vector<Span> occupied_;
   Instructions instructions_;
-  std::vector<Binding> found_, bindings_;  // gradients that the step reads first, and gradients that it sets
+  std::vector<Binding> gradients_read_, bindings_;  // gradients that the step reads first, and gradients that it sets
   Result result_;
-  std::vector<PyArrayObject*> new_;  // examples of the new arrays
-  std::vector<Owned> made_;
+  std::vector<PyArrayObject*> new_forms_;  // examples of the new arrays
+  std::vector<Owned> new_arrays_;
   int64_t work_ = 0;
   bool is_busy_ = false, may_leave_ = false;
 };

@@ -81,7 +81,7 @@ struct World {
   void at(Time time, std::function<void()> what) { events.push({time, count++, -1, std::move(what)}); }
   void wake(int rank, Time time);
   void run(Time end);
-  void look(int rank);
+  void update(int rank);
 
   int host(int rank) const { return rank / kRanksOfHost; }
   int size() const { return static_cast<int>(hosts.size()); }
@@ -152,11 +152,11 @@ void World::run(Time end) {
     events.pop();
     now = event.time;
     if (event.rank < 0) event.what();
-    if (event.rank >= 0 && ranks[event.rank].wakes == now) look(event.rank);
+    if (event.rank >= 0 && ranks[event.rank].wakes == now) update(event.rank);
   }
 }
 
-void World::look(int number) {
+void World::update(int number) {
   Rank& rank = ranks[number];
   const Host& here = hosts[host(number)];
   rank.wakes = fl::kNever;
@@ -164,7 +164,7 @@ void World::look(int number) {
   if (now < rank.stopped) return wake(number, rank.stopped);
   current = number;
   spent = {};
-  if (const auto lost = rank.heartbeat->look()) {
+  if (const auto lost = rank.heartbeat->update()) {
     for (int each : lost->missing) {
       rank.lost.emplace(lost->status == FL_PEER_LOST ? size() + each : host(each), now);
     }
@@ -405,9 +405,9 @@ Line::Line(Line&& other) noexcept
       is_connected_(other.is_connected_),
       has_left_(other.has_left_),
       is_broken_(other.is_broken_),
-      come_(std::move(other.come_)) {}
+      received_(std::move(other.received_)) {}
 
-void Line::look() {
+void Line::update() {
   const Connection& made = world->connections[socket_ / 2];
   if (has_ended() || (!is_connected_ && world->now < made.made)) return;
   if ((has_left_ = made.is_refused)) return;
@@ -416,14 +416,14 @@ void Line::look() {
   auto next = come.begin();
   for (; next != come.end() && next->arrives <= world->now; ++next) {
     has_left_ |= next->bytes.empty();
-    come_ += next->bytes;
+    received_ += next->bytes;
   }
   come.erase(come.begin(), next);
 }
 
 std::string Line::take(size_t bytes) {
-  std::string taken = come_.substr(0, bytes);
-  come_.erase(0, bytes);
+  std::string taken = received_.substr(0, bytes);
+  received_.erase(0, bytes);
   return taken;
 }
 

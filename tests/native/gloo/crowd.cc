@@ -56,7 +56,7 @@ int main(int, char** arguments) {
   for (const auto end = Clock::now() + kWhile; Clock::now() < end;) {
     for (const auto& each : ranks) {
       if (Clock::now() < each->due()) continue;
-      if (const auto lost = each->look()) std::cout << lost->what() << "\n";
+      if (const auto lost = each->update()) std::cout << lost->what() << "\n";
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

@@ -17,7 +17,7 @@ inline Nothing nothing;
 
 // Connect two ranks, `made` is called on Gloo's thread of the one that is asked.
 struct Two {
-  explicit Two(const fl::Links::Made& made) {
+  explicit Two(const fl::Links::ConnectedHandler& made) {
     std::vector<char> addresses = asked->address();
     const size_t bytes = addresses.size();
     addresses.insert(addresses.end(), asking->address().begin(), asking->address().end());

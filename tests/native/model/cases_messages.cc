@@ -146,7 +146,7 @@ void claimed(Member& me) {
   }
   constexpr int64_t kSlice = 50000000;
   while (__atomic_load_n(claim, __ATOMIC_RELAXED) == 0) {
-    fl::futex_wait(claim, 0, kSlice, fl::kAllBits, fl::Among::kThreads);
+    fl::futex_wait(claim, 0, kSlice, fl::kAllBits, fl::FutexScope::kThreads);
   }
   handles[1]->cancel();
   check(outcome_of(handles[1]).status == FL_OK && letters[1]->match.source < 0, "two receives have one message");
@@ -172,12 +172,12 @@ void wound_again(Member& me) {
     const fl::Handle handle = letter->start();
     if (me.rank == 1) {
       constexpr int64_t kSlice = 50000000;
-      while (taken->load() == i) fl::futex_wait(taken, i, kSlice, fl::kAllBits, fl::Among::kProcesses);
+      while (taken->load() == i) fl::futex_wait(taken, i, kSlice, fl::kAllBits, fl::FutexScope::kProcesses);
     }
     if (!letter->end(handle)) return;
     if (me.rank == 0) {
       taken->store(i + 1);
-      fl::futex_wake(taken, fl::kAllBits, fl::Among::kProcesses);
+      fl::futex_wake(taken, fl::kAllBits, fl::FutexScope::kProcesses);
     }
   }
 }

@@ -30,7 +30,7 @@ struct Event {
   }
 };
 
-// After each wind() a tick comes that sees what was done before, also where the thread sleeps, or is about to.
+// After each activate() a tick comes that sees what was done before, also where the thread sleeps, or is about to.
 void ticks(int) {
   begin();
   Event* const seen = new Event;
@@ -42,7 +42,7 @@ void ticks(int) {
   });
   for (int number = 1; number <= 2; ++number) {
     wound->store(number, std::memory_order_relaxed);
-    ticker->wind();
+    ticker->activate();
     seen->await(number);
     let_pass(one_of(5));
   }
@@ -56,8 +56,8 @@ void turns(int) {
   int* const taken = new int(0);
   const auto take = [=] {
     check(turn->try_take_for(kMilliseconds), "a turn that is given cannot be had");
-    const fl::Turn::Held held(*turn);
-    check(turn->is_mine() && !turn->try_take_for(kMilliseconds), "a turn is not its thread's own");
+    const fl::Turn::Guard held(*turn);
+    check(turn->is_owner() && !turn->try_take_for(kMilliseconds), "a turn is not its thread's own");
     ++*taken;
   };
   std::thread other(take);
@@ -70,10 +70,10 @@ void turns(int) {
 void crew(int) {
   begin();
   Event* const done = new Event;
-  fl::Crew* const crew = new fl::Crew;
+  fl::ThreadPool* const crew = new fl::ThreadPool;
   check(crew->run([=] { done->reach(1); }), "no thread");
   done->await(1);
-  const std::unique_ptr<fl::Crew> owned(crew);
+  const std::unique_ptr<fl::ThreadPool> owned(crew);
 }
 
 struct Nothing : fl::Transport {

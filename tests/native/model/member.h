@@ -35,7 +35,7 @@ inline void free_group(fl::ShmGroup* group) { const std::unique_ptr<fl::ShmGroup
 inline void let_pass(int ticks) {
   constexpr int64_t kTick = 1000000;
   uint32_t* const word = new uint32_t(0);
-  while (ticks-- > 0) fl::futex_wait(word, 0, kTick, fl::kAllBits, fl::Among::kThreads);
+  while (ticks-- > 0) fl::futex_wait(word, 0, kTick, fl::kAllBits, fl::FutexScope::kThreads);
 }
 
 struct Member {

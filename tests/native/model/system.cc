@@ -267,7 +267,7 @@ bool is_mapped(uintptr_t at, int rank) {
 
 namespace fl {
 
-void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among) {
+void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, FutexScope) {
   point(number(word));
   happens(*here, number(word), true);
   if (!is_quiet) model::full_fence();  // the kernel's, no mutant
@@ -278,7 +278,7 @@ void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t b
   record(here->has_timed_out ? "its time is over" : "wakes", number(word), value, CALLER);
 }
 
-void futex_wake(const void* word, uint32_t bits, Among) {
+void futex_wake(const void* word, uint32_t bits, FutexScope) {
   if (is_dropped(number(word), CALLER)) return;
   point(number(word));
   happens(*here, number(word), true);
@@ -319,7 +319,7 @@ ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes) {
   return static_cast<ssize_t>(bytes);
 }
 
-void* of_this_process(const void* type, void* (*make)()) {
+void* process_object(const void* type, void* (*make)()) {
   for (Single& one : kernel.singles[here->rank]) {
     if (one.type == nullptr) one = {type, make()};
     if (one.type == type) return one.object;
