@@ -1,24 +1,24 @@
-"""all_reduce beside every peer, from 4 bytes to 256 MB, on 2 and 4 ranks.
+"""Time of all_reduce next to every peer, from 4 bytes to 256 MB, on 2 and 4 ranks.
 
     python benchmarks/all_reduce.py --json all_reduce.json --plot all_reduce.png
 
-Each library's ranks are processes of their own, in their own environment, started once by the
-library's own launcher. Between their turns they sleep in the read of a socket. For each size the
-contenders take turns, round by round: a barrier, then as many calls in a row as fill a batch; the
-slowest rank's time counts. What is shown are medians of the rounds, and medians of the ratios
-within a round. All call from Python, in place, on arrays of zeros; before and after, one call on
-other values shows that the sum is right. Sizes are bytes of the array on each rank.
+The ranks of each library are processes in the library's own environment, started once by its own
+launcher. Between their turns they block on a socket. For each size the contenders take turns in
+rounds: a barrier, then a batch of calls. The time of the slowest rank counts. The report shows
+medians of the rounds and of the ratios within a round. All contenders call from Python, in place,
+on arrays of zeros. One call with other values before and after the rounds checks the sum. Sizes are
+bytes of the array on each rank.
 
-Numbers count on a quiet machine only; the load is printed. OMPI_MCA_* and MPIR_CVAR_* variables
-reach the peers.
+Run it on a quiet machine; the report prints the load. Variables OMPI_MCA_* and MPIR_CVAR_* are
+passed to the peers.
 
     python benchmarks/all_reduce.py --device cuda --ranks 1 2 4
 
-measures CuPy arrays through NCCL. The peers are NCCL itself, called on the communicator of this
-package and through cupy.cuda.nccl, cupyx.distributed, nccl4py and torch's backends nccl and nccl2.
-A peer that is not installed is named with the reason. Two times are measured: until the device is
-done, and the host's time to launch. Each case is printed, and written to the JSON file, when it is
-measured. Ranks that must share a GPU communicate over the loopback, with every library.
+measures CuPy arrays through NCCL. The peers are raw NCCL on the communicator of this package and
+through cupy.cuda.nccl, cupyx.distributed, nccl4py, and torch's backends nccl and nccl2. The report
+names peers that are not installed. Two times are measured: until the device has finished, and the
+host's time to launch. Each case is printed and written to the JSON file at once. If ranks share a
+GPU, every library communicates over the loopback interface.
 """
 
 import argparse
@@ -55,7 +55,7 @@ ROLE = "flashlight_collectives"
 def contenders(
     options: argparse.Namespace, ranks: int, dtype: str, nbytes: int, absent: dict[str, str]
 ) -> list[Contender]:
-    """Return who is measured in one case."""
+    """Return the contenders of one case."""
     automatic = ours(ROLE)
     found = [Contender(targets.OURS, automatic, ranks)]
     found.append(Contender(targets.ZERO_COPY, automatic, ranks, {"kind": "shared"}))
@@ -77,7 +77,7 @@ def contenders(
 
 
 def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measurement]:
-    """Return all cases, those of the same ranks and dtype together, in increasing sizes."""
+    """Return all cases, grouped by ranks and dtype, in increasing sizes."""
     results = []
     for ranks in options.ranks:
         for dtype in options.dtypes:
@@ -97,8 +97,8 @@ def measure_cuda(
 ) -> tuple[list[Measurement], cuda_targets.HostTimes]:
     """Return all cases on the GPU, and the host's seconds to launch, by ranks and bytes.
 
-    Print each case, and write the cases so far: the machine may be taken away. Ctrl-C ends the
-    loop with the cases that are measured by then.
+    Print each case and write the cases so far, because the machine may end the run. Ctrl-C ends the
+    loop and keeps the finished cases.
     """
     results, times = [], {}
     with contextlib.suppress(KeyboardInterrupt):
@@ -116,12 +116,12 @@ def measure_cuda(
 
 
 def show(measurements: list[Measurement]) -> None:
-    """Print a table of times and one of ratios for every number of ranks and dtype."""
+    """Print a table of times and a table of ratios for each number of ranks and dtype."""
     for ranks, dtype in dict.fromkeys((m.ranks, m.dtype) for m in measurements):
         some = [m for m in measurements if (m.ranks, m.dtype) == (ranks, dtype)]
         print(f"\n### all_reduce, {dtype}, {ranks} ranks\n")
         print(time_table(some, "bytes", lambda m: size_name(m.nbytes)))
-        print(f"\nTime of the others divided by that of {targets.OURS}:\n")
+        print(f"\nTime of each peer divided by the time of {targets.OURS}:\n")
         print(ratio_table(some, "bytes", lambda m: size_name(m.nbytes), targets.OURS))
 
 
@@ -141,7 +141,7 @@ def read_options() -> argparse.Namespace:
 
 
 def report_cuda(measurements: list[Measurement], times: cuda_targets.HostTimes) -> list[Verdict]:
-    """Print what was measured on GPUs, before the ranks end, which takes time; judge it."""
+    """Print the GPU results before the ranks end, which takes time, and judge them."""
     show(measurements)
     print(f"\n### Host time to launch\n\n{cuda_targets.launch_table(times)}")
     judged = cuda_targets.verdicts(measurements, times)

@@ -1,11 +1,12 @@
-"""What a job of many ranks takes to begin, once its processes are there.
+"""Time until a job of many ranks has started, after its processes exist.
 
     python benchmarks/begin.py --ranks 64 --json begin.json
 
-The ranks are forked from a process that has imported everything. In each round every way is timed
-once, from when all of them may begin to when the last one has returned from
-``distributed_init`` and an ``all_reduce`` of one number: on hosts of one rank each, which meet by a
-file or at an address and are joined by Gloo, and on one host, where they share memory.
+The ranks are forked from a process that has imported all modules. Each round measures each kind of
+start once, from a common start signal until the last rank has returned from ``distributed_init``
+and an
+``all_reduce`` of one number. The kinds are: hosts of one rank that find each other by a file, hosts
+of one rank that find each other at an address (both use Gloo), and one host with shared memory.
 """
 
 import argparse
@@ -30,11 +31,11 @@ from harness.verdicts import at_most
 importlib.import_module("flashlight_py.distributed.start.initialize")  # else each rank would
 
 FILE, TCP, SHARED = "file", "address", "shared memory"
-MOST = {FILE: 2.0, TCP: 1.0, SHARED: 1.5}  # seconds, of 64 ranks on two cores
+MOST = {FILE: 2.0, TCP: 1.0, SHARED: 1.5}  # seconds for 64 ranks on two cores
 
 
 def rank_main(way: str, rank: int, ranks: int, place: Any, begin: int, ended: int) -> None:
-    """Be a rank, of a host of its own unless ``way`` is to share memory."""
+    """Run one rank, on a simulated host of one rank unless ``kind`` is shared memory."""
     if way != SHARED:
         os.environ["FLASHLIGHT_MEMORY_DOMAIN"] = str(rank)
     os.read(begin, 1)
@@ -48,7 +49,7 @@ def rank_main(way: str, rank: int, ranks: int, place: Any, begin: int, ended: in
 
 
 def seconds_of(way: str, ranks: int) -> float:
-    """Return how long ``ranks`` ranks take to begin."""
+    """Return the seconds that ``ranks`` ranks need to start."""
     with ExitStack() as stack:
         place = place_of(way, stack)
         starts, begin = os.pipe()
@@ -66,7 +67,7 @@ def seconds_of(way: str, ranks: int) -> float:
                     os._exit(0)
             children.append(child)
         os.close(ends)
-        time.sleep(0.5)  # all of them wait
+        time.sleep(0.5)  # until all ranks wait
         began = time.perf_counter()
         os.write(begin, bytes(ranks))
         answers = b""
@@ -83,7 +84,7 @@ def seconds_of(way: str, ranks: int) -> float:
 
 
 def place_of(way: str, stack: ExitStack) -> dict[str, str]:
-    """Return where ranks meet, for ``params``."""
+    """Return the ``params`` that tell ranks where to find each other."""
     if way == FILE:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         return {"FILE_PATH": f"{folder}/rendezvous"}

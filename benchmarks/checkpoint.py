@@ -1,11 +1,12 @@
-"""What a checkpoint costs, beside dd on the same disk in the same run.
+"""Time of a checkpoint next to dd on the same disk in the same run.
 
     python benchmarks/checkpoint.py --json checkpoint.json
 
-In each round dd writes as many zeros as the checkpoint has bytes (conv=fsync: it ends when they
-are on the disk), `fl.save` writes a module of one array (digest, fsync of files and folder,
-rename), and `fl.load` reads it back, from the page cache. All in --folder, which must lie on a real
-disk: on a file system in memory fsync costs nothing.
+In each round dd writes as many zeros as the checkpoint has bytes (conv=fsync: dd ends when they are
+on the disk). `fl.save` writes a module of one array (digest, fsync of files and folder, rename),
+and
+`fl.load` reads it from the page cache. --folder must be on a real disk, because fsync on a file
+system in memory costs nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def measure(megabytes: int, rounds: int, parent: Path) -> Measurement:
 
 
 def one_round(module: OneArray, megabytes: int, folder: Path) -> dict[str, float]:
-    """Return the seconds of everybody."""
+    """Return the seconds of each contender in one round."""
     return {
         DD: dd(folder / "dd", megabytes),
         SAVE: seconds_of(lambda: fl.save(folder / "run", module=module, step=1)),
@@ -70,7 +71,7 @@ def one_round(module: OneArray, megabytes: int, folder: Path) -> dict[str, float
 
 
 class OneArray(fl.nn.Module):
-    """A module of one parameter; what is in it does not matter, but that it is in memory."""
+    """A module of one parameter with arbitrary values."""
 
     def __init__(self, size: int) -> None:
         self.weight = fl.param(np.arange(size, dtype=np.float32))
@@ -81,7 +82,7 @@ class OneArray(fl.nn.Module):
 
 
 def dd(file: Path, megabytes: int) -> float:
-    """Let dd write ``file``, remove it, and return the seconds that dd reports."""
+    """Write ``file`` with dd, remove it, and return the seconds that dd reports."""
     arguments = ["if=/dev/zero", f"of={file}", "bs=1M", f"count={megabytes}", "conv=fsync"]
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(
@@ -95,14 +96,14 @@ def dd(file: Path, megabytes: int) -> float:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long ``work`` takes."""
+    """Return the seconds of one call of ``work``."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def label(measurement: Measurement) -> str:
-    """Return what distinguishes a row."""
+    """Return the label of a row."""
     return size_name(measurement.nbytes)
 
 

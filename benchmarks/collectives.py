@@ -1,25 +1,28 @@
-"""Every verb beside every peer, at a few sizes.
+"""Times of every verb next to every peer at a few sizes.
 
     python benchmarks/collectives.py --json collectives.json
 
-The method is that of all_reduce.py. Sizes are bytes of each rank's argument: what it gives to an
-all_gather, what it is given to cut in a reduce_scatter, a scatter or an all_to_all. send_recv is
-there and back between ranks 0 and 1, sendrecv a step around a ring. The root of a broadcast may be
-done before the others; as everywhere it is the slowest rank's time for a batch of calls that
-counts. Where a result is not in place, everybody writes it into an array that was made before; of
-the verbs of objects, to which the array (or a dict of whole numbers as long) is an object, it is
-new. Of a number it is a Python float that goes in and comes out, of every second element a view
-that is not contiguous, which users of mpi4py pack themselves. torch has no unequal all_gather. A
-copy of the argument by one core, beside them, shows what is a matter of memory alone.
+The method is the method of all_reduce.py. Sizes are bytes of each rank's argument: the array that a
+rank sends in an all_gather, and the array that is divided in a reduce_scatter, a scatter or an
+all_to_all. send_recv goes from rank 0 to rank 1 and back; sendrecv is one step around a ring. The
+root of a broadcast may finish early; the slowest rank's time for a batch of calls counts. If a
+result is not in place, each library writes into an array that was allocated before. Verbs of
+objects
+get the array (or a dict of integers of the same length) and return a new object. "Number" rows pass
+and return
+a Python float. "Every second element" rows pass a view that is not contiguous, which mpi4py users
+must pack themselves. torch has no all_gather of unequal parts. A copy of the argument by one core
+shows the limit of the memory.
 
-Several arrays are parts of the argument. This package reduces them by all_reduce_multiple, by the
-same with contiguous=True, and in a loop of all_reduce; the others reduce them in a loop.
+"Several arrays" rows divide the argument into arrays. This package reduces them by
+all_reduce_multiple, by
+all_reduce_multiple(contiguous=True), and in a loop of all_reduce. The peers reduce them in a loop.
 
-A halo is 4 fields, the parts of the argument, that go to both neighbours around a ring: as one
-batch, or one sendrecv after another. In a row of tasks rank 0 gives 100 of them, one at a time, to
-whichever rank asks first, by receives from any source; the time is that of all. Of open messages
-each is an element of the argument, between ranks 0 and 1, 2 and 3: so many receives are begun, then
-as many sends, and then all are waited for.
+A halo row sends 4 fields to both neighbours in a ring, as one batch or as one sendrecv after the
+other. In a task row rank 0 gives 100 tasks, one at a time, to the rank that asks first, with
+receives from any source; the time is for all tasks. In a row of open messages each element of the
+argument is a message between ranks 0 and 1, and between 2 and 3. All receives start, then all
+sends, then the rank waits for all.
 """
 
 import argparse
@@ -31,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import MEANINGS
+from flashlight_py.distributed.calls.combining import RESULTS
 from flashlight_py.distributed.verbs import VERBS as TABLE
 from flashlight_py.distributed.verbs import Verb
 from harness.all_reduce_targets import COPY
@@ -39,11 +42,7 @@ from harness.collectives_targets import SEVERALLY, label, verdicts
 from harness.conductor import Case, Conductor, Contender
 from harness.launchers import Library
 from harness.options import collective_peers, common_arguments, ours, plan_of
-from harness.report import (
-    conclude,
-    ratio_table,
-    time_table,
-)
+from harness.report import conclude, ratio_table, time_table
 from harness.roles.verbs import SEVERAL
 from harness.statistics import Measurement
 
@@ -54,7 +53,8 @@ OBJECTS = (100, 1 << 10, 64 << 10, 1 << 20)
 
 
 class Row(NamedTuple):
-    """The arrays, in units of its argument, that a rank holds at once; and the sizes, in bytes."""
+    """The arrays that a rank holds at once, as multiples of its argument, and the sizes in
+    bytes."""
 
     arrays: Callable[[int], int]
     sizes: Sequence[int] = SIZES
@@ -87,15 +87,15 @@ VERBS: dict[str, Row] = {
 }
 
 VERBS |= dict.fromkeys(SEVERAL, Row(lambda ranks: 3, SIZES[1:]))
-# What the table of the verbs has beside them; peers do not know it: its meaning goes with a task.
+# Verbs outside the table of verbs. Their meaning is sent to the peers with the task.
 TABLED = {v.name: v for v in TABLE if v.reduces and v.in_place and v.name not in VERBS}
 VERBS |= dict.fromkeys(TABLED, VERBS["all_reduce"])
-# Last: a library that cannot have so many is not asked for anything afterwards.
+# The last row, because a library that cannot open so many messages gets no further tasks.
 VERBS |= dict.fromkeys(("open messages", "open messages, one tag"), Row(lambda ranks: 2, OPEN))
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
-    """Return every verb at every size; those of one size have no other."""
+    """Return every verb at every size. Verbs of fixed size have one case."""
     return [
         _case(verb, options.dtype, nbytes, ranks)
         for verb in options.verbs
@@ -111,19 +111,19 @@ def _case(verb: str, dtype: str, nbytes: int, ranks: int) -> Case:
 
 
 def _meaning(verb: Verb, rank: int, ranks: int) -> float | None:
-    """Return what ``rank`` has in the end if rank r gave r + 1 everywhere; None: MPI does not say.
+    """Return the result of ``rank`` if rank r passes r + 1 everywhere.
 
-    That is the result of rank 0 in an exclusive prefix reduction.
+    None means that MPI leaves the result undefined: rank 0 in an exclusive prefix reduction.
     """
     if verb.prefix and not verb.fills(rank, 0):
         return None
     call, given = Call(verb), [np.array(r + 1.0) for r in range(ranks)]
-    result = MEANINGS[verb](given, rank, call) if verb.fills(rank, call.root) else given[rank]
+    result = RESULTS[verb](given, rank, call) if verb.fills(rank, call.root) else given[rank]
     return float(result)
 
 
 def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measurement]:
-    """Return all cases, those of the same number of ranks together."""
+    """Return all cases, grouped by the number of ranks."""
     results = []
     for ranks in options.ranks:
         entrants = [Contender(OURS, ours("flashlight_collectives"), ranks)]
@@ -156,7 +156,7 @@ def main() -> None:
         some = [m for m in measurements if m.ranks == ranks]
         print(f"\n### Verbs, {options.dtype}, {ranks} ranks\n")
         print(time_table(some, "verb", label))
-        print(f"\nTime of the others divided by that of {OURS}:\n")
+        print(f"\nTime of each peer divided by the time of {OURS}:\n")
         print(ratio_table(some, "verb", label, OURS))
     judged = verdicts(measurements, conductor.absent)
     conclude(options, conductor, measurements, judged, lambda m: f"{m.ranks} ranks {label(m)}")

@@ -1,16 +1,18 @@
-"""What the communication hooks send, what they cost in a step, and what they do to a loss.
+"""Bytes, time and loss of the communication hooks.
 
     python benchmarks/compression.py --json compression.json
 
-Two problems, all hooks in turn. A perceptron of 3 million parameters (width 1024, batch 64, SGD
-with momentum, one BLAS thread per rank), whose step is timed: in shared memory, where sending
-costs next to nothing and a hook shows what it computes, and through Gloo over loopback TCP. And
-the problem of examples/DistributedTraining.py, trained for some epochs with each hook from the
-same start with the same samples: the mean loss of the last epoch.
+Two problems run with all hooks in turn. The first is a perceptron of 3 million parameters (width
+1024, batch
+64, SGD with momentum, one BLAS thread per rank). Its step is timed in shared memory, which shows
+the
+computation of a hook, and through Gloo over loopback TCP. The second is the problem of
+examples/DistributedTraining.py. It is trained for some epochs with each hook from the same start
+with the same samples; the result is the mean loss of the last epoch.
 
-"Pays below" is the speed of a network, of 2 ranks, at which the bytes that a hook saves take as
-long as its arithmetic in shared memory: (bytes saved) / (seconds added). On a faster one the hook
-makes steps longer.
+"Pays below" is the speed of a network between 2 ranks at which the saved bytes take as long as the
+computation of the hook in shared memory: (bytes saved) / (seconds added). On a faster network the
+hook makes steps slower.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from harness.statistics import Measurement, median
 
 WIDTH, QUICK_WIDTH, BATCH = 1024, 64, 64
 EPOCHS, SAMPLES = 5, 10_000  # of the example
-ARRAYS = 6  # of the size of the parameters: they, gradients, momentum, temporaries, residuals
+ARRAYS = 6  # of the size of the parameters: parameters, gradients, momentum, temporaries, residuals
 LONG = Plan(rounds=9, batch_seconds=0.5, case_seconds=120.0)
 BRIEF = Plan(rounds=3, batch_seconds=1e-4, case_seconds=1.0)
 NONE = "no hook"
@@ -43,7 +45,7 @@ BACKENDS = {"auto": "shared memory", "gloo": "Gloo"}
 
 @dataclass(frozen=True)
 class Reported:
-    """What the ranks said of one hook, beside its time: bytes of a step, and the last loss."""
+    """Numbers that the ranks report for one hook: bytes of a step, and the last loss."""
 
     nbytes: int
     loss: float = float("nan")
@@ -56,7 +58,7 @@ def contenders(backend: str, ranks: int) -> list[Contender]:
 
 
 def large_case(width: int, ranks: int, backend: str) -> Case:
-    """Return the step to time: 3 * width**2 weights."""
+    """Return the step that is timed, with 3 * width**2 weights."""
     widths = [width // 2, width, width, width, width // 2]
     weights = sum(a * b for a, b in itertools.pairwise(widths))
     measurement = Measurement(f"step, {BACKENDS[backend]}", "float32", 4 * weights, ranks)
@@ -65,13 +67,13 @@ def large_case(width: int, ranks: int, backend: str) -> Case:
 
 
 def example_case(options: argparse.Namespace, ranks: int, momentum: float) -> Case:
-    """Return one more epoch of the example; its time is not what is asked for."""
+    """Return one more epoch of the example. Its time is not used."""
     task = {"problem": "example", "samples": options.samples, "momentum": momentum}
     return Case(Measurement(f"the example, momentum {momentum:g}", "float32", 0, ranks), task)
 
 
 def train_example(options: argparse.Namespace, ranks: int) -> dict[float, dict[str, Reported]]:
-    """Return what the ranks reported after the last epoch, by momentum."""
+    """Return the numbers that the ranks reported after the last epoch, by momentum."""
     reported = {}
     with Conductor(BRIEF) as conductor:
         for momentum in MOMENTA:
@@ -84,10 +86,10 @@ def train_example(options: argparse.Namespace, ranks: int) -> dict[float, dict[s
 def measure(
     conductor: Conductor, case: Case, backend: str, ranks: int
 ) -> tuple[Measurement, dict[str, Reported]]:
-    """Time every hook, and return what the ranks reported of it.
+    """Time every hook, and return the numbers that the ranks reported.
 
     Raises:
-        RuntimeError: a hook could not be measured, or its ranks reported different things.
+        RuntimeError: If a hook failed, or the ranks of a hook reported different numbers.
     """
     result = conductor.measure(case, contenders(backend, ranks))
     if set(HOOKS) - set(result.seconds):
@@ -101,7 +103,7 @@ def measure(
 
 
 def step_table(steps: dict[str, Measurement], reported: dict[str, Reported]) -> str:
-    """Return bytes and times of the large problem, a row for each hook."""
+    """Return bytes and times of the large problem, one row for each hook."""
     names = [BACKENDS[backend] for backend in steps]
     heads = [f"{column}, {name}" for name in names for column in ("a step", "to no hook")]
     rows = []
@@ -118,7 +120,7 @@ def _times(steps: Measurement, title: str) -> list[str]:
 
 
 def _pays_below(steps: Measurement, title: str, reported: dict[str, Reported]) -> str:
-    """Return the speed of the network at which the hook neither wins nor loses."""
+    """Return the network speed at which the hook neither wins nor loses."""
     if title == NONE:
         return "-"
     saved = reported[NONE].nbytes - reported[title].nbytes
@@ -127,7 +129,7 @@ def _pays_below(steps: Measurement, title: str, reported: dict[str, Reported]) -
 
 
 def loss_table(reported: dict[float, dict[str, Reported]]) -> str:
-    """Return bytes and the last loss of the example, a row for each hook."""
+    """Return bytes and the last loss of the example, one row for each hook."""
     heads = [f"{column}, momentum {m:g}" for m in reported for column in ("loss", "to no hook")]
     rows = []
     for title, of in next(iter(reported.values())).items():
@@ -147,7 +149,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help=f"of the example, default {EPOCHS}")
     options = parser.parse_args()
     if len(options.ranks) > 1:
-        parser.error("--ranks: one number; bytes and losses of others are another run's")
+        parser.error(
+            "--ranks: expected one number; run the script again for another number of ranks"
+        )
     defaults = (QUICK_WIDTH, 200, 1) if options.quick else (WIDTH, SAMPLES, EPOCHS)
     for name, default in zip(("width", "samples", "epochs"), defaults, strict=True):
         setattr(options, name, getattr(options, name) or default)

@@ -1,12 +1,12 @@
-"""A training step under fl.DataParallel, beside one process and the ranks of fl.spawn.
+"""A training step with fl.DataParallel, next to one process and to the ranks of fl.spawn.
 
     python benchmarks/data_parallel.py --json data_parallel.json
 
 Each step is a forward and a backward pass of one batch through four linear layers with ReLU, and
-SGD with momentum. "one process" computes with as many BLAS threads as there are cores; the others
-are as many processes with a thread each: fl.DataParallel is called by this one, with the whole
-batch; the ranks of fl.spawn have a share each and distribute_module_grads. They take turns, and
-starting is not counted. torch.nn.DataParallel has no place here: it is for GPUs only.
+SGD with momentum. "one process" uses one BLAS thread per core. The other rows use one process with
+one thread per core: fl.DataParallel receives the whole batch from this process, and the ranks of
+fl.spawn have their shares and call distribute_module_grads. The contenders take turns; their start
+is not timed. torch.nn.DataParallel is for GPUs only and is not a peer.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     against = {label(widest): widest.ratios(WRAPPED, SPAWNED)}
     verdicts = [at_most("the widest network, against fl.spawn", FAR, against)]
     print(f"{time_table(results, 'width', label)}\n")
-    print(f"Time divided by that of {ONE}:\n\n{ratio_table(results, 'width', label, ONE)}\n")
+    print(f"Time divided by the time of {ONE}:\n\n{ratio_table(results, 'width', label, ONE)}\n")
     conclude(options, None, results, verdicts)
 
 
@@ -60,7 +60,7 @@ def measure(width: int, options: argparse.Namespace) -> Measurement:
 
 
 def seconds_of_rank(rank: int, width: int, rows: int, steps: int) -> float:
-    """Return the seconds of a step of ``rank``, which has its share of the rows."""
+    """Return the seconds of a step of ``rank`` on its share of the rows."""
     model = network(width)
     fl.broadcast_parameters(model)
     fl.distribute_module_grads(model)
@@ -68,7 +68,7 @@ def seconds_of_rank(rank: int, width: int, rows: int, steps: int) -> float:
 
 
 def seconds_of_steps(model: fl.nn.Module, width: int, rows: int, steps: int) -> float:
-    """Return the median of the seconds of ``steps`` steps, after some to warm up."""
+    """Return the median seconds of ``steps`` steps, after some steps to warm up."""
     criterion = fl.nn.MeanSquaredError()
     optimizer = fl.optim.SGDOptimizer(model.params(), 1e-4, momentum=0.9)
     x = np.random.default_rng(0).standard_normal((rows, width)).astype(np.float32)
@@ -91,7 +91,7 @@ def network(width: int) -> fl.nn.Module:
 
 
 def label(measurement: Measurement) -> str:
-    """Return what distinguishes a row."""
+    """Return the label of a row."""
     return str(int((measurement.nbytes / 4 / LAYERS) ** 0.5))
 
 

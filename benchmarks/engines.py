@@ -1,12 +1,16 @@
-"""What an engine costs: ``run`` beside ``spawn``, and all_reduce in actors of Ray beside flrun's.
+"""Cost of an engine: ``run`` next to ``spawn``, and all_reduce in Ray actors next to flrun's ranks.
 
     python benchmarks/engines.py --json engines.json
 
-The engines are those of tests/engines, on this machine's loopback, started before anything is
-timed. A start is that of two ranks which initialise the world, do one all_reduce, return and end,
-in turns with ``spawn``. Beside it stands what the engine itself takes for two tasks that do
-nothing: an actor of Ray is a new process, a worker of Dask or Spark is there already. The method of
-the all_reduces is that of all_reduce.py.
+The engines are the engines of tests/engines on the loopback interface of this machine, started
+before the
+measurement. A start consists of two ranks that join the world, do one all_reduce, return and end.
+It takes
+turns with ``spawn``. A further row shows the time of the engine for two tasks that do nothing: a
+Ray
+actor is a new process, and Dask and Spark workers exist already. The all_reduce rows use the method
+of
+all_reduce.py.
 """
 
 import argparse
@@ -30,9 +34,9 @@ from harness.verdicts import Verdict, at_most
 
 ENGINES, RANKS = ["ray", "dask", "spark"], 2
 SIZES = [4, 64 << 10, 4 << 20]
-SPAWN, RUN, ALONE = "spawn", "run", "the engine alone"
+SPAWN, RUN, ALONE = "spawn", "run", "engine only"
 FLRUN, ACTORS = "flrun", "fl.launch.ray"
-SECONDS = 1.0  # that a start may take beyond spawn's
+SECONDS = 1.0  # seconds that a start may take longer than spawn
 MOST = 1.2  # times flrun's all_reduce
 
 Run = Callable[..., list[Any]]
@@ -44,7 +48,7 @@ def total(rank: int) -> int:
 
 
 def measure_starts(engine: str, rounds: int) -> Measurement:
-    """Return the times of starts on ``engine``, or the reason why there are none."""
+    """Return the times of starts on ``engine``, or the reason why they are missing."""
     from tests.engines import engines
 
     measurement = Measurement(engine, "", 0, RANKS)
@@ -57,7 +61,7 @@ def measure_starts(engine: str, rounds: int) -> Measurement:
             ALONE: alone(engine),
         }
         for title, call in calls.items():
-            call()  # the first one of a kind starts processes that stay
+            call()  # the first call starts processes that later calls reuse
             measurement.seconds[title] = []
         for _ in range(rounds):
             for title, call in calls.items():
@@ -71,7 +75,7 @@ def measure_starts(engine: str, rounds: int) -> Measurement:
 def _started(
     engine: Callable[[], AbstractContextManager[Any]], measurement: Measurement
 ) -> Iterator[Any]:
-    """Start an engine; None: it cannot be had, and the measurement says why."""
+    """Start an engine. Return None if it is not available, and record the reason."""
     import pytest
 
     try:
@@ -87,7 +91,7 @@ def _started(
 
 
 def alone(engine: str) -> Callable[[], Any]:
-    """Return what the engine itself does to have two processes at once."""
+    """Return the function that lets the engine run two empty tasks at once."""
     if engine == "ray":
         return _actors
     if engine == "dask":
@@ -117,7 +121,8 @@ def _nothing(argument: Any) -> Any:
 
 
 def measure_all_reduces(sizes: list[int], conductor: Conductor) -> list[Measurement]:
-    """Return the times of all_reduce in actors of one host, and of flrun's ranks there."""
+    """Return the times of all_reduce in actors on one host, and of flrun's ranks on the same
+    host."""
     from tests.engines import engines
 
     measurements = [Measurement("all_reduce", "float32", nbytes, RANKS) for nbytes in sizes]
@@ -162,7 +167,7 @@ def verdicts(starts: list[Measurement], reduces: list[Measurement]) -> list[Verd
 
 def read_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments("Time what runs on engines.", [RANKS], "")
+    parser = common_arguments("Measure starts and all_reduce on engines.", [RANKS], "")
     add = parser.add_argument
     add("--engines", nargs="*", default=ENGINES, choices=ENGINES, metavar="ENGINE")
     add("--sizes", type=int, nargs="*", default=SIZES, help="bytes of each rank's argument")
@@ -181,7 +186,7 @@ def main() -> None:
         print(f"\n### Two ranks\n\n{time_table(starts, 'from start to end', lambda m: m.task)}")
     if reduces:
         print(f"\n### all_reduce\n\n{time_table(reduces, 'bytes', lambda m: size_name(m.nbytes))}")
-        print(f"\nTime of the others divided by that of {FLRUN}:\n")
+        print(f"\nTime of each peer divided by the time of {FLRUN}:\n")
         print(ratio_table(reduces, "bytes", lambda m: size_name(m.nbytes), FLRUN))
     judged = verdicts(starts, reduces)
     conclude(

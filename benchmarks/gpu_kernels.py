@@ -1,14 +1,15 @@
-"""The fused kernels for CuPy arrays beside what CuPy alone does, and torch's fused optimizers.
+"""The fused kernels for CuPy arrays next to plain CuPy and torch's fused optimizers.
 
     python benchmarks/gpu_kernels.py --json kernels.json
 
-One process on one GPU. Each kernel of flashlight_py/kernels.py and optim/cuda.py stands beside the
-same formula in plain CuPy (whose results are stored by one more copy), beside one that cupy.fuse
-has made of that, and beside a copy of as many bytes as the formula must read and write, which
-nothing can beat. Times are of the device for calls in a row, by events: for small arrays the host's
-launches count. Every result of ours is compared with plain CuPy's. Who fails is left out, and the
-others go on.
-Ends with the status 77 where there is no GPU.
+One process uses one GPU. Each kernel of flashlight_py/kernels.py and optim/cuda.py has four peers:
+the
+same formula in plain CuPy (with one more copy to store the results), the formula as compiled by
+cupy.fuse, a copy of the bytes that the formula must read and write, which is the limit, and torch.
+Times are device times of consecutive calls, measured by events; for small arrays the host's
+launches
+dominate. Each result is compared with plain CuPy. A contender that fails is left out.
+The exit status is 77 if there is no GPU.
 """
 
 import argparse
@@ -38,7 +39,7 @@ SIZES = [1 << 10, 1 << 20, 1 << 26]  # elements of each array
 ROUNDS, CALLS, SECONDS = 7, 200, 0.02
 RATE, MOMENTUM, DECAY = 1e-3, 0.9, 1e-2
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
-# The numbers of the rule in its first step.
+# Hyperparameters of the rule in its first step.
 ADAM = (
     *(BETA1, 1 - BETA1, BETA2, 1 - BETA2, EPS, RATE / (1 - BETA1)),
     *((1 - BETA2) ** -0.5, 1 - RATE * DECAY, 0.0),
@@ -49,10 +50,11 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: how many arrays it has and moves, ours, the formula, and torch's, if it has one.
+    """A kernel: number of arrays, number of moved arrays, our function, the formula, torch's class.
 
-    ``formula`` is of plain operators, so that it can be fused. It returns what ``changed`` arrays,
-    the first ones, become; where that is 0, ``ours`` returns a new array.
+    ``formula`` consists of plain operators, so cupy.fuse can compile it. It returns the new values
+    of
+    the first ``changed`` arrays. If ``changed`` is 0, ``ours`` returns a new array.
     """
 
     arrays: int
@@ -141,12 +143,13 @@ def kernels_of(cupy: Any) -> dict[str, Kernel]:
     }
 
 
-# cupy.fuse knows elementwise formulas, of the arguments alone.
+# cupy.fuse supports only elementwise formulas of the arguments.
 NOT_FUSIBLE = ("mean squared error", "bias and relu", "scaled difference")
 
 
 def contenders(cupy: Any, name: str, kernel: Kernel, count: int) -> dict[str, Call]:
-    """Return who computes ``kernel`` on arrays of ``count`` elements, each on its own arrays."""
+    """Return the contenders for ``kernel`` on arrays of ``count`` elements, each with its own
+    arrays."""
     made = {OURS: _arrays(cupy, kernel, count), PLAIN: _arrays(cupy, kernel, count)}
     found: dict[str, Call] = {
         OURS: lambda: kernel.ours(*made[OURS]),
@@ -165,7 +168,7 @@ def contenders(cupy: Any, name: str, kernel: Kernel, count: int) -> dict[str, Ca
 
 
 def _arrays(cupy: Any, kernel: Kernel, count: int) -> list[Any]:
-    """The same values for everybody; squares must not be negative."""
+    """Return the same values for every contender. Squares must not be negative."""
     random = cupy.random.default_rng(0)
     return [random.random(count, dtype=cupy.float32) for _ in range(kernel.arrays)]
 
@@ -181,7 +184,7 @@ def _storing(kernel: Kernel, formula: Callable[..., Any], arrays: list[Any]) -> 
 
 
 class _TorchStep:
-    """A fused step of torch's optimizer, made at the first call."""
+    """A fused step of torch's optimizer, which the first call constructs."""
 
     def __init__(self, kernel: Kernel, count: int) -> None:
         self._kind, self._count = kernel.torch, count
@@ -203,10 +206,10 @@ class _TorchStep:
 
 
 def check(cupy: Any, name: str, kernel: Kernel) -> None:
-    """Compare one call of ours with the formula's.
+    """Compare one call of our kernel with the formula.
 
     Raises:
-        RuntimeError: they differ by more than rounding.
+        RuntimeError: If the results differ by more than rounding.
     """
     ours, plain = _arrays(cupy, kernel, 1 << 14), _arrays(cupy, kernel, 1 << 14)
     returned, expected = kernel.ours(*ours), kernel.formula(*plain)
@@ -217,7 +220,7 @@ def check(cupy: Any, name: str, kernel: Kernel) -> None:
 
 
 def seconds_per_call(cupy: Any, call: Call, calls: int) -> float:
-    """Return what one of ``calls`` calls in a row takes until the device is done."""
+    """Return the seconds per call of ``calls`` consecutive calls, until the device has finished."""
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     begin.record()
     for _ in range(calls):
@@ -228,7 +231,8 @@ def seconds_per_call(cupy: Any, call: Call, calls: int) -> float:
 
 
 def measure(cupy: Any, name: str, kernel: Kernel, count: int, rounds: int) -> Measurement:
-    """Return the rounds of everybody, in turn; who fails is left out with the reason."""
+    """Return the rounds of all contenders in turn; leave out a contender that fails, with the
+    reason."""
     case = Measurement(name, "float32", 4 * count, 1)
     calls = contenders(cupy, name, kernel, count)
     with _of_torch_too(cupy):
@@ -237,7 +241,7 @@ def measure(cupy: Any, name: str, kernel: Kernel, count: int, rounds: int) -> Me
             try:
                 seconds_per_call(cupy, call, 3)  # compiles
                 once = seconds_per_call(cupy, call, 3)
-            except Exception as error:  # noqa: BLE001  (one contender's is no reason to end)
+            except Exception as error:  # noqa: BLE001 (the others go on)
                 case.left_out[title] = f"{type(error).__name__}: {error}"
                 continue
             often[title] = max(3, min(CALLS, round(SECONDS / once)))
@@ -249,12 +253,12 @@ def measure(cupy: Any, name: str, kernel: Kernel, count: int, rounds: int) -> Me
 
 
 def _of_torch_too(cupy: Any) -> Any:
-    """The default stream, where torch launches as well: events then see its kernels."""
+    """Use the default stream, which torch uses too, so that events measure torch's kernels."""
     return cupy.cuda.Stream.null
 
 
 def verdicts(cases: Mapping[str, list[Measurement]]) -> list[Verdict]:
-    """Judge against plain CuPy, everywhere."""
+    """Compare with plain CuPy at every size."""
     return [
         at_least(
             f"{name}, against CuPy",
@@ -291,7 +295,7 @@ def main() -> None:
     for name, kernel in kernels_of(cupy).items():
         try:
             check(cupy, name, kernel)
-        except Exception as error:  # noqa: BLE001  (the other kernels are measured all the same)
+        except Exception as error:  # noqa: BLE001 (the other kernels are still measured)
             wrong.append(name)
             print(f"\n### {name}\n\nFAILED: {type(error).__name__}: {error}", flush=True)
             continue
@@ -299,7 +303,7 @@ def main() -> None:
         cases[name] = [measure(cupy, name, kernel, count, options.rounds) for count in sizes]
         print(f"\n### {name}, float32\n")
         print(time_table(cases[name], "bytes of an array", lambda m: size_name(m.nbytes)))
-        print(f"\nTime of the others divided by that of {OURS}:\n")
+        print(f"\nTime of each peer divided by the time of {OURS}:\n")
         print(ratio_table(cases[name], "bytes", lambda m: size_name(m.nbytes), OURS))
         print(left_out_text(cases[name], lambda m: size_name(m.nbytes)), flush=True)
         if options.json:

@@ -1,13 +1,16 @@
-"""Verbs between hosts, beside torch's Gloo and Open MPI over the same cables.
+"""Times of verbs between hosts, next to torch's Gloo and Open MPI over the same cables.
 
     python benchmarks/hosts.py --links "1 Gbit/s" --verbs all_reduce --json hosts.json
 
-The hosts are those of tests/cluster: namespaces of this machine, joined by a switch whose cables
-have a rate, a delay and a loss. The ranks of all hosts share this machine's cores with the switch,
-so two ranks on each of two hosts are compared with torch only, whose ranks wait as ours do. The
-method is that of all_reduce.py, and rows are those of collectives.py; messages and what is not of
-speed by large arrays are measured at 1 Gbit/s alone, if not asked for. The wire's time is that of
-the bytes which the busiest cable must carry one way, in full frames.
+The hosts are the Linux namespaces of tests/cluster, connected by a switch whose cables have a rate,
+a delay
+and a loss. The ranks of all hosts and the switch share the cores of this machine. Therefore two
+ranks on each of
+two hosts are compared with torch only, whose ranks wait in the same way. The method is the method
+of all_reduce.py, and the rows are the rows of collectives.py. By default, messages and verbs that
+are not
+limited by bandwidth are measured at 1 Gbit/s only. The wire's time is the time for the bytes that
+the busiest cable must carry in one direction, in full frames.
 """
 
 import argparse
@@ -40,10 +43,12 @@ TYPICAL = "1 Gbit/s"
 
 
 class Row(NamedTuple):
-    """What a verb needs of cables and memory, from numbers of hosts and ranks.
+    """Demands of a verb on cables and memory, as functions of the numbers of hosts and ranks.
 
-    ``wire`` is what the busiest cable carries at least, one way, in units of a rank's argument; 0
-    where that says nothing, and the verb is left out. ``arrays`` are what a rank holds at once.
+    ``wire`` is the least traffic of the busiest cable in one direction, as a multiple of a rank's
+    argument. If it
+    is 0, it is unknown and the verb is left out. ``arrays`` is the number of arrays that a rank
+    holds at once.
     """
 
     wire: Callable[[int, int], float]
@@ -74,13 +79,13 @@ VERBS = {
         lambda hosts, ranks: ranks - ranks / hosts, lambda ranks: 3 + 3 * ranks, MIDDLE
     ),
 }
-FRAME, DATA = 1538, 1448  # bytes: on the wire, with gap and preamble, and of data in it
+FRAME, DATA = 1538, 1448  # bytes of a frame on the wire with gap and preamble, and of its data
 LARGE = 64 << 20
 
 
 @dataclass(frozen=True)
 class Place:
-    """Cables and hosts that were measured together, and what was measured."""
+    """Cables and hosts that were measured together, with the results."""
 
     link: str
     shape: str
@@ -91,7 +96,7 @@ class Place:
         return f"{self.link}, {self.shape}"
 
     def shares(self, measurement: Measurement) -> list[float]:
-        """Return our times divided by the wire's; empty where there is no rate."""
+        """Return our times divided by the wire's time; empty if the cable has no rate."""
         counts = SHAPES[self.shape]
         units = VERBS[measurement.task].wire(len(counts), sum(counts))
         if "rate" not in LINKS[self.link] or OURS not in measurement.seconds:
@@ -103,7 +108,7 @@ class Place:
 def measure(
     options: argparse.Namespace, conductor: Conductor, link: str, shape: str
 ) -> list[Measurement]:
-    """Return every verb at every size, on hosts made for them."""
+    """Return every verb at every size, on hosts that this function creates."""
     from tests.cluster.hosts import Cluster
 
     counts = SHAPES[shape]
@@ -142,7 +147,7 @@ def _case(verb: str, nbytes: int, ranks: int) -> Case:
 
 
 def verdicts(places: Sequence[Place], absent: Mapping[str, str]) -> list[Verdict]:
-    """Judge what was measured; ``absent`` says which peers were not there, and why."""
+    """Judge the results. ``absent`` contains the missing peers and the reasons."""
     judged = []
     for place in places:
         far = place.link == "5 ms"
@@ -176,14 +181,14 @@ def _beside_the_wire(place: Place) -> Verdict:
 
 
 def show(place: Place) -> None:
-    """Print times, ratios, and the shares of the wire's time."""
+    """Print times, ratios, and the ratios to the wire's time."""
 
     def label(measurement: Measurement) -> str:
         return f"{measurement.task}, {size_name(measurement.nbytes)}"
 
     some = place.measurements
     print(f"\n### {place.name}\n\n{time_table(some, 'verb', label)}")
-    print(f"\nTime of the others divided by that of {OURS}:\n")
+    print(f"\nTime of each peer divided by the time of {OURS}:\n")
     print(ratio_table(some, "verb", label, OURS))
     rows = [
         [label(m), f"{median(shares):.3g}x"]
@@ -191,7 +196,7 @@ def show(place: Place) -> None:
         if m.nbytes >= 1 << 20 and (shares := place.shares(m))
     ]
     if rows:
-        print(f"\n{markdown(['verb', f'time of {OURS} to that of the wire'], rows)}")
+        print(f"\n{markdown(['verb', f'time of {OURS} divided by the time of the wire'], rows)}")
 
 
 def read_options() -> argparse.Namespace:

@@ -1,12 +1,12 @@
-"""What it takes to start: flrun beside bare processes, and the import beside NumPy's.
+"""Start time of flrun next to plain processes, and import time next to NumPy's.
 
     python benchmarks/launch.py --json launch.json
 
-In each round everybody is timed once, one after the other, from the start of the process to its
-end; the targets judge the medians of the rounds' ratios. ``flrun -n 4`` runs an empty script and
-stands beside four processes ``python -c "import numpy"`` that are started together; the imports
-are those of one process. ``flashlight_py`` imports its parts when they are used, so the import of
-all public names is shown as well.
+Each round times each contender once, from the start of its process to its end. The targets judge
+the
+medians of the ratios of the rounds. ``flrun -n 4`` runs an empty script; its peer is four processes
+``python -c "import numpy"`` that start together. The import rows use one process. ``flashlight_py``
+imports its parts at their first use, so the report also shows the import of all public names.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from harness.verdicts import Verdict, at_most
 RANKS = 4
 FLRUN, BARE, EMPTY = f"flrun -n {RANKS}", f"{RANKS} x import numpy", f"{RANKS} x nothing"
 IMPORT, NUMPY, EVERY = "import flashlight_py", "import numpy", "every public name"
-MOST = 1.5  # times the bare processes, and times NumPy's import
+MOST = 1.5  # times the plain processes, and times NumPy's import
 
 
 def together(*command: str) -> None:
-    """Start the command as often as there are ranks, and wait for all."""
+    """Start the command once for each rank, and wait for all processes."""
     processes = [subprocess.Popen(command) for _ in range(RANKS)]
     codes = [process.wait() for process in processes]
     if any(codes):
@@ -42,7 +42,7 @@ def one(*command: str) -> None:
 
 
 def contenders(empty: Path) -> dict[str, dict[str, Callable[[], None]]]:
-    """Return what is timed, by task and title."""
+    """Return the commands that are timed, by task and title."""
     python = sys.executable
     return {
         "start": {
@@ -59,7 +59,7 @@ def contenders(empty: Path) -> dict[str, dict[str, Callable[[], None]]]:
 
 
 def measure(rounds: int) -> list[Measurement]:
-    """Time everybody once in each round, after one that does not count."""
+    """Time each contender once in each round, after a round that does not count."""
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder) / "empty.py"
         empty.touch()
@@ -77,7 +77,7 @@ def measure(rounds: int) -> list[Measurement]:
 
 
 def duration_of(call: Callable[[], None]) -> float:
-    """Return how long ``call`` takes, in seconds."""
+    """Return the seconds of ``call``."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -108,7 +108,7 @@ def main() -> None:
     for measurement, ours in zip(measurements, (FLRUN, IMPORT), strict=True):
         print(f"\n### {measurement.task}\n")
         print(time_table([measurement], "from start to end", lambda m: m.task))
-        print(f"\nTime divided by that of {ours}:\n")
+        print(f"\nTime divided by the time of {ours}:\n")
         print(ratio_table([measurement], "", lambda m: m.task, ours))
     judged = verdicts(*measurements)
     conclude(options, None, measurements, judged)

@@ -1,11 +1,11 @@
-"""Layers beside torch's, forward and backward, on one thread.
+"""Layers next to torch's layers, forward and backward, on one thread.
 
     python benchmarks/layers.py --json layers.json
 
-Both libraries begin with the same parameters, inputs and gradients of results, and their results
-and gradients are compared, so that nobody wins by computing something else. The time is the
-processor's: what the process computes, whatever else the machine does. torch has two layouts of
-images, of which the faster one counts.
+Both libraries start from the same parameters, inputs and gradients of results. Their results and
+gradients are compared, so both compute the same. The time is the processor time of the process.
+torch
+has two layouts of images; the faster layout counts.
 """
 
 import argparse
@@ -26,7 +26,8 @@ EVERY_ROW, MEDIAN = 0.8, 1.0
 
 
 def peers(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender]:
-    """Return torch in its layouts, if it is wanted and installed; else add it to ``absent``."""
+    """Return torch in its layouts if it is selected and installed; otherwise add it to
+    ``absent``."""
     python = installed(PEER, options, absent)
     if python is None:
         return []
@@ -39,7 +40,7 @@ def check_that_all_compute_the_same(samples: dict[str, list[list[list[float]]]])
     """Compare the first elements of results and gradients.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: If they differ.
     """
     if OURS not in samples:
         return
@@ -51,7 +52,7 @@ def check_that_all_compute_the_same(samples: dict[str, list[list[list[float]]]])
 
 
 def rounds_beside_torch(measurement: Measurement) -> list[float]:
-    """Return how often ours fits in the time of torch's faster layout, round by round."""
+    """Return the ratio of the time of torch's faster layout to our time in each round."""
     found = [measurement.ratios(title, OURS) for title in (PEER, LAST)]
     return min((each for each in found if each), key=median, default=[])
 
@@ -68,7 +69,7 @@ def table(found: list[Measurement]) -> str:
 
 
 def verdicts(found: list[Measurement], absent: dict[str, str]) -> list[Verdict]:
-    """Judge every row, and the one in the middle."""
+    """Judge each row, and the median row."""
     missing = "torch is absent" if PEER in absent else ""
     rows = {each.task: rounds for each in found if (rounds := rounds_beside_torch(each))}
     medians = [median(rounds) for rounds in rows.values()]

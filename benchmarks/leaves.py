@@ -1,12 +1,15 @@
-"""What the same bits on any number of ranks cost, and whether they are the same.
+"""Cost of the same bits on any number of ranks, and a check of the bits.
 
     python benchmarks/leaves.py --json leaves.json
 
-A step of 4 x Linear(width), a global batch, Adam: leaf by leaf (``leaves=8``) beside plain
-data-parallel training on as many ranks, in turns; on one rank beside the batch that is not cut. One
-BLAS thread per rank. Then a small network with dropout is trained for 1,000 steps on 1 to 8 ranks,
-over shared memory, Gloo and on two hosts' worth of ranks, with SGD and Adam; the SHA-256 of the
-parameters is to be one value.
+A step of 4 x Linear(width) with a global batch and Adam runs leaf by leaf (``leaves=8``). Its peer
+is
+plain data-parallel training on the same number of ranks, in turns. On one rank the peer uses the
+undivided
+batch. There is one BLAS thread per rank. Then a small network with dropout is trained for 1,000
+steps on 1 to 8
+ranks over shared memory, over Gloo and on two simulated hosts, with SGD and Adam. All runs with one
+optimizer must end with the same SHA-256 of the parameters.
 """
 
 import argparse
@@ -21,7 +24,7 @@ from harness.verdicts import Verdict, at_most
 ROLE = "flashlight_leaves"
 KINDS = {"plain": "data parallel", "leaves": "leaves=8"}
 LAYERS = 4
-ARRAYS = 9  # of the size of the parameters, at most: moments, temporaries, rows of gradients
+ARRAYS = 9  # maximum, of the size of the parameters: moments, temporaries, rows of gradients
 BITS = {"kind": "bits", "widths": [12, 32, 3], "batch": 37}
 WORLDS = {
     "shared memory": {"BACKEND": "shm"},
@@ -45,7 +48,7 @@ def contenders(ranks: list[int]) -> list[Contender]:
 
 
 def trained(options: argparse.Namespace, optimizer: str) -> tuple[Case, list[Contender]]:
-    """Return what trains for some steps, in every world, and who does."""
+    """Return the contenders that train for some steps in each kind of world."""
     found = []
     for world, params in WORLDS.items():
         for ranks in (4,) if world == "2 hosts" else options.bits_ranks:
@@ -58,7 +61,7 @@ def trained(options: argparse.Namespace, optimizer: str) -> tuple[Case, list[Con
 
 
 def table(steps: Measurement, ranks: list[int]) -> str:
-    """Return the medians of a step, and what leaves cost."""
+    """Return the medians of a step, and the cost of leaves."""
     rows = []
     for count in ranks:
         plain, leaves = (title(count, kind) for kind in KINDS)
@@ -70,7 +73,7 @@ def table(steps: Measurement, ranks: list[int]) -> str:
 
 
 def bits_text(digests: dict[str, dict[str, str]], steps: int) -> tuple[str, Verdict]:
-    """Return what each optimizer's runs have ended with, and whether that is one value each."""
+    """Return the SHA-256 values of each optimizer's runs, and whether they are equal."""
     lines = []
     for optimizer, of_worlds in digests.items():
         different = sorted(set(of_worlds.values()))

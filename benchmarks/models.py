@@ -1,11 +1,13 @@
-"""Steps of the models of examples/: eager and captured, beside torch and torch DDP on gloo.
+"""Steps of the models of examples/: eager and captured, next to torch and torch DDP on gloo.
 
     python benchmarks/models.py --json models.json
 
-tiny_gpt, digits_cnn and cifar_resnet (ResNet-18, 32 images), as their examples make them, but
-without dropout, with Adam. Everybody begins with the same parameters and has the same batches, on
-one thread per process; the first losses are compared, so that nobody wins by computing something
-else. torch has images in both of its layouts, and is judged by the faster one.
+The models are tiny_gpt, digits_cnn and cifar_resnet (ResNet-18, 32 images) of the examples, without
+dropout, with
+Adam. All libraries start from the same parameters and use the same batches, with one thread per
+process.
+The first losses are compared, so all compute the same. torch runs images in both of its layouts,
+and the faster layout counts.
 """
 
 import argparse
@@ -23,16 +25,16 @@ from harness.verdicts import Verdict, at_least
 
 EAGER, CAPTURED = "eager", "captured"
 TORCH, LAST = "torch", "torch, channels_last"
-# By model: how often at least torch's time has room for ours, eager and captured, on one rank.
+# Least ratios of torch's time to ours on one rank, by model: eager, captured.
 TARGETS = {"tiny_gpt": (1.0, 1.3), "digits_cnn": (None, 1.5), "cifar_resnet": (0.9, None)}
-TOGETHER, MEMORY = 1.1, 1.0  # on two ranks; of a step of tiny_gpt
+TOGETHER, MEMORY = 1.1, 1.0  # least ratio on two ranks; largest memory ratio of tiny_gpt
 
 
 def contenders(
     options: argparse.Namespace, work: str, ranks: int, absent: dict[str, str]
 ) -> list[Contender]:
-    """Return who steps; add torch to ``absent``, with the reason, where it is not installed."""
-    # Each in processes of its own, whose memory is measured.
+    """Return the contenders; add torch to ``absent`` with the reason if it is not installed."""
+    # Each contender has its own processes, because their memory is measured.
     kinds = EAGER, CAPTURED
     found = [Contender(k, ours("flashlight_models", k), ranks, {"kind": k}) for k in kinds]
     python = installed("torch", options, absent)
@@ -45,7 +47,7 @@ def contenders(
 
 
 def state_of(work: str) -> dict[str, Any]:
-    """Return the parameters that everybody begins with."""
+    """Return the parameters that all contenders start from."""
     import flashlight_py as fl
     from harness.roles.flashlight_models import model_of
 
@@ -57,7 +59,7 @@ def check_that_all_compute_the_same(work: str, details: dict[str, list[Any]]) ->
     """Compare the first losses, summed over the ranks.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: If they differ.
     """
     sums = {title: np.sum([x["losses"] for x in each], axis=0) for title, each in details.items()}
     own = sums[EAGER]
@@ -67,13 +69,13 @@ def check_that_all_compute_the_same(work: str, details: dict[str, list[Any]]) ->
 
 
 def ratios(measurement: Measurement, own: str) -> list[float]:
-    """Return how often torch's time has room for ours, by the faster of its layouts."""
+    """Return the ratio of the time of torch's faster layout to our time."""
     found = [measurement.ratios(title, own) for title in (TORCH, LAST)]
     return min((each for each in found if each), key=median, default=[])
 
 
 def table(found: list[Measurement], peaks: dict[str, dict[str, int]]) -> str:
-    """Return the medians, how often torch's has room for ours, and the memory of a step."""
+    """Return the medians, the ratios of torch's times to ours, and the memory of a step."""
     rows = []
     for measurement in found:
         for title, seconds in measurement.seconds.items():

@@ -1,11 +1,13 @@
-"""Steps of optimizers beside NumPy's and torch's, on one thread.
+"""Optimizer steps next to NumPy and torch, on one thread.
 
     python benchmarks/optimizers.py --json optimizers.json
 
-Everybody begins with the same parameters and gradients, and the results of the first step are
-compared, so that nobody wins by computing something else. The time is the processor's: what the
-process computes, whatever else the machine does. "NumPy" is this package without csrc/optim. torch
-has two ways on a CPU: "fused", one pass over memory, and "foreach", lists of tensors.
+All contenders start from the same parameters and gradients. The results of the first step are
+compared, so all
+compute the same. The time is the processor time of the process. "NumPy" is this package without
+csrc/optim. torch has two kinds of steps on a CPU: "fused", one pass over memory, and "foreach",
+lists
+of tensors.
 """
 
 import argparse
@@ -26,7 +28,7 @@ FUSED = next(iter(TORCH))
 
 
 def contenders(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender]:
-    """Return who steps; add torch to ``absent``, with the reason, where it is not installed."""
+    """Return the contenders; add torch to ``absent`` with the reason if it is not installed."""
     found = [
         Contender(OURS, ours("flashlight_optimizer"), 1),
         Contender(NUMPY, ours("flashlight_optimizer_in_numpy", NUMPY), 1),
@@ -39,10 +41,10 @@ def contenders(options: argparse.Namespace, absent: dict[str, str]) -> list[Cont
 
 
 def check_that_all_compute_the_same(results: dict[str, list[list[float]]]) -> None:
-    """Compare what the first steps have made of the first elements.
+    """Compare the first elements of the parameters after the first step.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: If they differ.
     """
     own = np.array(results[OURS][0])
     for title, (result,) in results.items():
@@ -51,7 +53,7 @@ def check_that_all_compute_the_same(results: dict[str, list[list[float]]]) -> No
 
 
 def table(found: list[Measurement]) -> str:
-    """Return medians, and how often ours fits in the others' time."""
+    """Return medians, and the ratios of the peers' times to ours."""
     titles = [OURS, NUMPY, *TORCH]
     rows = []
     for measurement in found:
@@ -65,7 +67,7 @@ def table(found: list[Measurement]) -> str:
 
 
 def verdicts(found: list[Measurement], absent: dict[str, str]) -> list[Verdict]:
-    """Judge every work by the fused steps of torch, where it has them, and by NumPy's."""
+    """Judge each row by torch's fused step if it exists, and by NumPy."""
     missing = "torch is absent" if "torch" in absent else ""
     torch = {each.task: each.ratios(FUSED, OURS) for each in found}
     numpy = {each.task: each.ratios(NUMPY, OURS) for each in found}

@@ -1,17 +1,18 @@
-"""How much of the communication of a large model can be seen in its training step.
+"""Share of the communication of a large model that remains visible in its training step.
 
     python benchmarks/overlap.py --json overlap.json
 
-A perceptron of 50 million parameters (width 4096), batch 64, SGD with momentum. One BLAS thread
-per rank, so that on a machine with as many cores as ranks each rank has one for itself. Measured
-are, in turns: one rank; several ranks that do the same side by side and do not communicate, which
-shows what sharing the machine's memory costs; several whose gradients travel while the backward
-pass goes on; and several that reduce them when it is over.
+The model is a perceptron of 50 million parameters (width 4096), batch 64, SGD with momentum. Each
+rank has one
+BLAS thread. Four contenders take turns: one rank; several ranks without communication, which shows
+the
+cost of shared memory bandwidth; several ranks that reduce gradients during the backward pass; and
+several ranks that reduce gradients after it.
 
     python benchmarks/overlap.py --device cuda --trace trace.json.gz
 
-does the same with CuPy arrays (width 2048, batch 16384), and writes what rank 0's GPU did in three
-overlapped steps, as torch's profiler sees it.
+uses CuPy arrays (width 2048, batch 16384), and writes a trace of rank 0's GPU in three overlapped
+steps, recorded by torch's profiler.
 """
 
 import argparse
@@ -34,18 +35,18 @@ from harness.statistics import Measurement, median
 from harness.step_targets import overlap_verdict, ranks_text
 from harness.verdicts import Verdict, at_most
 
-# Width and batch. On a GPU a product as large as the CPU's is over before NCCL has begun.
+# Width and batch. On a GPU, a product of the CPU's size ends before NCCL starts.
 SIZES = {"cpu": (4096, 64), "cuda": (2048, 16384)}
 QUICK_WIDTH = 256
 OVERLAPPED, NO_TRACE = "overlapped", "No trace"
 ALONE = "1 rank"
 KINDS = {"no communication": "alone", OVERLAPPED: "overlap", "after the backward pass": "after"}
-ARRAYS = 5  # of the size of the parameters: they, gradients, momentum, temporaries, buckets
+ARRAYS = 5  # of the size of the parameters: parameters, gradients, momentum, temporaries, buckets
 LONG = Plan(rounds=7, batch_seconds=1.0, case_seconds=120.0)
 
 
 def contenders(ranks: list[int]) -> list[Contender]:
-    """Return one rank, and every kind of step on several."""
+    """Return one rank, and each kind of step on several ranks."""
     library = ours("flashlight_mlp")
     found = [Contender(ALONE, library, 1, {"kind": "alone"})]
     for count in ranks:
@@ -57,7 +58,7 @@ def contenders(ranks: list[int]) -> list[Contender]:
 
 
 def traced(case: Case, ranks: int, conductor: Conductor, file: Path) -> str:
-    """Return what a trace of overlapped steps on ``ranks`` ranks shows; it is not measured."""
+    """Return the summary of a trace of overlapped steps on ``ranks`` ranks. It is not timed."""
     title = f"{ranks_text(ranks)}, traced"
     task = {"kind": "overlap", "trace": str(file)}
     measurement = Measurement("trace", "float32", case.measurement.nbytes, ranks)
@@ -70,7 +71,7 @@ def traced(case: Case, ranks: int, conductor: Conductor, file: Path) -> str:
 
 
 def case_of(width: int, batch: int, ranks: list[int], device: str) -> Case:
-    """Return the step to measure: about 3 * width**2 parameters."""
+    """Return the case: about 3 * width**2 parameters."""
     widths = [width // 2, width, width, width, width // 2]
     weights = sum(a * b for a, b in itertools.pairwise(widths))
     measurement = Measurement("training step", "float32", 4 * weights, max(ranks))
@@ -79,7 +80,7 @@ def case_of(width: int, batch: int, ranks: list[int], device: str) -> Case:
 
 
 def table(steps: Measurement, ranks: list[int]) -> str:
-    """Return the medians, and how much longer a step is than one rank's and one without talk."""
+    """Return the medians, and the ratios to one rank and to a step without communication."""
     rows = []
     for title, seconds in steps.seconds.items():
         count = title.split(",")[0]
@@ -94,13 +95,13 @@ def _beyond(steps: Measurement, title: str, reference: str) -> str:
 
 
 def keep_whole_rounds(steps: Measurement) -> None:
-    """Forget the round that an interrupt has cut short: ratios are taken round by round."""
+    """Drop the round that an interrupt ended, because ratios are computed within rounds."""
     whole = min(map(len, steps.seconds.values()), default=0)
     steps.seconds = {title: rounds[:whole] for title, rounds in steps.seconds.items() if whole}
 
 
 def trace_text(found: dict[str, float] | str) -> str:
-    """Return what a trace shows, in a sentence."""
+    """Return the summary of a trace as a sentence."""
     if isinstance(found, str):
         return f"{NO_TRACE}: {found}."
     reducing, computing, both = found.values()
@@ -114,7 +115,8 @@ def trace_text(found: dict[str, float] | str) -> str:
 
 
 def verdicts(steps: Measurement, ranks: list[int], device: str) -> list[Verdict]:
-    """Judge: on the CPU against one rank; ranks that share a GPU against no overlap."""
+    """Judge the steps: on the CPU against one rank, on a shared GPU against steps without
+    overlap."""
     titles = {ranks_text(n): f"{ranks_text(n)}, {OVERLAPPED}" for n in ranks}
     if device == "cpu":
         return [overlap_verdict(steps, ALONE, title) for title in titles.values()]
@@ -135,7 +137,7 @@ def read_options() -> argparse.Namespace:
     add("--trace", type=Path, metavar="FILE.json.gz", help="of the kernels, with --device cuda")
     options = parser.parse_args()
     if options.trace and options.device == "cpu":
-        parser.error("--trace is of a GPU: add --device cuda")
+        parser.error("--trace needs a GPU: add --device cuda")
     return options
 
 
@@ -157,7 +159,7 @@ def main() -> None:
         steps = case.measurement
         try:
             conductor.measure(case, contenders(options.ranks))
-        except KeyboardInterrupt:  # what was measured by then is shown
+        except KeyboardInterrupt:  # show the finished rounds
             keep_whole_rounds(steps)
         judged = verdicts(steps, options.ranks, options.device)
         threads = "1 BLAS thread per rank" if options.device == "cpu" else "on the GPU"

@@ -1,7 +1,7 @@
-"""What it costs to record every call: in the native all_reduce, and on the way through Python.
+"""Cost of recording a call in the flight record: in the native all_reduce, and in the Python path.
 
-The native part compiles native/recorder.c; the other times a verb that does nothing, with and
-without its record. Both are what a processor takes that has nothing else to wait for.
+The native part compiles native/recorder.c. The Python part times a verb that does nothing, with and
+without its record. Both times are processor times of one process without other work.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def native(rounds: int) -> list[float]:
 
 
 def through_python(rounds: int) -> list[float]:
-    """Return nanoseconds for each round: a recorded call less the same one by itself."""
+    """Return nanoseconds for each round: time of a recorded call minus time of the same call."""
     journal, array = Journal("benchmark", (0,), ""), np.zeros(1, np.float32)
     done = Done(array)
 

@@ -1,14 +1,17 @@
-"""Memory and time of a step: one model per host beside one model per rank.
+"""Memory and time of a step: one model per host next to one model per rank.
 
     python benchmarks/sharding.py --json sharding.json
     python benchmarks/sharding.py --move  # memory while fully_shard works, 6 x Linear(2048)
 
-Each way runs in processes of its own, round by round; medians count. Memory is what all ranks
-together have more (PSS, /proc/self/smaps_rollup) after some steps than before the model was made:
-parameters, gradients, the optimizer's state, activations and buckets. A step is zero_grad, forward,
-backward and step on a batch of 32 samples per rank; its time is that of the slowest rank. One
-thread per process. Where torch is installed (python -m harness.install torch), its FSDP2 runs
-beside on gloo, each layer a unit, with its fused Adam.
+Each contender runs in new processes in each round; medians count. Memory is the growth of the
+memory of
+all ranks together (PSS, /proc/self/smaps_rollup) from before the model is made until after some
+steps:
+parameters, gradients, optimizer state, activations and buckets. A step is zero_grad, forward,
+backward and step on a batch of 32 samples per rank; the time of the slowest rank counts. Each
+process
+has one thread. If torch is installed (python -m harness.install torch), its FSDP2 on gloo is a
+peer, with each layer as a unit and with its fused Adam.
 """
 
 import argparse
@@ -23,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy, here and in the ranks
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy, also in ranks
 
 import numpy as np
 
@@ -43,13 +46,13 @@ HERE = Path(__file__).parent
 
 
 def pss() -> int:
-    """Return what this process has of memory, its share of what is shared; bytes."""
+    """Return the proportional set size of this process in bytes."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(text.split("Pss:")[1].split()[0]) << 10
 
 
 def plain(sizes: list[int]) -> Any:
-    """Return the model, as each rank makes it."""
+    """Return the model as each rank makes it."""
     model = fl.nn.Sequential()
     for inputs, outputs in itertools.pairwise(sizes):
         model.add(fl.nn.Linear(inputs, outputs))
@@ -58,7 +61,7 @@ def plain(sizes: list[int]) -> Any:
 
 
 def build(sizes: list[int], way: str) -> Any:
-    """Return the model, made ready in one of the ways."""
+    """Return the model, prepared for data-parallel or sharded training."""
     model = plain(sizes)
     if way == "data parallel":
         fl.distribute_module_grads(model)
@@ -88,9 +91,9 @@ def train(rank: int, sizes: list[int], way: str, steps: int) -> tuple[Any, Any, 
 
 
 def measure(rank: int, sizes: list[int], way: str, steps: int) -> tuple[list[float], int, float]:
-    """Return the seconds of each step, how much memory was taken, and the last loss."""
+    """Return the seconds of each step, the growth of the memory, and the last loss."""
     fl.all_reduce(np.ones(1000, np.float32))
-    train(rank, [512, 512], way, 2)  # what a process takes for any model does not count
+    train(rank, [512, 512], way, 2)  # allocates memory that any model needs
     before = pss()
     model, optimizer, seconds, loss = train(rank, sizes, way, WARM + steps)
     fl.barrier()
@@ -101,9 +104,9 @@ def measure(rank: int, sizes: list[int], way: str, steps: int) -> tuple[list[flo
 
 
 def move(rank: int, sizes: list[int]) -> list[tuple[float, int]]:
-    """Return when this rank had how much memory for the model, from before fully_shard on."""
+    """Return times and memory of this rank from before fully_shard until after it."""
     fl.all_reduce(np.ones(1000, np.float32))
-    fl.fully_shard(plain([512, 512]), across_hosts=True)  # which shards small modules as well
+    fl.fully_shard(plain([512, 512]), across_hosts=True)  # across_hosts also shards small modules
     empty = pss()
     model = plain(sizes)
     fl.barrier()
@@ -126,7 +129,7 @@ def move(rank: int, sizes: list[int]) -> list[tuple[float, int]]:
 
 
 def print_moves(ranks: int) -> None:
-    """Print a row: what all ranks have before, at the peak of, and after fully_shard."""
+    """Print a row: memory of all ranks before, at the peak of, and after fully_shard."""
     of_ranks = fl.spawn(move, ([2048] * 7,), nprocs=ranks)
     latest = [found.pop(0)[1] for found in of_ranks]
     totals = [sum(latest)]
@@ -140,7 +143,7 @@ def print_moves(ranks: int) -> None:
 
 
 def run(sizes: list[int], way: str, ranks: int, steps: int) -> tuple[float, int]:
-    """Return the median seconds of a step, and the memory of all ranks, in bytes."""
+    """Return the median seconds of a step, and the memory of all ranks in bytes."""
     if way == FSDP2:
         return summary(of_torch(sizes, ranks, steps))
     results = fl.spawn(measure, (sizes, way, steps), nprocs=ranks)
@@ -148,7 +151,7 @@ def run(sizes: list[int], way: str, ranks: int, steps: int) -> tuple[float, int]
 
 
 def of_torch(sizes: list[int], ranks: int, steps: int) -> list[tuple[list[float], int]]:
-    """Return what each rank of torch has measured."""
+    """Return the results of each rank of torch."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -171,13 +174,13 @@ def of_torch(sizes: list[int], ranks: int, steps: int) -> list[tuple[list[float]
 
 
 def summary(of_ranks: list[tuple[list[float], int]]) -> tuple[float, int]:
-    """Return the median of the slowest ranks' seconds, and the sum of their memory."""
+    """Return the median seconds of the slowest ranks, and the sum of their memory."""
     slowest = [max(times) for times in zip(*(seconds for seconds, _ in of_ranks), strict=True)]
     return statistics.median(slowest), sum(taken for _, taken in of_ranks)
 
 
 def main() -> None:
-    """Measure, print a table, and write JSON where that is asked for."""
+    """Measure, print a table, and write JSON if the option is set."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

@@ -1,16 +1,17 @@
-"""What host_array, recompute, shard_linear and set_epoch save, and what they cost.
+"""Savings and costs of host_array, recompute, shard_linear and set_epoch.
 
     python benchmarks/sharding_parts.py --json sharding_parts.json
 
-The method is that of all_reduce.py: all are measured in turns, with one BLAS thread per rank.
+The method is the method of all_reduce.py: contenders take turns, with one BLAS thread per rank.
 
-A data set that 8 ranks load by themselves, or once by host_array: the sum of the ranks'
-proportional shares of memory (PSS), and the time to copy a batch of 256 rows out of it. A deep
-network whose blocks keep their results, or compute them again: the most that NumPy has allocated in
-a step beyond parameters and gradients, the time of a step, and whether the gradients have the same
-bits. Four linear layers and one sample, on one rank and cut between two: the time until the result
-is there. The order of an epoch of 8 million rows by set_epoch, and as many rows by NumPy's
-Generator.permutation in the same process.
+host_array: 8 ranks each load a data set, or share one by host_array. The results are the sum of the
+ranks' proportional memory (PSS) and the time to copy a batch of 256 rows. recompute: a deep network
+keeps the results of its blocks or computes them again. The results are the peak of NumPy's
+allocations in a step beyond parameters and gradients, the time of a step, and a comparison of the
+gradients' bits. shard_linear: four linear layers with one sample, on one rank and split between
+two ranks. The result is the time until the output exists. set_epoch: the order of an epoch of 8
+million
+rows, next to NumPy's Generator.permutation of as many rows in the same process.
 """
 
 import argparse
@@ -33,7 +34,7 @@ ROW_BYTES = 4096
 
 
 def data_set(options: argparse.Namespace, conductor: Conductor) -> tuple[Measurement, list[Any]]:
-    """Measure the data set; returns also the rows of its table."""
+    """Measure the data set, and return the rows of its table."""
     nbytes, ranks = options.nbytes // ROW_BYTES * ROW_BYTES, max(options.ranks)
     result = Measurement("data set", "float32", nbytes, ranks)
     library, task = ours(LIBRARY), {"work": "data", "nbytes": nbytes}
@@ -50,10 +51,10 @@ def data_set(options: argparse.Namespace, conductor: Conductor) -> tuple[Measure
 def deep_network(
     options: argparse.Namespace, conductor: Conductor
 ) -> tuple[Measurement, list[Any]]:
-    """Measure a step; returns also the rows of its table.
+    """Measure a step, and return the rows of its table.
 
     Raises:
-        SystemExit: the gradients have other bits.
+        SystemExit: If the gradients have other bits.
     """
     sizes = QUICK if options.quick else DEEP
     result = Measurement("step of a deep network", "float32", 4 * sizes["width"] ** 2, 1)
@@ -93,7 +94,7 @@ def epoch(options: argparse.Namespace, conductor: Conductor) -> Measurement:
 
 def read_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments("Measure what serves large data sets and models.", [8], "")
+    parser = common_arguments("Measure functions for large data sets and models.", [8], "")
     parser.add_argument("--rows", type=int, default=8_000_000, help="of an epoch")
     parser.add_argument("--nbytes", type=int, default=64 << 20, help="of the data set")
     parser.add_argument("--width", type=int, default=4096, help="of the linear layers")

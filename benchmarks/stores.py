@@ -1,8 +1,9 @@
-"""What it costs to write what another core reads, through the caches and past them.
+"""Cost of writing data that another core reads, through the caches and past them.
 
-Compiles native/stores.cc and runs it in turns, since the answer depends on where the scheduler,
-and a hypervisor, has put the two cores; prints a Markdown table with the range over the rounds.
-This is what csrc/common/choice.h finds out while it runs.
+The script compiles native/stores.cc and runs it several times, because the result depends on the
+two cores
+that the scheduler and the hypervisor choose. It prints a Markdown table with the range of the
+rounds. csrc/common/choice.h measures the same at run time.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def measure(program: Path) -> dict[tuple[int, str], tuple[float, float]]:
-    """Return microseconds for filling and for adding, by size and way."""
+    """Return microseconds for filling and for adding, by size and kind of store."""
     found = {}
     for size in SIZES:
         for way in WAYS:
@@ -61,7 +62,7 @@ def measure(program: Path) -> dict[tuple[int, str], tuple[float, float]]:
 
 
 def spread(values: tuple[float, ...]) -> str:
-    """Write the median and the range."""
+    """Return the median and the range as text."""
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 

@@ -1,12 +1,11 @@
-"""fl.synchronize of a tree of many small arrays, beside one broadcast of as many bytes.
+"""fl.synchronize of a tree of many small arrays, next to one broadcast of the same number of bytes.
 
     python benchmarks/synchronize.py --json synchronize.json
 
-The method is that of all_reduce.py; all calls are made by the same ranks, in turns. A tree is a
-dict of 1,000 float32 arrays, and the broadcast's array is as long as they are together. What
-synchronize does beyond it: it walks through the tree, compares its structure over the ranks, packs
-the arrays on one rank and unpacks them on the others. The last column is what one would write
-without it.
+The method is the method of all_reduce.py; the same ranks make all calls in turns. A tree is a dict
+of 1,000 float32 arrays, and the broadcast's array has their total length. synchronize also
+traverses the tree, compares its structure between ranks, packs the arrays on one rank and
+unpacks them on the other ranks. The last column is a loop of broadcasts.
 """
 
 import argparse
@@ -25,7 +24,7 @@ MOST = 40.0  # times a broadcast, for 1,000 arrays of 1 KB on 2 ranks
 
 
 def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measurement]:
-    """Return all cases, those of the same number of ranks together."""
+    """Return all cases, grouped by the number of ranks."""
     library = ours("flashlight_tree")
     results = []
     for ranks in options.ranks:
@@ -67,7 +66,7 @@ def main() -> None:
         some = [m for m in measurements if m.ranks == ranks]
         print(f"\n### A tree of {ARRAYS} arrays, {ranks} ranks\n")
         print(time_table(some, "arrays", label))
-        print(f"\nTime divided by that of {ONE}:\n")
+        print(f"\nTime divided by the time of {ONE}:\n")
         print(ratio_table(some, "arrays", label, ONE))
     judged = verdicts(measurements)
     conclude(options, conductor, measurements, judged, lambda m: f"{m.ranks} ranks {label(m)}")

@@ -1,12 +1,15 @@
-"""A training step of TAGI networks beside the real pytagi, and on two ranks beside one.
+"""A training step of TAGI networks next to pytagi, and on two ranks next to one rank.
 
     python benchmarks/tagi.py --json tagi.json
 
-Both libraries begin with the same parameters and learn from the same batch; the outputs of their
-first steps are compared, so that nobody wins by computing something else. One thread each, and the
-time is the processor's: what the process computes, whatever else the machine does. pytagi has no
-way to run on several CPUs, so that ranks are compared with one rank of this package, by the clock;
-they share a batch, and add up what it teaches (``DDPSequential(average=False)``).
+Both libraries start from the same parameters and learn from the same batch. The outputs of the
+first
+steps are compared, so both compute the same. Each library has one thread, and the time is the
+processor
+time of the process. pytagi does not run on several CPUs, so two ranks are compared by wall-clock
+time
+with one rank of this package. The ranks share a batch and add their updates
+(``DDPSequential(average=False)``).
 """
 
 import argparse
@@ -24,13 +27,13 @@ from harness.step_targets import on_ranks
 from harness.verdicts import Verdict, at_least
 
 OURS, PEER = "flashlight_py", "pytagi"
-# How many times as fast as pytagi on one thread, in processor time.
+# Least ratio of pytagi's processor time to ours on one thread.
 FASTER = {"mlp-16": 8.0, "mlp-64": 16.0, "cnn-16": 14.0, "resnet-4": 25.0}
-SHARED, SPEEDUP = "mlp-256", 1.5  # two ranks against one, by the clock
+SHARED, SPEEDUP = "mlp-256", 1.5  # two ranks against one rank, by wall-clock time
 
 
 def peers(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender]:
-    """Return pytagi, if it is wanted and installed; else add the reason to ``absent``."""
+    """Return pytagi if it is selected and installed; otherwise add the reason to ``absent``."""
     if PEER not in options.peers.split(","):
         return []
     peer = PEERS[PEER]
@@ -43,7 +46,7 @@ def peers(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender
 
 
 def measure(options: argparse.Namespace, conductor: Conductor) -> dict[str, Measurement]:
-    """Return what each work took everybody, by its name."""
+    """Return the times of all contenders for each network."""
     package = ours("flashlight_tagi")
     alone = [*peers(options, conductor.absent), Contender(OURS, package, 1)]
     together = [Contender(on_ranks(OURS, n), package, n) for n in sorted({1, *options.ranks})]
@@ -64,7 +67,7 @@ def check_that_both_compute_the_same(outputs: dict[str, list[list[list[float]]]]
     """Compare the outputs of the first steps.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: If they differ.
     """
     if not {OURS, PEER} <= set(outputs):
         return
@@ -80,7 +83,7 @@ def label(name: str) -> str:
 
 
 def table(found: dict[str, Measurement]) -> str:
-    """Return medians beside pytagi, and how often ours fits in its time."""
+    """Return medians next to pytagi, and the ratios."""
     rows = []
     for name, measurement in found.items():
         if name != SHARED:
@@ -92,7 +95,7 @@ def table(found: dict[str, Measurement]) -> str:
 
 
 def table_of_ranks(measurement: Measurement) -> str:
-    """Return medians of ranks that share the batch."""
+    """Return medians of ranks that share a batch."""
     one = on_ranks(OURS, 1)
     rows = []
     for title, seconds in measurement.seconds.items():
@@ -102,7 +105,7 @@ def table_of_ranks(measurement: Measurement) -> str:
 
 
 def verdicts(found: dict[str, Measurement], absent: dict[str, str]) -> list[Verdict]:
-    """Judge every work that was measured."""
+    """Judge each network that was measured."""
     missing = f"{PEER} is absent" if PEER in absent else ""
     judged = []
     for name, measurement in found.items():

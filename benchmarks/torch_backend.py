@@ -1,13 +1,16 @@
-"""torch.distributed by the backend "flashlight", beside its own gloo.
+"""torch.distributed with the backend "flashlight", next to torch's gloo.
 
     python benchmarks/torch_backend.py --json torch_backend.json
 
-Both run the same lines of torch, in torch's environment: its collectives, and the training steps
-of its tutorials. A process group that does nothing shows what torch's own Python takes. The method
-is that of all_reduce.py, and sizes are those of collectives.py: bytes of each rank's argument. A
-list is that of dist.all_gather; "async" is a call with async_op=True, and its wait. Every rank
-trains on a batch of its own; the gradients of all ranks, and of both backends, must be the same.
-The hosts are namespaces of this machine, as in hosts.py, joined at 1 Gbit/s.
+Both backends run the same lines of torch in torch's environment: its collectives, and the training
+steps of
+its tutorials. A process group that does nothing shows the time of torch's own Python code. The
+method is
+the method of all_reduce.py, and the sizes are the sizes of collectives.py: bytes of each rank's
+argument. "List" is dist.all_gather with a list; "async" is a call with async_op=True and its wait.
+Each rank trains on its own batch. The gradients of all ranks and of both backends must be equal.
+The
+hosts are Linux namespaces as in hosts.py, connected at 1 Gbit/s.
 """
 
 import argparse
@@ -35,20 +38,21 @@ BETWEEN = (4 * KB, 4 * MB)
 MOVES = ("broadcast", "all_gather", "reduce_scatter", "all_to_all")
 OTHERS = ("all_gather, list", "reduce", "send_recv", "all_gather_object", "all_reduce, async")
 DDP, LARGE_DDP, FSDP2 = "DDP, 10-100-1", "DDP, 25 MB", "FSDP2, 2 blocks of 512"
-# What is called, and on how many bytes; 0: that has no size.
+# Calls, and the numbers of their bytes; 0 means that the call has no size.
 PARTS: dict[str, list[tuple[str, int]]] = {
     "all_reduce": [("all_reduce", kb * KB or 4) for kb in (0, 1, 4, 16, 64, KB, 16 * KB, 64 * KB)],
     "moves": [(verb, nbytes) for verb in MOVES for nbytes in BETWEEN],
     "others": [("barrier", 0), *((verb, nbytes) for verb in OTHERS for nbytes in BETWEEN)],
     "training": [(step, 0) for step in (DDP, LARGE_DDP, FSDP2)],
 }
-CLOSE = 1e-5  # of sums in another order
-ABOVE_NOTHING = 5e-6  # seconds, to 64 KB
+CLOSE = 1e-5  # tolerance for sums in another order
+ABOVE_NOTHING = 5e-6  # seconds more than the empty group, up to 64 KB
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be ``bound`` times as fast as gloo; where it is all that was measured, no task."""
+    """A case that must be ``bound`` times as fast as gloo. Without a task, it covers every other
+    case."""
 
     title: str
     place: str
@@ -71,7 +75,7 @@ TARGETS = [
 
 
 def case_of(task: str, nbytes: int, ranks: int) -> Case:
-    """Return what the conductor measures."""
+    """Return the case for the conductor."""
     asked: dict[str, Any] = {"verb": task, "dtype": "float32", "nbytes": nbytes}
     if task in (DDP, LARGE_DDP, FSDP2):
         asked = dict(zip(("wrapper", "model"), task.split(", "), strict=True))
@@ -79,7 +83,7 @@ def case_of(task: str, nbytes: int, ranks: int) -> Case:
 
 
 def contenders(python: Path, case: Case, hosts: Sequence[Host]) -> list[Contender]:
-    """Return both backends, and nothing where it is compared with."""
+    """Return both backends, and the empty group if the call is compared with it."""
     ranks, task = case.measurement.ranks, case.measurement.task
     role = "torch_collectives" if "verb" in case.task else "torch_training"
     library = functools.partial(Library, python=python, hosts=hosts)
@@ -100,7 +104,7 @@ def measure(
     ranks: int,
     hosts: Sequence[Host] = (),
 ) -> list[Measurement]:
-    """Return all that was asked for, on as many ranks."""
+    """Return the selected cases on this number of ranks."""
     results = []
     with conductor:
         for task, nbytes in (each for part in options.parts for each in PARTS[part]):
@@ -112,7 +116,7 @@ def measure(
 
 
 def _compare(task: str, details: Mapping[str, list[list[float]]]) -> None:
-    """Refuse gradients that are not the same on all ranks, and by both backends."""
+    """Raise if the gradients differ between ranks or backends."""
     found = {f"{title}, rank {r}": g for title, of in details.items() for r, g in enumerate(of)}
     for who, squares in found.items():
         for whom, others in found.items():
@@ -124,7 +128,7 @@ def _compare(task: str, details: Mapping[str, list[list[float]]]) -> None:
 def measure_between_hosts(
     options: argparse.Namespace, conductor: Conductor, python: Path
 ) -> list[Measurement]:
-    """Return all that was asked for, on two hosts that are made for it."""
+    """Return the selected cases on two hosts that this function creates."""
     from tests.cluster.hosts import Cluster
 
     with Cluster(2, families="4", rate=RATE) as cluster:
@@ -132,7 +136,7 @@ def measure_between_hosts(
 
 
 def verdicts(measured: Mapping[str, Sequence[Measurement]], missing: str) -> list[Verdict]:
-    """Judge what was measured; ``missing`` says what could not be, and why."""
+    """Judge the results. ``missing`` contains the cases that could not run, and the reasons."""
     judged = [_judge(target, measured.get(target.place, ()), missing) for target in TARGETS]
     above = {
         size_name(m.nbytes): [a - b for a, b in zip(m.seconds[OURS], nothing, strict=True)]
@@ -162,7 +166,7 @@ def label(measurement: Measurement) -> str:
 def show(place: str, measurements: Sequence[Measurement]) -> None:
     """Print times, and ratios."""
     print(f"\n### {place}\n\n{time_table(measurements, 'call', label)}")
-    print(f"\nTime of the others divided by that of {OURS}:\n")
+    print(f"\nTime of each peer divided by the time of {OURS}:\n")
     print(ratio_table(measurements, "call", label, OURS))
 
 

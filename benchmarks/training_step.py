@@ -1,17 +1,18 @@
-"""Training steps: captured and eager, beside hand-written NumPy, JAX, torch and torch DDP.
+"""Training steps: captured and eager, next to hand-written NumPy, JAX, torch and torch DDP.
 
     python benchmarks/training_step.py --json training_step.json --plot training_step.png
 
-What a step is, and that all start from the same numbers, stands in harness/roles/perceptron.py;
-which ones there are, in harness/step_cases.py. Everybody's first losses are compared with those of
-the step that is written by hand, so that nobody wins by computing something else. Then all take
-turns, round by round, each library in processes of its own; medians of the rounds count. One thread
-per process. ``--parts`` chooses:
+harness/roles/perceptron.py defines a step and its start values; harness/step_cases.py lists the
+cases. The first losses of each contender are compared with the hand-written step, so all compute
+the
+same. Then the contenders take turns in rounds, each library in its own processes; medians of the
+rounds
+count. Each process has one thread. ``--parts`` selects:
 
-steps: small networks, beside everybody, and what a new step's first calls take.
-functions: elementwise operations and reductions, such as layer norm, beside NumPy alone.
-grid: layers of each width (--layers, three), with each batch, beside NumPy alone.
-training: the example from start to end, by its own script on 2 ranks.
+steps: small networks next to all peers, and the time of the first calls of a new step.
+functions: elementwise operations and reductions, such as layer norm, next to NumPy.
+grid: three layers of each width (--layers) with each batch, next to NumPy.
+training: the example from start to end, with its own script on 2 ranks.
 """
 
 import argparse
@@ -51,9 +52,9 @@ from harness.whole_training import train
 PARTS = ("steps", "functions", "grid", "training")
 WIDTHS, BATCHES = (1, 4, 16, 64, 256, 1024, 4096), (1, 8, 64, 256, 1024)
 QUICK_WIDTHS, QUICK_BATCHES = (1, 64), (1, 64)
-SHAPES, QUICK_SHAPES = [(8, 16), (64, 64), (64, 512), (512, 2048)], [(8, 16)]  # of functions
+SHAPES, QUICK_SHAPES = [(8, 16), (64, 64), (64, 512), (512, 2048)], [(8, 16)]  # shapes of functions
 EPOCHS, TURNS = 100, 3  # of the whole training
-MOST_OPERATIONS = 1e11  # of a step in the grid: one or two seconds of a core
+MOST_OPERATIONS = 1e11  # operations of a step in the grid: one or two seconds of a core
 
 Cell = tuple[int, int]
 
@@ -61,17 +62,18 @@ Cell = tuple[int, int]
 def measure(
     conductor: Conductor, work: Work, ranks: list[int], pythons: Pythons
 ) -> tuple[Measurement, Mapping[str, Any]]:
-    """Return the times of a step and what the contenders reported, after a look at their losses."""
+    """Return the times of a step and the reports of the contenders, after a check of their
+    losses."""
     steps = conductor.measure(case_of(work, max(ranks)), contenders(work, ranks, pythons))
     check_that_all_compute_the_same(work.title, conductor.details)
     return steps, conductor.details
 
 
 def check_that_all_compute_the_same(work: str, details: Mapping[str, Any]) -> None:
-    """Compare the first losses of every contender's ranks with the reference's.
+    """Compare the first losses of the ranks of all contenders with the reference.
 
     Raises:
-        RuntimeError: a contender computes something else.
+        RuntimeError: If a contender computes other losses.
     """
     reference = details[HAND_WRITTEN][0]["losses"] if details else []
     for title, of_ranks in details.items():
@@ -81,7 +83,7 @@ def check_that_all_compute_the_same(work: str, details: Mapping[str, Any]) -> No
 
 
 def measure_grid(conductor: Conductor, options: argparse.Namespace) -> dict[Cell, Measurement]:
-    """Return the times of every cell; those of too many operations are left out."""
+    """Return the times of each cell; cells with too many operations are left out."""
     found = {}
     for width, batch in itertools.product(options.widths, options.batches):
         work = grid_work(width, batch, options.layers)
@@ -95,7 +97,7 @@ def measure_grid(conductor: Conductor, options: argparse.Namespace) -> dict[Cell
 
 
 def first_calls(details: Mapping[str, Any]) -> Measurement:
-    """Return what the first calls of newly made steps took."""
+    """Return the times of the first calls of new steps."""
     found = Measurement(f"{TWENTY}, first calls", "float32", 0, 1)
     for title, answers in details.items():
         for call, seconds in zip(RECORDS, zip(*answers[0]["calls"], strict=True), strict=True):
@@ -104,10 +106,10 @@ def first_calls(details: Mapping[str, Any]) -> Measurement:
 
 
 def measure_training(epochs: int, turns: int) -> Measurement:
-    """Return what the example takes: captured and eager, in turn.
+    """Return the times of the example: captured and eager, in turn.
 
     Raises:
-        RuntimeError: it fails, or the two end with different losses.
+        RuntimeError: If it fails, or the captured run and the eager run end with different losses.
     """
     found = Measurement(TRAINING.replace("100", f"{epochs}", 1), "float32", 0, 2)
     for _ in range(turns):
@@ -123,7 +125,7 @@ def measure_training(epochs: int, turns: int) -> Measurement:
 
 
 def table(measurements: list[Measurement]) -> str:
-    """Return the medians, and how often ours fits in each."""
+    """Return the medians, and the ratio of each peer's time to ours."""
     rows = []
     for steps in measurements:
         for title, seconds in steps.seconds.items():
@@ -134,13 +136,13 @@ def table(measurements: list[Measurement]) -> str:
 
 
 def medians(grid: Mapping[Cell, Measurement], of: str, to: str) -> dict[Cell, float]:
-    """Return the ratio of each cell that was measured."""
+    """Return the median ratio of each cell that was measured."""
     rounds = {cell: steps.ratios(of, to) for cell, steps in grid.items()}
     return {cell: median(ratios) for cell, ratios in rounds.items() if ratios}
 
 
 def grid_text(grid: Mapping[Cell, Measurement]) -> str:
-    """Return a table of ratios for each reference, with the smallest one and the median."""
+    """Return a table of ratios for each reference, with the smallest ratio and the median."""
     batches = sorted({batch for _, batch in grid})
     texts = []
     for reference in (HAND_WRITTEN, EAGER):
@@ -198,7 +200,7 @@ def main() -> None:
         if "grid" in options.parts:
             grid = measure_grid(conductor, options)
     if "functions" in options.parts:
-        with Conductor(plan_of(options)) as others:  # of the same titles, which do something else
+        with Conductor(plan_of(options)) as others:  # the same titles with another meaning
             functions = measure_functions(others, QUICK_SHAPES if options.quick else SHAPES)
     if "training" in options.parts:
         training = measure_training(options.epochs, 1 if options.quick else TURNS)

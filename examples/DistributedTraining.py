@@ -1,7 +1,7 @@
-"""Train a small perceptron on as many processes as there are: flashlight's DistributedTraining.
+"""Train a small perceptron on any number of processes: flashlight's DistributedTraining.
 
-Two processes started by MPI, whose steps Python computes, or native code that has recorded them;
-one process; or two that find each other through a shared file:
+Two processes that MPI starts, without and with a captured step; one process; two processes that
+find each other through a shared file:
 
     mpirun -n 2 python examples/DistributedTraining.py            # 24 s on two cores
     mpirun -n 2 python examples/DistributedTraining.py --capture  # 2.5 s, the same losses
@@ -28,10 +28,10 @@ MOMENTUM = 0.9
 
 
 def main(options: argparse.Namespace) -> None:
-    # Meet the other processes. Every one runs this same program, with a rank of its own.
+    # Join the other processes. Every process runs this program and has its own rank.
     initialise(options)
     if options.device == "cuda":
-        options.device = fl.distributed.use_local_device()  # each process has a GPU of its own
+        options.device = fl.distributed.use_local_device()  # a GPU for each process
     world_size = fl.get_world_size()
     if options.samples < world_size:
         raise SystemExit(
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> None:
         )
     fl.set_seed(options.seed)
 
-    # The samples are shared out: this process trains on its part only.
+    # Each process trains on its share of the samples.
     batches = my_batches(options)
 
     model = fl.nn.Sequential()
@@ -50,8 +50,8 @@ def main(options: argparse.Namespace) -> None:
     model.to(options.device)
     criterion = fl.nn.MeanSquaredError()
 
-    # All processes start from the parameters of rank 0, and the gradients that backward() leaves
-    # behind are the mean over all processes: the parameters stay the same everywhere.
+    # All processes start from the parameters of rank 0. backward() computes the mean of the
+    # gradients over all processes, so the parameters remain equal.
     fl.broadcast_parameters(model)
     fl.distribute_module_grads(model, scale=1 / world_size)
 
@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> None:
         optimizer.step()
         meter.add(loss)
 
-    if options.capture:  # the same step, replayed by native code
+    if options.capture:  # native code replays the same step
         step = fl.capture(step)
 
     say("[Multi-layer Perceptron] Started...")
@@ -90,7 +90,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def initialise(options: argparse.Namespace) -> None:
-    """Join the world that ``--init`` describes; without it, the environment decides."""
+    """Join the world that ``--init`` describes. The default reads the environment variables."""
     if options.init == "file":
         params = {fl.DistributedConstants.FILE_PATH: str(options.file)}
         method = fl.DistributedInit.FILE_SYSTEM
@@ -101,25 +101,25 @@ def initialise(options: argparse.Namespace) -> None:
 
 
 def my_batches(options: argparse.Namespace) -> list[tuple[fl.Variable, fl.Variable]]:
-    """Make the data of the whole job, which depend on the seed alone; return this rank's batches.
+    """Return this rank's batches of the data of the whole job, which depend on the seed only.
 
-    Every rank gets the same number of batches, for each takes part in every reduction.
+    Every rank gets the same number of batches, because each reduction needs all ranks.
     """
     random = np.random.default_rng(options.seed)
     x = 1 + random.random((options.samples, FEATURES), dtype=np.float32)  # elements in [1, 2)
     noise = np.sin(2 * np.pi * random.random((options.samples, 1), dtype=np.float32))
     y = (x**3).sum(axis=1, keepdims=True) + noise
 
-    mine = fl.dataset.partition_by_round_robin(
+    rank_samples = fl.dataset.partition_by_round_robin(
         options.samples, fl.get_world_rank(), fl.get_world_size(), options.batch_size
     )
-    x, y = (fl.device.to_device(array[mine], options.device) for array in (x, y))
+    x, y = (fl.device.to_device(array[rank_samples], options.device) for array in (x, y))
     data = fl.dataset.BatchDataset(fl.dataset.TensorDataset([x, y]), options.batch_size)
     return [(fl.input(inputs), fl.no_grad(targets)) for inputs, targets in data]
 
 
 def say(line: str) -> None:
-    """Print on rank 0 only; above the progress bar, if one is shown."""
+    """Print on rank 0 only, above the progress bar if there is one."""
     if fl.get_world_rank() == 0:
         write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
         write(line)
@@ -127,7 +127,7 @@ def say(line: str) -> None:
 
 
 def with_progress(epochs: Iterable[int]) -> Iterable[int]:
-    """Show a bar on rank 0's terminal, where there is one and tqdm is installed."""
+    """Show a progress bar on rank 0 if its output is a terminal and tqdm is installed."""
     watched = fl.get_world_rank() == 0 and sys.stderr.isatty()
     if not watched or importlib.util.find_spec("tqdm") is None:
         return epochs
@@ -158,14 +158,14 @@ def plot(history: list[float], file: Path) -> None:
 
 
 def read_options() -> argparse.Namespace:
-    """Read the command line; refuse what could only fail later, before anything starts."""
+    """Read the command line and reject options that would fail after the start."""
     parser = argparse.ArgumentParser(description="Train a perceptron on several processes.")
     add = parser.add_argument
     add("--epochs", type=positive, default=100)
     add("--samples", type=positive, default=10_000, help="of all processes together")
     add("--batch-size", type=positive, default=1, help="samples per process and step")
     add("--seed", type=int, default=0)
-    add("--init", choices=["mpi", "file", "env"], help="default: what the environment says")
+    add("--init", choices=["mpi", "file", "env"], help="default: environment variables")
     add("--rank", type=int, help="of this process, with --init file")
     add("--world-size", type=positive, help="number of processes, with --init file")
     add("--file", type=Path, help="a path that all processes see, with --init file")
@@ -175,10 +175,10 @@ def read_options() -> argparse.Namespace:
     add("--save", type=Path, metavar="FILE.npz", help="write the trained parameters")
     options = parser.parse_args()
 
-    given = [value is not None for value in (options.rank, options.world_size, options.file)]
-    if (options.init == "file") != any(given) or any(given) != all(given):
+    are_set = [value is not None for value in (options.rank, options.world_size, options.file)]
+    if (options.init == "file") != any(are_set) or any(are_set) != all(are_set):
         parser.error("--init file, --rank, --world-size and --file go together")
-    if any(given) and not 0 <= options.rank < options.world_size:
+    if any(are_set) and not 0 <= options.rank < options.world_size:
         parser.error(f"--rank: expected 0 to {options.world_size - 1}, got {options.rank}")
     if options.seed < 0:
         parser.error(f"--seed: expected a number from 0 on, got {options.seed}")
@@ -193,9 +193,9 @@ def read_options() -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """Read a whole number from 1 on."""
+    """Read an integer of at least 1."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
 
 

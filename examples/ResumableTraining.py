@@ -1,16 +1,16 @@
-"""Train, be killed at any moment, start again, and end with the same parameters, bit for bit.
+"""Train with checkpoints: after an interruption the run ends with the same bits.
 
     mpirun -n 2 python examples/ResumableTraining.py --folder run
 
-Run it again after an interruption: it goes on from the last checkpoint in the folder. What is
-saved is all that the next step depends on: the parameters, the optimizer's state, each rank's
-random numbers (dropout draws from them) and the number of the step, which determines the batch.
+Run it again after an interruption: it continues from the last checkpoint in the folder. A
+checkpoint contains the parameters, the optimizer's state, each rank's random generator (for
+dropout) and the number of the step, which determines the batch.
 
     flrun -n 4 --max-restarts 20 examples/ResumableTraining.py --folder run --leaves 8
 
-With ``--leaves`` that holds for any number of ranks, also for other ones after an interruption:
-every batch is cut into so many parts, which any rank may compute, and whose gradients are added up
-in an order of their own. The SHA-256 of the parameters is printed at the end.
+With ``--leaves`` the number of ranks may differ after an interruption. Each batch is divided into
+that number of leaves. Any rank may compute a leaf, and the gradients of the leaves are added in a
+fixed order. The program prints the SHA-256 of the parameters at the end.
 """
 
 import argparse
@@ -29,7 +29,7 @@ GLOBAL_BATCH = 20
 
 def main(options: argparse.Namespace) -> None:
     fl.distributed_init()
-    # Dropout is to differ between ranks; the parameters are those of rank 0.
+    # Each rank needs other dropout masks, and the parameters of rank 0.
     fl.set_seed(options.seed + fl.get_world_rank())
 
     model = fl.nn.Sequential()
@@ -41,9 +41,9 @@ def main(options: argparse.Namespace) -> None:
     fl.distribute_module_grads(model, leaves=options.leaves or None)
     optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3)
     criterion = fl.nn.MeanSquaredError()
-    batches = my_batches(options.seed, whole=options.leaves > 0)
+    batches = my_batches(options.seed, whole_batches=options.leaves > 0)
 
-    # All ranks go on from the same checkpoint; there is none when the run begins.
+    # All ranks load the same checkpoint. At the start of a run there is no checkpoint.
     checkpoint = fl.load(options.folder, module=model, optimizer=optimizer, rng=True)
     first = 0 if checkpoint is None else checkpoint.step
     say(f"Going on from step {first}" if first else "Starting")
@@ -70,21 +70,24 @@ def main(options: argparse.Namespace) -> None:
         np.savez(options.result, **arrays)
 
 
-def my_batches(seed: int, whole: bool) -> fl.ShardedDataset:
-    """Make data that depend on the seed alone; item t is this rank's part of batch t, or all."""
+def my_batches(seed: int, whole_batches: bool) -> fl.ShardedDataset:
+    """Make data that depend on the seed only.
+
+    Item t is this rank's share of batch t, or the whole batch if ``whole_batches`` is True.
+    """
     random = np.random.default_rng(seed)
     x = random.random((SAMPLES, FEATURES), dtype=np.float32)
     data = fl.dataset.TensorDataset([x, (x**3).sum(axis=1, keepdims=True)])
-    rank, size = (0, 1) if whole else (None, None)
+    rank, size = (0, 1) if whole_batches else (None, None)
     return fl.ShardedDataset(data, GLOBAL_BATCH, seed=seed, drop_last=True, rank=rank, size=size)
 
 
 def digest(model: fl.nn.Module) -> str:
-    """Return what two models with the same parameters have in common, and no others."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of the parameters of ``model``."""
+    sha = hashlib.sha256()
     for array in model.state_dict().values():
-        found.update(array.tobytes())
-    return found.hexdigest()
+        sha.update(array.tobytes())
+    return sha.hexdigest()
 
 
 def say(line: str) -> None:
@@ -97,7 +100,12 @@ def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train, going on from the last checkpoint.")
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="of the checkpoints; made if there is none")
+    add(
+        "--folder",
+        type=Path,
+        required=True,
+        help="folder of the checkpoints; created if it is missing",
+    )
     add("--epochs", type=int, default=10)
     add("--save-every", type=int, default=10, metavar="STEPS")
     add("--seed", type=int, default=0)

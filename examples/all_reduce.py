@@ -1,4 +1,4 @@
-"""Add up an array over all processes: mpirun -n 4 python examples/all_reduce.py."""
+"""Sum an array over all processes: mpirun -n 4 python examples/all_reduce.py."""
 
 import numpy as np
 

@@ -1,10 +1,11 @@
-"""Train a ResNet-18 on CIFAR-10, or on scikit-learn's digits where there is no CIFAR-10.
+"""Train a ResNet-18 on CIFAR-10, or on scikit-learn's digits if CIFAR-10 is missing.
 
     mpirun -n 2 python examples/cifar_resnet.py --data cifar-10-batches-bin
     flrun -n 2 examples/cifar_resnet.py --width 16 --steps 300 --folder run --leaves 8
 
---data names a folder with CIFAR-10's binary files. With --folder it saves checkpoints, and goes on
-from the last one. With --leaves the parameters have the same bits on any number of ranks.
+--data names a folder with CIFAR-10's binary files. With --folder the program saves checkpoints and
+continues from the last checkpoint. With --leaves the parameters have the same bits on any number of
+ranks.
 """
 
 import argparse
@@ -27,14 +28,14 @@ def convolution(before: int, after: int, size: int, stride: int) -> list[nn.Modu
 
 
 def block(before: int, after: int, stride: int) -> nn.Module:
-    """Two convolutions beside a shortcut (He et al., CVPR 2016)."""
+    """Two convolutions and a shortcut (He et al., CVPR 2016)."""
     inner = [*convolution(before, after, 3, stride), nn.ReLU(), *convolution(after, after, 3, 1)]
     shortcut = nn.Sequential(convolution(before, after, 1, stride)) if before != after else None
     return nn.Sequential(nn.Residual(nn.Sequential(inner), shortcut), nn.ReLU())
 
 
 def resnet18(width: int = 64, classes: int = 10) -> nn.Sequential:
-    """Images (n, 3, 32, 32) to the log probabilities of the classes."""
+    """Return a network from images (n, 3, 32, 32) to log probabilities of the classes."""
     layers = [*convolution(3, width, 3, 1), nn.ReLU()]
     for before, after in ((1, 1), (1, 2), (2, 4), (4, 8)):
         layers.append(block(before * width, after * width, after // before))
@@ -66,14 +67,14 @@ def main(options: argparse.Namespace) -> None:
 
     run = fl.capture(step) if options.capture else step
     state: dict[str, Any] = {"module": model, "optimizer": optimizer, "schedule": schedule}
-    found = fl.load(options.folder, rng=True, **state) if options.folder else None
-    history: list[list[float]] = found.extra if found else []
-    mine = slice(None) if options.leaves else slice(fl.get_world_rank(), None, fl.get_world_size())
+    checkpoint = fl.load(options.folder, rng=True, **state) if options.folder else None
+    history: list[list[float]] = checkpoint.extra if checkpoint else []
+    share = slice(None) if options.leaves else slice(fl.get_world_rank(), None, fl.get_world_size())
     losses = []
-    steps = range(found.step if found else 0, options.steps)
+    steps = range(checkpoint.step if checkpoint else 0, options.steps)
     for t in tqdm(steps, leave=False, disable=None if fl.is_main_process() else True):
         images, labels = batch(train, [options.seed, t], options.batch_size)
-        losses.append(run(images[mine], labels[mine]).scalar())
+        losses.append(run(images[share], labels[share]).scalar())
         schedule.step()
         if (t + 1) % options.every == 0 or t + 1 == options.steps:
             history.append([t + 1, float(np.mean(losses)), *validate(model, test)])
@@ -86,17 +87,17 @@ def main(options: argparse.Namespace) -> None:
 
 
 def batch(data: Batch, seed: list[int], size: int) -> Batch:
-    """Return samples that the seed decides: images moved by 4 pixels at most."""
+    """Return samples that the seed determines, with images shifted by at most 4 pixels."""
     random = np.random.default_rng(seed)
     chosen = random.choice(len(data[1]), size, replace=False)
     images = np.pad(data[0][chosen], ((0, 0), (0, 0), (4, 4), (4, 4)))
-    places = random.integers(0, 9, (size, 2))
-    moved = [x[:, i : i + 32, j : j + 32] for x, (i, j) in zip(images, places, strict=True)]
+    corners = random.integers(0, 9, (size, 2))
+    moved = [x[:, i : i + 32, j : j + 32] for x, (i, j) in zip(images, corners, strict=True)]
     return np.stack(moved), data[1][chosen]
 
 
 def validate(model: nn.Module, data: Batch) -> tuple[float, float]:
-    """Return the loss and the accuracy on held-out samples, which the ranks share out."""
+    """Return the loss and the accuracy on held-out samples, which are divided between the ranks."""
     sums = np.zeros(2)
     model.eval()
     for first in range(100 * fl.get_world_rank(), len(data[1]), 100 * fl.get_world_size()):
@@ -109,7 +110,7 @@ def validate(model: nn.Module, data: Batch) -> tuple[float, float]:
 
 
 def cifar(folder: Path) -> tuple[Batch, Batch]:
-    """Return CIFAR-10's images (n, 3, 32, 32), of mean 0 and deviation 1: to learn, to test."""
+    """Return CIFAR-10's images (n, 3, 32, 32) of mean 0 and deviation 1: training set, test set."""
 
     def read(*names: str) -> Batch:
         records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in names])
@@ -121,7 +122,8 @@ def cifar(folder: Path) -> tuple[Batch, Batch]:
 
 
 def digits() -> tuple[Batch, Batch]:
-    """Return scikit-learn's digits, each pixel as 4 x 4 in three colours: to learn, to test."""
+    """Return scikit-learn's digits with each pixel as 4 x 4 pixels in three colours: training set,
+    test set."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
@@ -147,7 +149,7 @@ if __name__ == "__main__":
     add("--seed", type=int, default=0)
     add("--capture", action="store_true", help="record the step once and replay it natively")
     add("--leaves", type=int, default=0, help="the same bits on any number of ranks, such as 8")
-    add("--folder", type=Path, help="of the checkpoints; made if there is none")
+    add("--folder", type=Path, help="folder of the checkpoints; created if it is missing")
     options = parser.parse_args()
     if options.steps < 4 or min(options.width, options.every) < 1:  # OneCycleLR has two phases
         parser.error("--steps is from 4 on, --width and --every from 1")

@@ -1,11 +1,11 @@
-"""Train a TAGI ResNet on several processes: pytagi's example, on CPUs as well as GPUs.
+"""Train a TAGI ResNet on several processes: pytagi's example, on CPUs or GPUs.
 
     mpirun -n 2 python examples/ddp_cifar_resnet.py --model small
     mpirun -n 8 python examples/ddp_cifar_resnet.py --data-dir cifar-10-batches-bin --device cuda
 
-With --data-dir it learns CIFAR-10, from a folder with the files of its binary version,
-data_batch_1.bin to data_batch_5.bin and test_batch.bin. Without, it learns scikit-learn's digits,
-enlarged to 32 x 32 pixels: a ResNet-18 takes a CPU hours for each epoch of CIFAR-10.
+With --data-dir it learns CIFAR-10 from a folder with the binary files data_batch_1.bin to
+data_batch_5.bin and test_batch.bin. Otherwise it learns scikit-learn's digits, enlarged to 32 x 32
+pixels. One epoch of CIFAR-10 with a ResNet-18 takes hours on a CPU.
 """
 
 import argparse
@@ -22,11 +22,11 @@ import flashlight_py as fl
 from flashlight_py.tagi import nn
 
 CLASSES = 10
-# Of CIFAR-10's red, green and blue, from 0 to 1.
+# Mean and deviation of CIFAR-10's red, green and blue, from 0 to 1.
 MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)[:, None, None]
 DEVIATION = np.array([0.2470, 0.2435, 0.2616], np.float32)[:, None, None]
 RECORD = 1 + 3 * 32 * 32  # bytes: a label, then the pixels of each colour
-MARGIN = 4  # pixels around an image, that a cut may take in
+MARGIN = 4  # pixels that are added around an image before it is shifted
 
 Array = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
@@ -34,10 +34,10 @@ Samples = tuple[Array, Labels]
 
 
 def main(options: argparse.Namespace) -> None:
-    # Meet the other processes. Every one runs this same program, with a rank of its own.
+    # Join the other processes. Every process runs this program and has its own rank.
     fl.distributed_init()
     if options.device == "cuda":
-        options.device = fl.distributed.use_local_device()  # each process has a GPU of its own
+        options.device = fl.distributed.use_local_device()  # a GPU for each process
     fl.tagi.manual_seed(options.seed)
     train, test = load_digits() if options.data_dir is None else load_cifar(options.data_dir)
     source = "digits, enlarged" if options.data_dir is None else f"CIFAR-10 from {options.data_dir}"
@@ -50,7 +50,8 @@ def main(options: argparse.Namespace) -> None:
     utils = fl.tagi.Utils()
     updater = nn.OutputUpdater(net.device)
 
-    # One seed on all ranks: the shares do not overlap. As many samples each: as many steps each.
+    # All ranks use one seed, so their shares do not overlap. Shares have equal sizes, so all ranks
+    # make the same number of steps.
     sampler = fl.DistributedSampler(len(train[1]), seed=options.seed, drop_last=True)
     share = fl.DistributedSampler(len(test[1]), shuffle=False)
     for epoch in range(options.num_epochs):
@@ -61,7 +62,7 @@ def main(options: argparse.Namespace) -> None:
         model.train()
         for indices in in_batches(list(sampler), options.batch_size):
             images, labels = train[0][indices], train[1][indices]
-            if options.data_dir is not None:  # digits are centred, and none mirrored is one
+            if options.data_dir is not None:  # digits are neither shifted nor mirrored
                 images = cut_and_flip(images, random)
             directions, nodes, _ = utils.label_to_obs(labels, CLASSES)
             mean, variance = model(images)
@@ -77,7 +78,7 @@ def main(options: argparse.Namespace) -> None:
             wrong += int(np.sum(tree.get_predicted_labels(mean, variance) != labels))
             seen += len(labels)
 
-        # Running statistics are of each rank's own samples, unless they are taken together.
+        # Each rank has running statistics of its samples only, so the ranks average them.
         model.average_statistics()
         model.eval()
         test_wrong = 0
@@ -94,7 +95,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def resnet18(gain_w: float, gain_b: float) -> nn.Sequential:
-    """ResNet-18 for images of 32 x 32 pixels, as in pytagi's example."""
+    """Return a ResNet-18 for images of 32 x 32 pixels, as in pytagi's example."""
     blocks: list[nn.BaseLayer] = [residual(64, 64, gain_w), residual(64, 64, gain_w)]
     for channels in (128, 256, 512):
         blocks += [residual(channels // 2, channels, gain_w), residual(channels, channels, gain_w)]
@@ -103,7 +104,7 @@ def resnet18(gain_w: float, gain_b: float) -> nn.Sequential:
 
 
 def small_resnet(gain_w: float, gain_b: float) -> nn.Sequential:
-    """Two blocks, of 16 and 32 channels, on 8 x 8 pixels: for digits, or to try things out."""
+    """Return a small network for digits: two blocks of 16 and 32 channels on 8 x 8 pixels."""
     blocks = [residual(16, 16, gain_w), residual(16, 32, gain_w)]
     last = nn.Linear(32, 11, gain_weight=gain_w, gain_bias=gain_b)
     return nn.Sequential(nn.AvgPool2d(4), *stem(16, gain_w), *blocks, nn.AvgPool2d(4), last)
@@ -116,13 +117,13 @@ def stem(channels: int, gain: float) -> list[nn.BaseLayer]:
 
 
 def residual(before: int, after: int, gain: float) -> nn.ResNetBlock:
-    """Two convolutions beside a shortcut; with more channels than before, half the pixels.
+    """Return two convolutions and a shortcut. If the number of channels grows, the size is halved.
 
-    The activation stands before the normalisation: the other order lets variances grow.
+    The activation precedes the normalisation. In the other order the variances grow.
     """
     stride = after // before
     main = nn.LayerBlock(
-        # Half the pixels: one more row and column at the right and at the bottom only.
+        # To halve the size, pad one row at the bottom and one column at the right.
         nn.Conv2d(before, after, 3, False, stride, 1, padding_type=stride, gain_weight=gain),
         nn.MixtureReLU(),
         nn.BatchNorm2d(after),
@@ -141,9 +142,8 @@ def residual(before: int, after: int, gain: float) -> nn.ResNetBlock:
 
 
 def load_cifar(folder: Path) -> tuple[Samples, Samples]:
-    """Return CIFAR-10's images (n, 3, 32, 32), each colour of mean 0 and deviation 1: to learn, to
-    test.
-    """
+    """Return CIFAR-10's images (n, 3, 32, 32), each colour of mean 0 and deviation 1: training set,
+    test set."""
 
     def read(*names: str) -> Samples:
         files = [np.fromfile(folder / name, np.uint8).reshape(-1, RECORD) for name in names]
@@ -155,7 +155,8 @@ def load_cifar(folder: Path) -> tuple[Samples, Samples]:
 
 
 def load_digits() -> tuple[Samples, Samples]:
-    """Return scikit-learn's digits, each pixel as 4 x 4 in three colours: to learn, to test."""
+    """Return scikit-learn's digits with each pixel as 4 x 4 pixels in three colours: training set,
+    test set."""
     from sklearn.datasets import load_digits as load
     from sklearn.model_selection import train_test_split
 
@@ -163,14 +164,14 @@ def load_digits() -> tuple[Samples, Samples]:
     images = data.images.astype(np.float32)
     images = (images - images.mean()) / images.std()
     images = images.repeat(4, axis=1).repeat(4, axis=2)[:, None].repeat(3, axis=1)
-    # The same on every rank.
+    # The fixed seed gives the same split on every rank.
     parts = train_test_split(images, data.target, test_size=0.2, random_state=0)
     seen, held_out, seen_labels, held_out_labels = parts
     return (seen, seen_labels), (held_out, held_out_labels)
 
 
 def cut_and_flip(images: Array, random: np.random.Generator) -> Array:
-    """Move each image by up to ``MARGIN`` pixels, and mirror half of them."""
+    """Shift each image by at most ``MARGIN`` pixels and mirror half of the images."""
     around = ((0, 0), (0, 0), (MARGIN, MARGIN), (MARGIN, MARGIN))
     wide = np.pad(images, around)
     moved = np.empty_like(images)
@@ -183,7 +184,7 @@ def cut_and_flip(images: Array, random: np.random.Generator) -> Array:
 
 
 def in_batches(indices: list[int], size: int) -> Iterator[list[int]]:
-    """Yield them in lists of ``size``; the last may be shorter."""
+    """Yield lists of ``size`` samples; the last list may be shorter."""
     for start in range(0, len(indices), size):
         yield indices[start : start + size]
 
@@ -195,18 +196,18 @@ def say(line: str) -> None:
 
 
 def read_options() -> argparse.Namespace:
-    """Read the command line; refuse what could only fail later, before anything starts."""
+    """Read the command line and reject options that would fail after the start."""
     parser = argparse.ArgumentParser(description="Train a TAGI ResNet on several processes.")
     add = parser.add_argument
     add("--num-epochs", type=int, default=2)
     add("--batch-size", type=int, default=128, help="samples per process and step")
-    add("--sigma-v", type=float, default=0.1, help="deviation of the errors of what is observed")
+    add("--sigma-v", type=float, default=0.1, help="deviation of the errors of observations")
     add("--gain-w", type=float, default=0.1, help="factor of the weights' first deviations")
     add("--gain-b", type=float, default=0.1, help="the same of the last layer's biases")
     add("--data-dir", type=Path, help="of CIFAR-10's binary version; without: digits")
     add("--model", choices=["resnet18", "small"], default="resnet18")
     add("--sync-batch-norm", action="store_true", help="of the samples of all processes")
-    add("--average", action="store_true", help="average what processes learn, as pytagi does")
+    add("--average", action="store_true", help="average the updates of processes, as pytagi does")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--seed", type=int, default=42)
     options = parser.parse_args()

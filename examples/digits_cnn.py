@@ -4,8 +4,8 @@
     mpirun -n 2 python examples/digits_cnn.py
     flrun -n 4 examples/digits_cnn.py --folder run --leaves 8
 
-With --folder it saves checkpoints, and goes on from the last one when it is started again. With
---leaves the parameters are the same on any number of ranks, bit for bit, and so is their SHA-256.
+With --folder the program saves checkpoints, and a second start continues from the last checkpoint.
+With --leaves the parameters and their SHA-256 are the same on any number of ranks.
 """
 
 import argparse
@@ -24,7 +24,7 @@ Batch = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
 def network(dropout: float = 0.3) -> nn.Sequential:
-    """Images of 8 x 8 pixels to the log probabilities of ten digits."""
+    """Return a network from images of 8 x 8 pixels to log probabilities of ten digits."""
     layers: list[nn.Module] = []
     for before, after in ((1, 32), (32, 64)):
         layers.append(nn.Conv2D(before, after, 3, padding=1, bias=False))
@@ -58,10 +58,10 @@ def main(options: argparse.Namespace) -> None:
 
     run = fl.capture(step) if options.capture else step
     state: dict[str, Any] = {"module": model, "optimizer": optimizer, "schedule": schedule}
-    found = fl.load(options.folder, rng=True, **state) if options.folder else None
-    history: list[list[float]] = found.extra if found else []
+    checkpoint = fl.load(options.folder, rng=True, **state) if options.folder else None
+    history: list[list[float]] = checkpoint.extra if checkpoint else []
     losses = []
-    steps = range(found.step if found else 0, options.steps)
+    steps = range(checkpoint.step if checkpoint else 0, options.steps)
     for t in tqdm(steps, leave=False, disable=None if fl.is_main_process() else True):
         losses.append(run(*batch(train, t, options)).scalar())
         schedule.step()
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def digits() -> tuple[Batch, Batch]:
-    """Return images (n, 1, 8, 8) with labels: four fifths to learn, the rest to test."""
+    """Return images (n, 1, 8, 8) with labels: four fifths as training set, the rest as test set."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
@@ -90,20 +90,20 @@ def digits() -> tuple[Batch, Batch]:
 
 
 def batch(data: Batch, t: int, options: argparse.Namespace) -> Batch:
-    """Return this rank's part of batch ``t``, moved by a pixel at most; with leaves all of it."""
+    """Return this rank's share of batch ``t``, shifted by at most one pixel."""
     random = np.random.default_rng([options.seed, t])
     chosen = random.choice(len(data[1]), options.batch_size, replace=False)
     images, labels = data[0][chosen], data[1][chosen]
     moves = random.integers(-1, 2, (len(images), 2))
     images = np.stack([np.roll(x, by, (1, 2)) for x, by in zip(images, moves, strict=True)])
-    mine = slice(None) if options.leaves else slice(fl.get_world_rank(), None, fl.get_world_size())
-    return np.ascontiguousarray(images[mine]), labels[mine].copy()
+    share = slice(None) if options.leaves else slice(fl.get_world_rank(), None, fl.get_world_size())
+    return np.ascontiguousarray(images[share]), labels[share].copy()
 
 
 def validate(model: nn.Module, data: Batch) -> tuple[float, float]:
-    """Return the loss and the accuracy on held-out samples, which the ranks share out."""
-    mine = slice(fl.get_world_rank(), None, fl.get_world_size())
-    images, labels = data[0][mine], data[1][mine]
+    """Return the loss and the accuracy on held-out samples, which are divided between the ranks."""
+    share = slice(fl.get_world_rank(), None, fl.get_world_size())
+    images, labels = data[0][share], data[1][share]
     model.eval()
     logs = model(fl.input(images)).numpy()
     model.train()
@@ -113,7 +113,7 @@ def validate(model: nn.Module, data: Batch) -> tuple[float, float]:
 
 
 def digest(model: nn.Module) -> str:
-    """Return what two models with the same parameters have in common, and no others."""
+    """Return the SHA-256 of the parameters of ``model``."""
     arrays = model.state_dict().values()
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     add("--seed", type=int, default=0)
     add("--capture", action="store_true", help="record the step once and replay it natively")
     add("--leaves", type=int, default=0, help="the same bits on any number of ranks, such as 8")
-    add("--folder", type=Path, help="of the checkpoints; made if there is none")
+    add("--folder", type=Path, help="folder of the checkpoints; created if it is missing")
     options = parser.parse_args()
     if min(options.steps, options.every) < 1 or min(options.seed, options.leaves) < 0:
         parser.error("--steps and --every are from 1 on, --seed and --leaves from 0")

@@ -1,12 +1,12 @@
-"""Train with one script on spawn, flrun, Ray, Dask and Spark, also when ranks are killed.
+"""Train with one script on spawn, flrun, Ray, Dask and Spark, also if ranks are killed.
 
     python examples/engines.py spawn --folder run
     flrun -n 2 --max-restarts 3 examples/engines.py flrun --folder run
     python examples/engines.py ray --folder run      # and dask, spark
 
-Each engine calls the same function, on as many processes as ``--ranks`` says. A rank that is killed
-costs what was computed since the last checkpoint: all are started again, at most three times, and
-end with the same parameters, bit for bit. The folder must be one that all ranks see.
+Each engine calls the same function on ``--ranks`` processes. If a rank is killed, the engine starts
+all ranks again, at most three times. They continue from the last checkpoint and end with the same
+bits. All ranks must be able to read the folder.
 """
 
 import argparse
@@ -22,7 +22,7 @@ STEPS = 20
 
 
 def train(rank: int, folder: str) -> str:
-    """Fit a line, saving each step; return the SHA-256 of the parameters."""
+    """Fit a line, save each step, and return the SHA-256 of the parameters."""
     fl.set_seed(0)
     model = fl.nn.Linear(8, 1)
     fl.broadcast_parameters(model)
@@ -36,7 +36,9 @@ def train(rank: int, folder: str) -> str:
         fl.nn.MeanSquaredError()(model(fl.input(x)), target).backward()
         optimizer.step()
         fl.save(folder, module=model, optimizer=optimizer, step=step + 1)
-    return hashlib.sha256(b"".join(each.array.tobytes() for each in model.params())).hexdigest()
+    return hashlib.sha256(
+        b"".join(parameter.array.tobytes() for parameter in model.params())
+    ).hexdigest()
 
 
 def run(engine: str, folder: str, ranks: int) -> Any:
@@ -61,7 +63,7 @@ def run(engine: str, folder: str, ranks: int) -> Any:
 
 
 def main() -> None:
-    """Read the command line, train, and print what rank 0 ends with."""
+    """Read the command line, train, and print the result of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("engine", choices=["spawn", "flrun", "ray", "dask", "spark"])
     parser.add_argument("--folder", required=True, help="of the checkpoints")

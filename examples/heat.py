@@ -1,12 +1,12 @@
-"""Heat flows through a plate that is cut into as many pieces as there are processes.
+"""Simulate heat in a plate that is divided between all processes.
 
     python examples/heat.py
     mpirun -n 4 python examples/heat.py --plot heat.png
 
-Each process has one piece, and around it a margin one cell wide for what the neighbours have there.
-The edge of the plate has no neighbour: its margin keeps the temperature that it began with. A cell
-is computed by the same operations whoever has it, so any number of processes gives the same bits:
-the SHA-256 of all temperatures is printed at the end.
+Each process has one block of the plate with a margin of one cell, which holds the outermost cells
+of the neighbours. The margin at the edge of the plate keeps its initial temperature. The operations
+for a cell do not depend on the division, so any number of processes gives the same bits. The
+program prints the SHA-256 of all temperatures at the end.
 """
 
 import argparse
@@ -18,19 +18,19 @@ import numpy as np
 
 import flashlight_py as fl
 
-FLOW = 0.2  # of the difference to each neighbour, in one step; stable up to 1/4
+FLOW = 0.2  # fraction of the difference to each neighbour that flows in one step; stable up to 1/4
 
 
 def main(options: argparse.Namespace) -> None:
     fl.distributed_init()
-    grid = fl.grid((None, None))  # as near to a square as the number of processes allows
+    grid = fl.grid((None, None))  # as square as the number of processes allows
 
-    # This rank's piece and its margin; coords (0, 0) is the upper left one.
+    # The block of this rank and its margin; the block with coords (0, 0) is at the upper left.
     if options.cells < max(grid.shape):
         raise SystemExit(f"--cells: expected at least {max(grid.shape)}, got {options.cells}")
-    cells, places = options.cells, zip(grid.coords, grid.shape, strict=True)
-    mine = tuple(slice(cells * i // n, cells * (i + 1) // n + 2) for i, n in places)
-    plate = beginning(cells)[mine].copy()
+    cells, blocks = options.cells, zip(grid.coords, grid.shape, strict=True)
+    block = tuple(slice(cells * i // n, cells * (i + 1) // n + 2) for i, n in blocks)
+    plate = beginning(cells)[block].copy()
 
     pictures = {0: gathered(grid, plate)}
     for step in range(1, options.steps + 1):
@@ -50,15 +50,16 @@ def main(options: argparse.Namespace) -> None:
 
 
 def beginning(cells: int) -> np.ndarray:
-    """Return the whole plate as it begins: a hot bar along the left edge, and a hot disc."""
+    """Return the initial plate: a hot bar along the left edge, and a hot disc."""
     y, x = np.mgrid[-1 : 1 : (cells + 2) * 1j, -1 : 1 : (cells + 2) * 1j]
     plate = np.where((x - 0.2) ** 2 + (y + 0.1) ** 2 < 0.16, 1.0, 0.0)
-    plate[cells // 3 : 2 * cells // 3, 0] = 1.0  # in the margin, which stays as it is
+    plate[cells // 3 : 2 * cells // 3, 0] = 1.0  # in the margin, which never changes
     return plate
 
 
 def exchange(grid: fl.Grid, plate: np.ndarray) -> None:
-    """Fill the margins with the outermost cells of the neighbours. None is nobody's neighbour."""
+    """Fill the margins with the outermost cells of the neighbours. A neighbour None is outside the
+    plate."""
     for dim, lines in enumerate((plate, plate.T)):
         before, after = grid.shift(dim, +1)
         fl.sendrecv(lines[-2], after, out=lines[0], src=before)
@@ -66,14 +67,14 @@ def exchange(grid: fl.Grid, plate: np.ndarray) -> None:
 
 
 def gathered(grid: fl.Grid, plate: np.ndarray) -> Any:
-    """Return the whole plate without its margin on rank 0, None elsewhere."""
+    """Return the whole plate without its margin on rank 0, and None on other ranks."""
     pieces = fl.gather_object(plate[1:-1, 1:-1])
-    n = grid.shape[1]  # pieces of each row, as ranks are numbered
+    n = grid.shape[1]  # blocks of each row, in the order of ranks
     return pieces and np.block([pieces[i : i + n] for i in range(0, len(pieces), n)])
 
 
 def plot(grid: fl.Grid, pictures: dict[int, Any], file: Path) -> None:
-    """Draw the plate after some steps, and where it was cut."""
+    """Draw the plate after some steps, and the borders of the blocks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3), layout="constrained")

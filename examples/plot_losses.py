@@ -1,4 +1,4 @@
-"""Draw what models have learned, from the last checkpoints of their runs.
+"""Draw the losses of several models from the last checkpoints of their runs.
 
 python examples/plot_losses.py losses.png run-of-tiny-gpt run-of-digits-cnn
 """
@@ -22,7 +22,7 @@ def main(picture: Path, folders: list[Path]) -> None:
         steps, training, validation, *_ = zip(*checkpoint.extra, strict=True)
         axes.plot(steps, training, label="training")
         axes.plot(steps, validation, label="validation")
-        high = 1.1 * max(training)  # early running statistics may be far off
+        high = 1.1 * max(training)  # the running statistics of early steps may be far off
         axes.set(title=folder.name, xlabel="step", ylabel="cross entropy", ylim=(0, high))
         axes.grid(alpha=0.3)
         axes.legend()

@@ -1,11 +1,13 @@
-"""Read handwritten digits with TAGI, on as many processes as there are.
+"""Classify handwritten digits with TAGI on any number of processes.
 
     python examples/tagi_digits.py
     mpirun -n 4 python examples/tagi_digits.py --model cnn
 
-The 1,797 images of 8 x 8 pixels come with scikit-learn. Batches are of all processes together, so
-that any number of them learns the same, but for rounding. With --average, as pytagi does it, what
-processes learn is averaged instead of added up: the more processes, the slower it learns.
+scikit-learn contains the 1,797 images of 8 x 8 pixels. A batch is divided between all processes, so
+any
+number of processes learns the same except for rounding. With --average, as in pytagi, the updates
+of the
+processes are averaged and not added: more processes learn more slowly.
 """
 
 import argparse
@@ -22,25 +24,25 @@ CLASSES = 10
 
 
 def main(options: argparse.Namespace) -> None:
-    # Meet the other processes. Every one runs this same program, with a rank of its own.
+    # Join the other processes. Every process runs this program and has its own rank.
     fl.distributed_init()
     fl.tagi.manual_seed(options.seed)
     train, test = load_digits()
 
-    # All processes start from the parameters of rank 0. From then on backward() adds up what each
-    # has learnt from its part of the batch, and step() is the same everywhere. With sync, batch
-    # normalisation takes the statistics of the whole batch, too.
+    # All processes start from the parameters of rank 0. backward() adds the updates that the
+    # processes computed from their shares of the batch, so step() is the same on every rank. With
+    # sync, batch normalisation uses the statistics of the whole batch.
     net = cnn() if options.model == "cnn" else mlp()
     model = nn.DDPSequential(net, average=options.average, sync=True)
 
-    # Ten classes are the leaves of a binary tree: a sample teaches the four nodes on its path.
+    # The ten classes are the leaves of a binary tree. A sample updates the four nodes on its path.
     tree = fl.tagi.HRCSoftmaxMetric(num_classes=CLASSES)
     utils = fl.tagi.Utils()
     updater = nn.OutputUpdater(net.device)
     error_variance = options.sigma_v**2
 
     batches = fl.ShardedDataset(train, options.batch_size, seed=options.seed)
-    mine = fl.DistributedDataContainer(test)  # of the test's samples, a share for each process
+    share = fl.DistributedDataContainer(test)  # the test samples of this process
     begin = time.perf_counter()
     for epoch in range(options.num_epochs):
         batches.set_epoch(epoch)
@@ -59,7 +61,7 @@ def main(options: argparse.Namespace) -> None:
             model.step()
 
         model.eval()
-        images, labels = (np.stack(part) for part in zip(*mine, strict=True))
+        images, labels = (np.stack(part) for part in zip(*share, strict=True))
         right = tree.get_predicted_labels(*model(images)) == labels
         counts = fl.all_reduce(np.array([right.sum(), right.size]))
         seconds = time.perf_counter() - begin
@@ -69,7 +71,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def mlp() -> nn.Sequential:
-    """Two hidden layers; one output for each node of the tree."""
+    """Return a network with two hidden layers and an output for each node of the class tree."""
     return nn.Sequential(
         nn.Linear(64, 128),
         nn.ReLU(),
@@ -80,7 +82,7 @@ def mlp() -> nn.Sequential:
 
 
 def cnn() -> nn.Sequential:
-    """Two convolutions, each normalised after its activation, which keeps TAGI stable."""
+    """Return two convolutions, each normalised after its activation, which keeps TAGI stable."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, in_width=8, in_height=8),
         nn.ReLU(),
@@ -97,13 +99,13 @@ def cnn() -> nn.Sequential:
 
 
 def load_digits() -> tuple[fl.dataset.TensorDataset, fl.dataset.TensorDataset]:
-    """Return images (n, 1, 8, 8), of mean 0 and deviation 1, with labels: to learn, to test."""
+    """Return images (n, 1, 8, 8) of mean 0 and deviation 1, with labels: training set, test set."""
     from sklearn.datasets import load_digits as load
     from sklearn.model_selection import train_test_split
 
     data: Any = load()
     images = data.images.astype(np.float32)[:, None]
-    # The same on every rank.
+    # The fixed seed gives the same split on every rank.
     parts = train_test_split(images, data.target, test_size=0.2, random_state=0)
     seen, held_out, seen_labels, held_out_labels = parts
     mean, deviation = seen.mean(), seen.std()
@@ -114,14 +116,14 @@ def load_digits() -> tuple[fl.dataset.TensorDataset, fl.dataset.TensorDataset]:
 
 
 def read_options() -> argparse.Namespace:
-    """Read the command line; refuse what could only fail later, before anything starts."""
+    """Read the command line and reject options that would fail after the start."""
     parser = argparse.ArgumentParser(description="Read digits with TAGI on several processes.")
     add = parser.add_argument
     add("--model", choices=["mlp", "cnn"], default="mlp")
     add("--num-epochs", type=int, default=10)
     add("--batch-size", type=int, default=16, help="samples of all processes together")
-    add("--sigma-v", type=float, default=0.5, help="deviation of the errors of what is observed")
-    add("--average", action="store_true", help="average what processes learn, as pytagi does")
+    add("--sigma-v", type=float, default=0.5, help="deviation of the errors of observations")
+    add("--average", action="store_true", help="average the updates of processes, as pytagi does")
     add("--seed", type=int, default=0)
     options = parser.parse_args()
     if min(options.num_epochs, options.batch_size) < 1 or options.seed < 0:

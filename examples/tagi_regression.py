@@ -1,10 +1,12 @@
-"""Learn a curve from 20 points with TAGI, and how far to trust it where there are none.
+"""Learn a curve and its uncertainty from 20 points with TAGI.
 
     python examples/tagi_regression.py --plot band.png
     python examples/tagi_regression.py --heteros
 
-The first learns y = x^3 with errors of a known size; the second a sine whose errors grow with |x|,
-and their size as well. Options and network are those of pytagi's examples.
+The first command learns y = x^3 with errors of a known deviation. The second learns a sine whose
+errors
+grow with |x|, and the deviation of the errors. Options and network are the same as in pytagi's
+examples.
 """
 
 import argparse
@@ -27,7 +29,7 @@ def main(options: argparse.Namespace) -> None:
     x, y = noisy_sine(random, 500) if options.heteros else noisy_cube(random, 20)
     x_scale, y_scale = Scale(x), Scale(y)
 
-    # Every weight has a mean and a variance; the network's output has both, too.
+    # Every weight and the output of the network have a mean and a variance.
     if options.heteros:
         hidden = [nn.Linear(1, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()]
         net = nn.Sequential(*hidden, nn.Linear(64, 2), nn.EvenExp())
@@ -35,7 +37,8 @@ def main(options: argparse.Namespace) -> None:
         net = nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 1))
     updater = nn.OutputUpdater(net.device)
 
-    # Learn: forward, compare with what was observed, back, step. There is no loss and no gradient.
+    # Learn: forward, compare with the observations, backward, step. There is no loss and no
+    # gradient.
     for _ in range(options.num_epochs):
         for inputs, targets in batches(random, x_scale(x), y_scale(y), options.batch_size):
             net(inputs)
@@ -47,25 +50,27 @@ def main(options: argparse.Namespace) -> None:
             net.backward()
             net.step()
 
-    # Predict, also where no points were: there the network says that it does not know.
+    # Predict also far from the points; there the predicted variance is large.
     net.eval()
     reach = 1.3 * np.abs(x).max()
     grid = np.linspace(-reach, reach, 241, dtype=np.float32)[:, None]
     mean, variance = net(x_scale(grid))
-    if options.heteros:  # outputs in pairs: of the value, and of the variance of its error
+    if options.heteros:  # outputs in pairs: the value, and the variance of its error
         noise = mean[:, 1:]
         mean, variance = mean[:, :1], variance[:, :1]
     else:
         noise = np.full_like(mean, options.sigma_v**2)
     mean = mean * y_scale.deviation + y_scale.mean
-    doubt, deviation = (y_scale.deviation * np.sqrt(each) for each in (variance, variance + noise))
+    doubt, deviation = (
+        y_scale.deviation * np.sqrt(moment) for moment in (variance, variance + noise)
+    )
 
     truth = np.sin(3 * grid) if options.heteros else grid**3
     inside = np.abs(grid) <= np.abs(x).max()
     error = float(np.sqrt(np.mean((mean - truth)[inside] ** 2)))
     within, beyond = deviation[inside].mean(), deviation[~inside].mean()
-    print(f"Root mean squared error from the true curve, where there were points: {error:.3g}")
-    print(f"Standard deviation that it predicts there: {within:.3g}; beyond: {beyond:.3g}")
+    print(f"Root mean squared error between the points: {error:.3g}")
+    print(f"Predicted standard deviation between the points: {within:.3g}; outside: {beyond:.3g}")
     if options.plot:
         plot(options, grid, truth, mean, doubt, deviation, x, y)
 
@@ -84,7 +89,7 @@ def noisy_sine(random: np.random.Generator, size: int) -> tuple[Array, Array]:
 
 
 class Scale:
-    """Bring a quantity to mean 0 and deviation 1, which the first variances are meant for."""
+    """Scale a quantity to mean 0 and deviation 1, which the initial variances assume."""
 
     def __init__(self, of: Array) -> None:
         self.mean, self.deviation = of.mean(), of.std()
@@ -97,7 +102,7 @@ class Scale:
 def batches(
     random: np.random.Generator, x: Array, y: Array, size: int
 ) -> Iterator[tuple[Array, Array]]:
-    """Yield all samples once, in a new order."""
+    """Yield all samples once, in random order."""
     order = random.permutation(len(x))
     for start in range(0, len(x), size):
         chosen = order[start : start + size]
@@ -120,11 +125,11 @@ def plot(
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
     at, center = grid[:, 0], mean[:, 0]
-    for width, what, shade in (
+    for width, label, shade in (
         (2 * deviation[:, 0], "95 %: a new observation", "#cfe0f3"),
         (2 * doubt[:, 0], "95 %: the curve itself", "#8fb8e0"),
     ):
-        axes.fill_between(at, center - width, center + width, color=shade, label=what, linewidth=0)
+        axes.fill_between(at, center - width, center + width, color=shade, label=label, linewidth=0)
     axes.plot(at, center, color="#1f5fa8", label="predicted mean")
     axes.plot(at, truth[:, 0], color="black", linestyle="--", linewidth=1.2, label="true curve")
     size = 3 if options.heteros else 16
@@ -136,7 +141,7 @@ def plot(
 
 
 def read_options() -> argparse.Namespace:
-    """Read the command line; refuse what could only fail later."""
+    """Read the command line and reject options that would fail after the start."""
     parser = argparse.ArgumentParser(description="Learn a curve, and how uncertain it is.")
     add = parser.add_argument
     add("--num-epochs", type=int, default=50)

@@ -1,11 +1,12 @@
-"""Forecast a noisy sine with two LSTMs of TAGI, on as many processes as there are.
+"""Forecast a noisy sine with two LSTMs of TAGI on any number of processes.
 
     python examples/tagi_time_series.py --plot forecast.png
     mpirun -n 2 python examples/tagi_time_series.py
 
-Network and options are those of pytagi's example. A window of the series goes in; what comes out is
-the next value, and how far to trust it. To look further ahead the network reads its own forecasts,
-and their variances with them.
+Network and options are the same as in pytagi's example. The input is a window of the series. The
+output
+is the next value and its variance. For a longer forecast the network reads its own predictions and
+their variances.
 """
 
 import argparse
@@ -21,21 +22,21 @@ from flashlight_py.tagi import nn
 Array = npt.NDArray[np.float32]
 
 PERIOD = 24  # time steps
-NOISE = 0.05  # deviation of the errors of the observations, of a sine of amplitude 1
+NOISE = 0.05  # deviation of the errors of the observations; the sine has amplitude 1
 WINDOW = 12
 AHEAD = 3 * PERIOD
 
 
 def main(options: argparse.Namespace) -> None:
-    # Meet the other processes. Every one runs this same program, with a rank of its own.
+    # Join the other processes. Every process runs this program and has its own rank.
     fl.distributed_init()
     if options.batch_size < fl.get_world_size():
         raise SystemExit(f"--batch-size: a sample for each of {fl.get_world_size()} processes")
     fl.tagi.manual_seed(options.seed)
     random = np.random.default_rng(options.seed)
 
-    # A series to learn from, and its continuation. The network's first variances are meant for
-    # quantities of mean 0 and deviation 1.
+    # A training series and its continuation. The initial variances of the network assume quantities
+    # of mean 0 and deviation 1.
     time = np.arange(options.samples + 200)
     curve = np.sin(2 * np.pi * time / PERIOD).astype(np.float32)
     series = curve + NOISE * random.standard_normal(curve.shape, np.float32)
@@ -43,7 +44,7 @@ def main(options: argparse.Namespace) -> None:
     series, curve = (series - mean) / deviation, (curve - mean) / deviation
     inputs, targets = windows(series[: options.samples])
 
-    # The LSTMs read a window step by step; the last layer reads what they say at every step.
+    # The LSTMs read a window step by step. The last layer reads their outputs of all steps.
     net = nn.Sequential(
         nn.LSTM(1, 8, WINDOW),
         nn.LSTM(8, 8, WINDOW),
@@ -52,8 +53,9 @@ def main(options: argparse.Namespace) -> None:
     model = nn.DDPSequential(net, average=False)
     updater = nn.OutputUpdater(net.device)
 
-    # Learn: forward, compare with what was observed, back, step. Each batch is of all processes,
-    # and a shorter one at the end, which might not have a sample for each, is left out.
+    # Learn: forward, compare with the observations, backward, step. Each batch is divided between
+    # all processes. The last batch is dropped if it is shorter, because some process might get no
+    # sample.
     data = fl.dataset.TensorDataset([inputs, targets])
     batches = fl.ShardedDataset(data, options.batch_size, seed=options.seed, drop_last=True)
     for epoch in range(options.num_epochs):
@@ -67,7 +69,8 @@ def main(options: argparse.Namespace) -> None:
             model.backward()
             model.step()
 
-    # Forecast the continuation: one time step from each window, then many from the first.
+    # Forecast the continuation: one time step from each window, then many steps from the first
+    # window.
     model.eval()
     unseen, truth = series[options.samples - WINDOW :], curve[options.samples :, None]
     one_step, _ = model(windows(unseen)[0])
@@ -88,7 +91,7 @@ def windows(series: Array) -> tuple[Array, Array]:
 
 
 def look_ahead(model: nn.DDPSequential, window: Array) -> tuple[Array, Array]:
-    """Return means and variances of what follows; the network reads those of its own forecasts."""
+    """Return means and variances of the next values; the network reads its own predictions."""
     means, variances = list(window), [np.float32(0)] * WINDOW
     for _ in range(AHEAD):
         mean, variance = model(np.array(means[-WINDOW:]), np.array(variances[-WINDOW:]))
@@ -103,7 +106,7 @@ def rmse(forecast: Array, truth: Array) -> float:
 
 
 def plot(file: Path, unseen: Array, truth: Array, forecast: Array, deviation: Array) -> None:
-    """Draw the window, the forecast with its band, and what really followed."""
+    """Draw the window, the forecast with its band, and the true values."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
@@ -123,7 +126,7 @@ def plot(file: Path, unseen: Array, truth: Array, forecast: Array, deviation: Ar
 
 
 def read_options() -> argparse.Namespace:
-    """Read the command line; refuse what could only fail later, before anything starts."""
+    """Read the command line and reject options that would fail after the start."""
     parser = argparse.ArgumentParser(description="Forecast a noisy sine on several processes.")
     add = parser.add_argument
     add("--num-epochs", type=int, default=10)

@@ -1,12 +1,14 @@
-"""Train a character GPT on Python's own documentation, and let it write: nanoGPT's recipe for CPUs.
+"""Train a character GPT on Python's documentation and let it write text: nanoGPT's recipe for CPUs.
 
     python examples/tiny_gpt.py --capture
     mpirun -n 2 python examples/tiny_gpt.py --folder run
     flrun -n 4 examples/tiny_gpt.py --leaves 8
 
-4 layers of 4 heads, width 128, 64 characters at a time. With --folder it saves checkpoints, and
-goes on from the last one when it is started again. With --leaves the parameters are the same on any
-number of ranks, bit for bit, and so is their SHA-256.
+The network has 4 layers of 4 heads, width 128, and reads 64 characters. With --folder the program
+saves
+checkpoints, and a second start continues from the last checkpoint. With --leaves the parameters and
+their
+SHA-256 are the same on any number of ranks.
 """
 
 import argparse
@@ -26,7 +28,8 @@ Tokens = npt.NDArray[np.int64]
 
 
 class GPT(fl.nn.Module):
-    """Tokens ``[batch, positions]`` to the log probabilities of the next, ``[..., tokens]``."""
+    """Network from tokens ``[batch, positions]`` to log probabilities of the next token, ``[...,
+    tokens]``."""
 
     def __init__(self, tokens: int) -> None:
         self.embedding = fl.nn.Embedding(tokens, WIDTH)
@@ -72,14 +75,14 @@ def main(options: argparse.Namespace) -> None:
 
     run = fl.capture(step) if options.capture else step
     state: dict[str, Any] = {"module": model, "optimizer": optimizer, "schedule": schedule}
-    found = fl.load(options.folder, rng=True, **state) if options.folder else None
-    history: list[list[float]] = found.extra if found else []
-    mine = slice(None) if options.leaves else slice(fl.get_world_rank(), None, fl.get_world_size())
+    checkpoint = fl.load(options.folder, rng=True, **state) if options.folder else None
+    history: list[list[float]] = checkpoint.extra if checkpoint else []
+    share = slice(None) if options.leaves else slice(fl.get_world_rank(), None, fl.get_world_size())
     losses = []
-    steps = range(found.step if found else 0, options.steps)
+    steps = range(checkpoint.step if checkpoint else 0, options.steps)
     for t in tqdm(steps, leave=False, disable=None if fl.is_main_process() else True):
         inputs, targets = batch(train, [options.seed, t], options.batch_size)
-        losses.append(run(inputs[mine], targets[mine]).scalar())
+        losses.append(run(inputs[share], targets[share]).scalar())
         schedule.step()
         if (t + 1) % options.every == 0 or t + 1 == options.steps:
             history.append(
@@ -94,14 +97,14 @@ def main(options: argparse.Namespace) -> None:
 
 
 def batch(tokens: Tokens, seed: list[int], size: int) -> tuple[Tokens, Tokens]:
-    """Return pieces of text that the seed decides, and of each place the token that follows."""
+    """Return sections of text that the seed determines, and the token after each position."""
     begins = np.random.default_rng(seed).integers(len(tokens) - BLOCK, size=size)
-    places = begins[:, None] + np.arange(BLOCK)
-    return tokens[places], tokens[places + 1]
+    positions = begins[:, None] + np.arange(BLOCK)
+    return tokens[positions], tokens[positions + 1]
 
 
 def validate(model: GPT, tokens: Tokens, size: int) -> float:
-    """Return the loss on held-out text: of the same pieces each time, which the ranks share out."""
+    """Return the loss on fixed sections of held-out text, which are divided between the ranks."""
     model.eval()
     total = np.zeros(2)
     for t in range(fl.get_world_rank(), 20, fl.get_world_size()):
@@ -124,7 +127,7 @@ def write(model: GPT, letters: int) -> list[int]:
 
 
 def digest(model: fl.nn.Module) -> str:
-    """Return what two models with the same parameters have in common, and no others."""
+    """Return the SHA-256 of the parameters of ``model``."""
     arrays = model.state_dict().values()
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
@@ -145,7 +148,7 @@ if __name__ == "__main__":
     add("--seed", type=int, default=0)
     add("--capture", action="store_true", help="record the step once and replay it natively")
     add("--leaves", type=int, default=0, help="the same bits on any number of ranks, such as 8")
-    add("--folder", type=Path, help="of the checkpoints; made if there is none")
+    add("--folder", type=Path, help="folder of the checkpoints; created if it is missing")
     options = parser.parse_args()
     if min(options.every - 1, options.steps, options.letters, options.seed, options.leaves) < 0:
         parser.error("--every is from 1 on, other numbers from 0")

@@ -1,9 +1,12 @@
-"""Every exception that flashlight_py raises on purpose.
+"""Exception classes of flashlight_py.
 
-Wrong arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that
-passed them, and ``MismatchError`` with its reason on the other ranks. Failures between processes
-raise an exception of this module. Its class names the kind of failure; its message states the
-operation, rank and number of ranks, the expected and the received value, and the remedy.
+Invalid arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that
+passed them; the other ranks raise ``MismatchError`` with its reason. Failures between processes
+raise a class of this module. Their message states the operation, the rank and number of ranks, the
+expected value, the received value, and the remedy.
+
+``scripts/errors`` copies the condition, the lines "Group:" and "Remedy:" of each class into
+docs/errors.md.
 """
 
 from collections.abc import Sequence
@@ -28,31 +31,52 @@ __all__ = [
 
 
 class DistributedError(RuntimeError):
-    """The base of all errors of the distributed module."""
+    """A failure of the distributed module that fits no subclass. Base class of the others.
 
-    goes_on = False  # the operation does: only the limit of a wait for it has passed
-    has_begun = True  # False: no rank was notified of the call, which does not count
+    Group: closed, except after a verb that a signal handler called during a verb of the same group.
+
+    Remedy: Follow the message.
+
+    ``goes_on`` is True if only a wait timed out and the operation continues. ``has_begun`` is False
+    if no other rank was notified of the call.
+    """
+
+    goes_on = False
+    has_begun = True
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython prints, without IPython's own frame, which is the first."""
+        """Return the lines that IPython prints, without IPython's own first frame."""
         return folded(self, 1).splitlines()
 
 
 class NotInitializedError(DistributedError):
-    """Something needs ``distributed_init`` first."""
+    """An object that needs the world was made before ``distributed_init``.
+
+    Group: unchanged.
+
+    Remedy: Call ``distributed_init`` first.
+    """
 
 
 class RendezvousError(DistributedError):
-    """The processes could not find each other, or do not agree on who they are."""
+    """The processes did not find each other, or disagree on ranks, world size or secret.
+
+    Group: does not exist; no file, process or memory remains.
+
+    Remedy: See "RendezvousError" below.
+    """
 
 
 class MismatchError(DistributedError):
-    """The ranks called different things: operation, order, dtype, shape, root, reduce op or group.
+    """The ranks made different calls: another verb, order, dtype, shape, root, operation or group.
 
-    Every rank raises it, and the message names the call and the line of each rank. If one rank
-    refused its arguments, that rank raises its own error and the other ranks raise this one. If
-    ``group_lives``, the group can be used again: not after a mismatch of groups, or through NCCL.
-    ``calls`` describes the known calls of the ranks in words.
+    Group: usable, and no array has changed. With NCCL: closed, and the arrays are undefined.
+
+    Remedy: Make the same call on every rank; the message lists the call and line of each rank.
+
+    Every rank raises it. If one rank passed invalid arguments, that rank raises its own error and
+    the other ranks raise this error. ``group_lives`` is True if the group is usable. ``calls``
+    describes the known calls of the ranks.
     """
 
     def __init__(self, *args: object, group_lives: bool = True, calls: Sequence[str] = ()) -> None:
@@ -61,50 +85,79 @@ class MismatchError(DistributedError):
 
 
 class PeerLostError(DistributedError):
-    """Another rank died, exited, raised or closed its connection.
+    """Another rank died, exited, raised an error or closed its connection, or its host is lost.
 
-    Names the rank and its process; has the traceback of one that raised. The group cannot be used
-    again.
+    Group: closed.
+
+    Remedy: Read the output of the rank that the message names, or check its host.
+
+    The message names the rank and its process. It contains the traceback if the rank raised.
     """
 
-    for_others = ""  # what they are told in its place: this rank was late, and they gave it up
+    for_others = ""  # text for the other ranks, if they lost this rank because it was late
 
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):
-    """Another rank did not join an operation in time; says what it joined last, and when.
+    """Another rank did not join an operation within the timeout.
 
-    The group cannot be used again, unless the operation ``goes_on``.
+    Group: closed; usable after the timeout of ``Work.wait``, because the operation continues.
+
+    Remedy: Find out what the named rank does, or pass a longer timeout.
+
+    The message states the last operation that the other rank joined, and when.
     """
 
 
 class BackendUnavailableError(DistributedError):
-    """A backend was asked for that this machine or installation lacks; says the remedy."""
+    """This machine or installation lacks an extension, a library, an interface or a backend.
+
+    Group: does not exist, or is unchanged.
+
+    Remedy: Install or select the component that the message names.
+    """
 
 
 class UnavailableEverywhereError(BackendUnavailableError):
-    """The same, found out together: every rank raises it, so nobody needs to be notified."""
+    """All ranks detected together that a component is missing.
+
+    Group: does not exist, or is unchanged.
+
+    Remedy: Install or select the component that the message names.
+    """
 
 
 class OutOfMemoryError(UnavailableEverywhereError, MemoryError):
-    """There is not enough memory for what ranks make together; says for what, and what limits it.
+    """There is too little memory for arrays that the ranks allocate together.
 
-    Raised on every rank. No rank has made anything, and the group goes on.
+    Group: usable; no rank has allocated memory.
+
+    Remedy: Request less, start fewer ranks per host, or raise the limit that the message names.
+
+    Every rank raises it.
     """
 
-    lack = ""  # what this rank lacks, for those who tell others
+    lack = ""  # the missing resource of this rank, for the messages of the other ranks
 
 
 class GroupClosedError(DistributedError):
-    """The group was shut down, or broke in an earlier operation (which the message repeats)."""
+    """The group was shut down, an earlier operation failed, or this process was forked.
+
+    Group: closed.
+
+    Remedy: Read the earlier error, which the message repeats; call ``distributed_init`` again.
+    """
 
 
 class RankFailedError(DistributedError):
-    """A process that was started as a rank raised, exited or was killed before it had returned.
+    """A process that ``spawn`` or ``DataParallel`` started raised, exited or was killed.
 
-    Or a function raised there that one rank calls for all, as ``fl.host_array`` does.
+    Group: ended; ``DataParallel`` starts new workers.
 
-    ``rank`` is its number. ``exit_code`` is the code it exited with, or minus the signal that
-    killed it; None where it raised.
+    Remedy: Read the message, which contains the exception or the exit status.
+
+    ``host_array`` raises it as well if its function raised on another rank; then the group is
+    usable. ``rank`` is the number of the failed rank. ``exit_code`` is its exit status, minus the
+    signal number if a signal killed it, and None if it raised.
     """
 
     def __init__(self, message: str, rank: int = -1, exit_code: int | None = None) -> None:
@@ -114,15 +167,22 @@ class RankFailedError(DistributedError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none of those that are there can be used.
+    """A checkpoint could not be written, or no checkpoint in the folder is usable.
 
-    Raised on every rank that saves or loads together.
+    Group: usable.
+
+    Remedy: Read the reason of each checkpoint in the message; see "CheckpointError" below.
+
+    Every rank that joins ``save`` or ``load`` raises it.
     """
 
 
 class TornStateError(DistributedError):
-    """A rank ended while it changed parameters that ranks have in common: some are half a step on.
+    """A rank ended while the ranks updated the shared parameters of a sharded module.
 
-    Raised by whatever would use them: the module's next call, ``state_dict``, a step. Loading a
-    checkpoint makes them whole again.
+    Group: closed.
+
+    Remedy: Load a checkpoint.
+
+    The next use of the parameters raises it: a forward pass, a step, or ``state_dict``.
     """

@@ -116,7 +116,7 @@ def leaves_nothing() -> Iterator[None]:
     assert not lingering, f"the test left threads running: {lingering}"
     left = leftovers.end_processes()
     assert not left, f"the test left processes running (killed now): {left}"
-    orphans = leftovers.orphaned(leftovers.segments() - segments)
+    orphans = leftovers.unmapped_files(leftovers.segments() - segments)
     assert not orphans, f"the test left shared memory that nobody uses: {orphans}"
 
 

@@ -255,7 +255,7 @@ def number_in(source: str, constant: str) -> int:
 
 
 THRESHOLDS = re.findall(
-    r"^\| `(\w+)` \| (\S+) \| (\d+)(?: (B|KB|MB))? \|",
+    r"^\| `(\w+)` \| `(\S+)` \| (\d+)(?: (B|KB|MB))? \|",
     (ROOT / "docs" / "algorithms.md").read_text(),
     re.MULTILINE,
 )
@@ -328,9 +328,9 @@ def sgd(module: Any) -> Any:
 ABSENT = re.findall(
     r"^(\S+): (.*)\n    (?:(\w+Error): )?(.*)$",
     """
-from-pytorch: (`torch.distributed.rpc`) are not here
+from-pytorch: (`torch.distributed.rpc`) are not supported
     offered(fl, "rpc")
-from-pytorch: it is no context
+from-pytorch: it is no context manager
     TypeError: within(fl.no_grad(np.ones(3)))
 from-pytorch: no `last_epoch` argument
     arguments(fl.optim.StepLR, "last_epoch")
@@ -344,47 +344,47 @@ reliability: No probes, no cancelled, buffered, ready or persistent requests, no
     offered(fl, "probe bsend rsend send_init intercomm")
 reliability: No Adasum
     ValueError: fl.all_reduce(np.ones(3), op="adasum")
-verbs: To oneself only `isend`, `irecv` and `sendrecv` can send
+verbs: Only `isend`, `irecv` and `sendrecv` can send to the same rank
     ValueError: fl.send(np.ones(3), 0)
-verbs: bit by bit; no `scale`
+verbs: bitwise; no `scale`
     ValueError: fl.all_reduce(np.ones(3, int), scale=2, op="and")
-verbs: numbers but complex ones
+verbs: real numbers, bool, dates
     TypeError: fl.all_reduce(np.ones(3, complex), op="min")
-verbs: The other verbs return arrays: pass `np.asarray(x)`
+verbs: The other verbs need an array: pass `np.asarray(x)`
     TypeError: fl.all_gather(3.5)
 verbs: arrays of any dtype without objects
     TypeError: fl.all_gather(np.array([None, 1], object))
-sharp-bits: Masked arrays are refused
+sharp-bits: Masked arrays raise `TypeError`
     TypeError: fl.all_reduce(np.ma.ones(3))
-sharp-bits: A read-only array is refused where it would be changed
+sharp-bits: If a verb would change a read-only array, it raises `ValueError`
     ValueError: fl.all_reduce(read_only(np.ones(3)))
-sharp-bits: Averages of integers are refused
+sharp-bits: Averages of integers raise `TypeError`
     TypeError: fl.all_reduce(np.ones(3, int), op="avg")
-models: An empty batch is an error
+models: An empty batch raises an error
     ValueError: fl.nn.Conv2D(1, 2, 3)(fl.input(np.zeros((0, 1, 8, 8), np.float32)))
 differentiable-collectives: `op` is `"sum"` or `"avg"`
     ValueError: fl.functional.all_reduce(fl.param(np.ones(3)), op="max")
-differentiable-collectives: Verbs that work in place refuse a Variable with a history
+differentiable-collectives: Verbs that work in place reject a Variable with a history
     ValueError: fl.all_reduce(fl.param(np.ones(3)) * 2)
 uneven-inputs: `throw_on_early_termination=True` | not offered
     arguments(fl.join, "throw_on_early_termination")
-compression: take float32 and float64 and refuse other dtypes
+compression: take float32 and float64 and raise `TypeError` for other dtypes
     TypeError: reduce_with(fl.Float16Compression(), np.ones(3, np.float16))
-from-lux: both together are refused
+from-lux: Both together raise `ValueError`
     ValueError: fl.DistributedOptimizer(sgd(distributed()))
 sharding: `all_reduce_parameters`
     ValueError: fl.all_reduce_parameters(sharded())
 sharding: `all_reduce_gradients`
     ValueError: fl.all_reduce_gradients(sharded())
-sharding: `PeriodicAveraging` have nothing to do here, and are refused
+sharding: `PeriodicAveraging` raise `ValueError` for a sharded module
     ValueError: fl.PeriodicAveraging(sharded(), 2)
-sharding: `DistributedOptimizer` is refused for both
+sharding: `DistributedOptimizer` raises `ValueError` for both
     ValueError: fl.DistributedOptimizer(sgd(sharded()))
-leaves: `reducer`, `hook`, `scale` or `bucket_bytes` beside `leaves`
+leaves: `reducer`, `hook`, `scale` or `bucket_bytes` together with `leaves`
     ValueError: distributed(leaves=2, scale=0.5)
-leaves: `no_sync` and `join` refuse such a module
+leaves: `no_sync` and `join` raise `ValueError` for such a module
     ValueError: within(fl.no_sync(distributed(leaves=2)))
-tagi: layers that are not here, such as attention
+tagi: layers that are not in `fl.tagi.nn`, such as attention
     offered(fl.tagi, "MultiheadAttention Attention Transformer")
 from-pytagi: without `set_size`, `set_input_x`, `get_name`
     offered(fl.tagi.nn.BaseHiddenStates, "set_size set_input_x get_name")

@@ -227,7 +227,7 @@ def test_leftover_segment_is_found_only_while_nobody_uses_it(
     segment = Path("/dev/shm") / f"test-flashlight-{os.getpid()}"
     segment.write_bytes(b"x" * 4096)
     try:
-        assert leftovers.orphaned(leftovers.segments()) >= {segment}
+        assert leftovers.unmapped_files(leftovers.segments()) >= {segment}
     finally:
         segment.unlink()
     assert segment not in leftovers.segments()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import on_ranks, ranks_in, ring_of_messages
+from tests.distributed.conformance import check_message_ring, on_ranks, ranks_in
 from tests.distributed.harness import RankPool, run_outcomes
 from tests.distributed.programs import every_verb, run_program
 from tests.launch.launcher import launch, write
@@ -87,7 +87,7 @@ def killed(rank: int, size: int) -> None:
 
 def test_every_verb(ranks: RankPool) -> None:
     ranks.run(run_program, every_verb(ranks.size, "float32", (5,)))
-    ranks.run(ring_of_messages, 100)
+    ranks.run(check_message_ring, 100)
 
 
 @on_ranks()

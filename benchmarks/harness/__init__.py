@@ -1,1 +1,1 @@
-"""What the benchmarks share: every library as idle ranks that a conductor wakes in turn."""
+"""Code of all benchmarks: ranks of each library, which a conductor wakes in turn."""

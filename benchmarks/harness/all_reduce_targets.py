@@ -1,4 +1,4 @@
-"""The numbers that all_reduce is to reach, and whether measurements reach them."""
+"""Targets of all_reduce, and the verdicts on the measurements."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -19,7 +19,7 @@ Condition = Callable[[int], bool]
 
 
 def verdicts(measurements: Sequence[Measurement], absent: Mapping[str, str]) -> list[Verdict]:
-    """Judge the measurements; ``absent`` says which peers were not there, and why."""
+    """Judge the measurements. ``absent`` contains the missing peers and the reasons."""
     extremes = {
         f"{m.dtype}, {m.ranks} ranks, {size_name(m.nbytes)}, {title}": m.ratios(title, OURS)
         for m in measurements
@@ -45,7 +45,8 @@ def verdicts(measurements: Sequence[Measurement], absent: Mapping[str, str]) -> 
 
 
 class _Judge:
-    """Picks what a target speaks of. The lowest ratio to any MPI is the one to the better MPI."""
+    """Selects the measurements of a target. The lowest ratio to any MPI is the ratio to the fastest
+    MPI."""
 
     def __init__(self, measurements: Iterable[Measurement], absent: Mapping[str, str]) -> None:
         self._measurements = list(measurements)

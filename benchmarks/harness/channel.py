@@ -1,8 +1,8 @@
-"""The line between the conductor and a rank: a local socket, on which an idle rank blocks.
+"""Connection between the conductor and a rank: a local socket, on which an idle rank blocks.
 
-A rank that waits inside its library would spin there, and take the core from whoever is being
-measured; a rank that waits in the read of a socket takes nothing. Standard library only, since
-every environment imports this.
+A rank that waits inside its library might spin and take processor time from the rank that is
+measured. A rank that blocks in a socket uses no processor time. This module uses only the standard
+library, because every environment imports it.
 """
 
 import socket
@@ -19,7 +19,7 @@ else:
 
 
 def listen(address: Path) -> socket.socket:
-    """Return a socket that listens at ``address``, in a folder that only this user can enter."""
+    """Return a socket that listens at ``address``, in a folder that only this user can open."""
     door = socket.socket(socket.AF_UNIX)
     door.bind(str(address))
     door.listen(64)
@@ -27,12 +27,12 @@ def listen(address: Path) -> socket.socket:
 
 
 def pick_up(door: socket.socket) -> Line:
-    """Return the line to the next rank that calls in; blocks until one does."""
+    """Return the connection to the next rank that connects. Blocks until a rank connects."""
     return Connection(door.accept()[0].detach())
 
 
 def call_in(address: str) -> Line:
-    """Return a rank's line to the conductor that listens at ``address``."""
+    """Connect a rank to the conductor that listens at ``address``."""
     own_end = socket.socket(socket.AF_UNIX)
     own_end.connect(address)
     return Connection(own_end.detach())

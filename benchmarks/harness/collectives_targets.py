@@ -1,4 +1,4 @@
-"""The numbers that every verb is to reach beside its peers, and whether measurements do."""
+"""Targets of every verb next to its peers, and the verdicts on the measurements."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,15 +9,15 @@ from harness.verdicts import Rounds, Verdict, at_least
 
 __all__ = ["label", "verdicts"]
 
-# With a core for each rank, and where several ranks share one.
+# Least ratio to the fastest peer, by the number of ranks. 4 ranks share two cores.
 EVERY_ROW = {2: 1.0, 4: 0.8}
-# How this package reduces several arrays, by the kind of the task.
+# The contender of this package for several arrays, by the kind of the task.
 LOOP = f"{OURS}, loop"
 SEVERALLY = {"loop": LOOP, "contiguous": f"{OURS}, contiguous"}
 
 
 def label(measurement: Measurement) -> str:
-    """Return the name of a row: a verb and its size, or how many messages are open."""
+    """Return the label of a row: a verb and its size, or the number of open messages."""
     verb, nbytes = measurement.task, measurement.nbytes
     if verb.startswith("open messages"):
         return f"{nbytes // 4:,} {verb}"
@@ -25,7 +25,7 @@ def label(measurement: Measurement) -> str:
 
 
 def verdicts(measurements: Sequence[Measurement], absent: Mapping[str, str]) -> list[Verdict]:
-    """Judge the measurements; ``absent`` says which peers were not there, and why."""
+    """Judge the measurements. ``absent`` contains the missing peers and the reasons."""
     judged = []
     for ranks in sorted({m.ranks for m in measurements}):
         some = [m for m in measurements if m.ranks == ranks]
@@ -48,7 +48,8 @@ def verdicts(measurements: Sequence[Measurement], absent: Mapping[str, str]) -> 
 
 
 def _row(measurement: Measurement, peers: Sequence[str]) -> tuple[str, Rounds] | None:
-    """Return the ratios to the fastest of ``peers``, with its name; None: nobody was measured."""
+    """Return the ratios to the fastest of ``peers`` and its name, or None if no peer was
+    measured."""
     if OURS in measurement.left_out and any(peer in measurement.seconds for peer in peers):
         return f"{label(measurement)}, {OURS} was left out", [0.0]
     found = {peer: measurement.ratios(peer, OURS) for peer in peers}

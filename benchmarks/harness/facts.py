@@ -1,4 +1,4 @@
-"""What a reader must know of the machine to compare its numbers with others."""
+"""Facts about the machine, for a comparison with the numbers of other machines."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ __all__ = ["available_bytes", "cores", "machine_facts"]
 
 
 def machine_facts() -> dict[str, str]:
-    """Return processor, cores, kernel, memory, shared memory, load, Python and NumPy, as text."""
+    """Return processor, cores, kernel, memory, shared memory, load, Python and NumPy as text."""
     load = os.getloadavg()[0]
     return {
         "CPU": cpu_model(),
@@ -26,17 +26,17 @@ def machine_facts() -> dict[str, str]:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def available_bytes() -> int:
-    """Return how many bytes can be had without swapping."""
+    """Return the number of bytes that can be allocated without swapping."""
     return _memory("MemAvailable")
 
 
 def cpu_model() -> str:
-    """Return the processor's name as Linux has it, else what Python knows."""
+    """Return the processor's name from Linux, or from Python if Linux has none."""
     names = _values(Path("/proc/cpuinfo"), "model name")
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -47,7 +47,7 @@ def _memory(key: str) -> int:
 
 
 def _values(file: Path, key: str) -> list[str]:
-    """The values of ``key: value`` lines; none where the file does not exist."""
+    """Return the values of ``key: value`` lines, or an empty dict if the file does not exist."""
     lines = file.read_text().splitlines() if file.exists() else []
     pairs = (line.partition(":") for line in lines)
     return [value.strip() for name, _, value in pairs if name.strip() == key]

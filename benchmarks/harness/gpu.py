@@ -1,4 +1,4 @@
-"""What every benchmark on a GPU needs: to know that there is one, and to share it between ranks."""
+"""Checks of every GPU benchmark: whether there is a GPU, and whether ranks share it."""
 
 import os
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from harness.statistics import Measurement
 
 __all__ = ["NO_GPU", "nccl_files", "require_all", "require_gpu", "share_gpus", "shares_gpu"]
 
-NO_GPU = 77  # the exit status of a benchmark that has found none
+NO_GPU = 77  # exit status of a benchmark without a GPU
 
 
 def require_gpu() -> None:
-    """Return if CuPy sees a CUDA device.
+    """Return if CuPy detects a CUDA device.
 
     Raises:
-        SystemExit: it does not, with the status NO_GPU; the reason is printed.
+        SystemExit: If there is no device, with the status NO_GPU. The reason is printed.
     """
     try:
         import cupy
@@ -33,10 +33,11 @@ def require_gpu() -> None:
 
 
 def require_all(measurements: Sequence[Measurement], ours: str) -> None:
-    """Return if something was measured, and nothing of ours is missing in it.
+    """Return if there are measurements and each contains all contenders of this package.
 
     Raises:
-        SystemExit: a contender whose title begins with ``ours`` failed, or there is no measurement.
+        SystemExit: If a contender whose title begins with ``ours`` failed, or there is no
+            measurement.
     """
     lost = [
         f"{title}: {reason}"
@@ -49,10 +50,11 @@ def require_all(measurements: Sequence[Measurement], ours: str) -> None:
 
 
 def share_gpus(rank: int, size: int, gpus: int) -> None:
-    """Let several ranks use one GPU, if there are fewer ``gpus``, as if on hosts of their own.
+    """Let ranks share a GPU if there are fewer GPUs than ranks, as if each rank had its own host.
 
-    Must come before NCCL is loaded. The numbers then are those of the loopback and of a GPU that
-    gives each process a slice of time, for everybody alike.
+    Call it before NCCL is loaded. Then the numbers of all contenders include the loopback interface
+    and the time
+    slices of the GPU.
     """
     if gpus < size:
         sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -60,11 +62,12 @@ def share_gpus(rank: int, size: int, gpus: int) -> None:
 
 
 def shares_gpu() -> bool:
-    """Return whether :func:`share_gpus` has found fewer GPUs than ranks."""
+    """Return whether :func:`share_gpus` found fewer GPUs than ranks."""
     return "NCCL_HOSTID" in os.environ
 
 
 def nccl_files() -> str:
-    """Return which files of NCCL this process has opened: all libraries are to use the same."""
+    """Return the NCCL libraries that this process has opened. All contenders should use the same
+    one."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return ", ".join(sorted({line.split()[-1] for line in lines if "libnccl.so" in line}))

@@ -1,7 +1,8 @@
-"""What a GPU did when: a trace of kernels, and for how long reductions ran beside others.
+"""Trace of GPU kernels, and the time during which reductions overlap other kernels.
 
-torch's profiler records it, which is CUPTI: it sees every kernel of the process, whoever launched
-it. The trace can be opened in a browser at ui.perfetto.dev, or chrome://tracing.
+torch's profiler (CUPTI) records every kernel of the process, also kernels that other libraries
+launch. Open the trace
+in a browser at ui.perfetto.dev or chrome://tracing.
 """
 
 import gzip
@@ -17,11 +18,12 @@ __all__ = ["overlap_of", "record"]
 
 
 def record(step: Callable[[], object], steps: int, file: Path) -> dict[str, float] | str:
-    """Call ``step`` so often, and write what the GPU did to ``file`` (ends in .json.gz).
+    """Call ``step`` several times, and write the trace of the GPU to ``file`` (ends in .json.gz).
 
     Returns:
-        What :func:`overlap_of` finds, per step; or why there is no trace. The steps are made in any
-        case: other ranks take part in them.
+        The result of :func:`overlap_of` per step, or the reason why there is no trace. The steps
+        run
+        in any case, because they communicate with other ranks.
     """
     profile = _begin()
     for _ in range(steps):
@@ -33,15 +35,15 @@ def record(step: Callable[[], object], steps: int, file: Path) -> dict[str, floa
         profile.export_chrome_trace(str(file))
         with gzip.open(file, "rt") as text:
             found = overlap_of(json.load(text)["traceEvents"])
-    except Exception as error:  # noqa: BLE001  (a profiler that fails is no reason to fail)
+    except Exception as error:  # noqa: BLE001 (the benchmark goes on without a trace)
         return f"torch's profiler failed: {type(error).__name__}: {error}"
     return {name: seconds / steps for name, seconds in found.items()}
 
 
 def _begin() -> Any:
-    """Return torch's profiler, which records from now on, or why it does not."""
+    """Return torch's profiler, which records from now on, or the reason why it cannot record."""
     if importlib.util.find_spec("torch") is None:
-        return "torch, whose profiler records kernels, is not installed"
+        return "torch is not installed; its profiler records the kernels"
     try:
         import torch
 
@@ -54,15 +56,16 @@ def _begin() -> Any:
 
 
 def overlap_of(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return for how many seconds the GPU reduced, computed, and did both at the same time.
+    """Return the seconds in which the GPU reduced, computed, and did both at the same time.
 
     Args:
-        events: of a trace in Chrome's format: kernels have the category "kernel", begin at "ts" and
-            take "dur", both in microseconds.
+        events: Events of a trace in Chrome's format. Kernels have the category "kernel", begin at
+            "ts"
+            and take "dur", both in microseconds.
     """
     kinds: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for event in events:
-        if event.get("cat") == "kernel":  # in whole nanoseconds
+        if event.get("cat") == "kernel":  # in integer nanoseconds
             begin, took = (round(1e3 * float(event[name])) for name in ("ts", "dur"))
             kinds["nccl" in event["name"].lower()].append((begin, begin + took))
     reducing, computing = covered(kinds[True]), covered(kinds[False])

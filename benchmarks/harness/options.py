@@ -1,4 +1,4 @@
-"""The command line that the benchmarks share, and what it chooses."""
+"""Command-line options of all benchmarks, and the objects that they select."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ QUICK = Plan(rounds=3, batch_seconds=0.004, case_seconds=1.0)
 
 
 def common_arguments(description: str, ranks: list[int], peers: str) -> argparse.ArgumentParser:
-    """Return a parser of what every benchmark understands."""
+    """Return a parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description)
     parser.set_defaults(machine=machine_facts())
     add = parser.add_argument
@@ -31,7 +31,7 @@ def common_arguments(description: str, ranks: list[int], peers: str) -> argparse
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Return how long to measure."""
+    """Return the duration of the measurements."""
     plan = QUICK if options.quick else THOROUGH
     return Plan(
         options.rounds or plan.rounds,
@@ -41,14 +41,15 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def ours(role: str, title: str = "flashlight_py", **params: str) -> Library:
-    """Return this package in this environment; ``params`` go to ``distributed_init``."""
+    """Return this package in the present environment; ``params`` are passed to
+    ``distributed_init``."""
     return Library(title, role, Path(sys.executable), options=params)
 
 
 def installed(
     name: str, options: argparse.Namespace, absent: dict[str, str], title: str = ""
 ) -> Path | None:
-    """Return the interpreter of a peer that is wanted and installed.
+    """Return the interpreter of a peer that is selected and installed.
 
     If it is not installed, the reason is added to ``absent`` under ``title`` or its name.
     """
@@ -64,10 +65,11 @@ def installed(
 def collective_peers(
     options: argparse.Namespace, ranks: int, absent: dict[str, str]
 ) -> list[Contender]:
-    """Return the chosen peers that are installed; add the others to ``absent`` with the reason.
+    """Return the selected peers that are installed; add missing peers to ``absent`` with the
+    reason.
 
     Raises:
-        SystemExit: a chosen peer is unknown.
+        SystemExit: If a selected peer is unknown.
     """
     found = []
     for name in filter(None, options.peers.split(",")):

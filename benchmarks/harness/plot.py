@@ -1,4 +1,4 @@
-"""Measurements as pictures: time against size, one line per library; ratios as a grid."""
+"""Plots of measurements: time against size with one line per library, and ratios as a grid."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ def plot_times(measurements: Sequence[Measurement], title: str, file: Path) -> N
     """Write a PNG with one panel per number of ranks.
 
     Args:
-        measurements: of one verb and dtype, in increasing sizes.
-        title: over the picture, such as the machine.
-        file: where to write it.
+        measurements: Measurements of one verb and dtype, in increasing sizes.
+        title: Title of the picture, such as the machine.
+        file: Path of the PNG.
     """
     from matplotlib.figure import Figure
 
@@ -44,7 +44,7 @@ def _panel(axes: object, measurements: list[Measurement]) -> None:
     for name in dict.fromkeys(name for m in measurements for name in m.seconds):
         points = [(m.nbytes, median(m.seconds[name])) for m in measurements if name in m.seconds]
         if 2 * len(points) < len(measurements):
-            continue  # measured at single sizes only: that is no line
+            continue  # a line needs several sizes
         sizes, times = zip(*points, strict=True)
         width, order = (2.5, 3) if name == OURS else (1.3, 2)
         axes.plot(sizes, times, marker="o", markersize=3, linewidth=width, zorder=order, label=name)
@@ -59,12 +59,12 @@ def _panel(axes: object, measurements: list[Measurement]) -> None:
 
 
 def plot_grid(ratios: Mapping[tuple[int, int], float], title: str, file: Path) -> None:
-    """Write a PNG with a field for each width and batch: how many times faster ours is.
+    """Write a PNG with a field for each width and batch: the ratio of the peer's time to ours.
 
     Args:
-        ratios: by width and batch; above 1 is faster. Cells may be missing.
-        title: over the picture, such as the machine.
-        file: where to write it.
+        ratios: By width and batch. Above 1, this package is faster. Cells may be missing.
+        title: Title of the picture, such as the machine.
+        file: Path of the PNG.
     """
     from matplotlib.figure import Figure
 

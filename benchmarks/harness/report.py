@@ -31,7 +31,7 @@ Label = Callable[[Measurement], str]
 
 
 def size_name(nbytes: int) -> str:
-    """Return a number of bytes as people write it: 4 B, 64 KB, 256 MB (of 1024)."""
+    """Return a number of bytes in units of 1024: 4 B, 64 KB, 256 MB."""
     for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
         if nbytes >= unit:
             return f"{nbytes / unit:g} {name}"
@@ -39,7 +39,7 @@ def size_name(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time with three digits and a fitting unit."""
+    """Return a time with three digits and a suitable unit."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"
@@ -57,7 +57,8 @@ def time_table(measurements: Sequence[Measurement], head: str, label: Label) -> 
 
 
 def ratio_table(measurements: Sequence[Measurement], head: str, label: Label, ours: str) -> str:
-    """Return how many times faster ``ours`` is than everybody else: medians of rounds' ratios."""
+    """Return the ratios of the peers' times to the time of ``ours``: medians of the rounds'
+    ratios."""
 
     def cell(measurement: Measurement, title: str) -> str:
         values = measurement.ratios(title, ours)
@@ -68,7 +69,7 @@ def ratio_table(measurements: Sequence[Measurement], head: str, label: Label, ou
 
 
 def _titles(measurements: Iterable[Measurement]) -> list[str]:
-    """Everybody measured at least once, in the order of appearance."""
+    """Return the contenders that were measured at least once, in the order of appearance."""
     return list(dict.fromkeys(title for m in measurements for title in m.seconds))
 
 
@@ -90,13 +91,13 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def verdict_table(verdicts: Iterable[Verdict]) -> str:
-    """Return target, number needed, number measured, and whether it was reached."""
+    """Return a table of targets: bound, measured value, and whether the target was reached."""
     rows = [[v.target, v.needed, v.measured, ANSWERS[v.reached]] for v in verdicts]
     return markdown(["target", "needed", "measured", "reached"], rows)
 
 
 def facts_text(machine: Mapping[str, str], conductor: Conductor | None = None) -> str:
-    """Return the machine, every library's versions and settings, who was absent, who disturbed."""
+    """Return the machine, versions and settings of all libraries, absent peers, and other load."""
     lines = ["machine: " + _pairs(machine)]
     if conductor is not None:
         lines += _facts_of(conductor)
@@ -109,15 +110,12 @@ def _facts_of(conductor: Conductor) -> list[str]:
     shares = conductor.idle_shares
     if shares:
         title = max(shares, key=lambda key: shares[key])
-        lines.append(
-            f"while others were measured, an idle rank used at most {100 * shares[title]:.2f} % of "
-            f"a core ({title})"
-        )
+        lines.append(f"an idle rank used at most {100 * shares[title]:.2f} % of a core ({title})")
     return lines
 
 
 def left_out_text(measurements: Iterable[Measurement], label: Label) -> str:
-    """Return who was left out where, and why; "" if nobody was."""
+    """Return the contenders that were left out, with cases and reasons, or "" if there are none."""
     where: dict[tuple[str, str], list[str]] = {}
     for measurement in measurements:
         for title, reason in measurement.left_out.items():
@@ -129,7 +127,7 @@ def left_out_text(measurements: Iterable[Measurement], label: Label) -> str:
 
 
 def _some(labels: list[str]) -> str:
-    """The first and the last are enough: cases that follow each other share their fate."""
+    """Return the first and the last case as text, because consecutive cases share a reason."""
     if len(labels) < 3:
         return " and ".join(labels)
     return f"{len(labels)} times, {labels[0]} to {labels[-1]}"
@@ -140,7 +138,7 @@ def _pairs(facts: Mapping[str, str]) -> str:
 
 
 def by_task(measurement: Measurement) -> str:
-    """Return the task, which names a row."""
+    """Return the task, which is the label of a row."""
     return measurement.task
 
 
@@ -152,12 +150,12 @@ def conclude(
     label: Label = by_task,
     ours: str = "flashlight_py",
 ) -> None:
-    """Print the verdicts, the facts, and who was left out; write all of it to ``options.json``.
+    """Print verdicts, facts and missing contenders; write all results to ``options.json``.
 
-    ``options.machine`` has the facts of the machine when the program began.
+    ``options.machine`` contains the facts of the machine at the start of the program.
 
     Raises:
-        SystemExit: ``ours`` could not be measured; says why.
+        SystemExit: If ``ours`` could not be measured, with the reason.
     """
     measured, judged, facts = [*measurements], [*verdicts], facts_text(options.machine, conductor)
     print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts}")
@@ -176,7 +174,7 @@ def write_json(
     measurements: Iterable[Measurement],
     verdicts: Iterable[Verdict] = (),
 ) -> None:
-    """Write everything: facts, the seconds of every round, who was left out, and the verdicts."""
+    """Write all results: facts, the seconds of every round, missing contenders, and verdicts."""
     result: dict[str, Any] = {"machine": dict(machine)}
     if conductor is not None:
         result |= {

@@ -1,4 +1,4 @@
-"""What every rank can do when it is asked, whatever library it has."""
+"""Commands that the ranks of every library can execute."""
 
 import abc
 import time
@@ -12,14 +12,15 @@ Call = Callable[[], object]
 
 
 class Refusal(Exception):
-    """The library cannot do what was asked; the message says why. Every rank raises it alike."""
+    """The library cannot run a task; the message is the reason. All ranks raise it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands. ``folder`` is the team's own and empty; MPI knows rank and size itself.
+    """Rank, size and folder of a rank. ``folder`` is an empty folder of the team. MPI itself knows
+    rank and size.
 
-    ``options`` are the library's, such as the backend to force.
+    ``options`` are options of the library, such as a required backend.
     """
 
     rank: int
@@ -29,16 +30,16 @@ class Place:
 
 
 def nothing() -> None:
-    """Do nothing, as a call of a rank that has no part in it."""
+    """Do nothing: the call of a rank that does not participate."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call that can be repeated; what to report of it; and what proves its result right.
+    """A repeatable call, a detail to report, and a check of its result.
 
-    ``check`` is collective and raises RuntimeError if the result is wrong. ``clock`` is what the
-    seconds are read from; ``time.process_time`` counts what the process computes, whatever else
-    the machine does.
+    ``check`` is collective and raises RuntimeError if the result is wrong. ``clock`` measures the
+    seconds;
+    ``time.process_time`` measures only the processor time of this process.
     """
 
     call: Call
@@ -48,31 +49,31 @@ class Prepared:
 
 
 class Role(abc.ABC):
-    """A library, joined to its other ranks, that prepares calls to be timed."""
+    """A rank of a library that is connected to its other ranks and prepares calls."""
 
     rank: int
     size: int
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
-        """What the library raises, on all ranks alike, when it cannot do what it is asked."""
+        """Return the exceptions that all ranks of the library raise if it cannot run a task."""
         return (Refusal,)
 
     @abc.abstractmethod
     def facts(self) -> dict[str, str]:
-        """Return the versions and paths that a reader must know."""
+        """Return the versions and paths for the report."""
 
     @abc.abstractmethod
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
-        """Return the call that the task is; collective.
+        """Return the call of the task. Collective.
 
         Raises:
-            Refusal: the library cannot do the task.
+            Refusal: If the library cannot run the task.
         """
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Block until all ranks are here."""
+        """Block until all ranks have called it."""
 
     def leave(self) -> None:  # noqa: B027  (optional: most libraries end with the process)
-        """Say goodbye to the other ranks; collective."""
+        """Disconnect from the other ranks. Collective."""

@@ -1,8 +1,10 @@
-"""What rounds say: medians, and ratios taken round by round.
+"""Medians of rounds, and ratios within rounds.
 
-In a round everybody runs within a second or so, so that what else the machine does then slows
-all of them alike. The ratio of a round is therefore steadier than either of its times, and the
-median of the rounds' ratios steadier than the ratio of two medians.
+All contenders of a round run within about a second, so other load slows all of them equally. The
+ratio within a
+round is therefore steadier than either time, and the median of these ratios is steadier than the
+ratio of two
+medians.
 """
 
 import statistics
@@ -16,7 +18,7 @@ Seconds = Sequence[float]
 
 @dataclass
 class Measurement:
-    """One case: what was called, and what each contender took in each round, in seconds a call."""
+    """One case: the call, and the seconds per call of each contender in each round."""
 
     task: str
     dtype: str
@@ -26,7 +28,8 @@ class Measurement:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def ratios(self, of: str, to: str) -> list[float]:
-        """Return, per round, how often ``to``'s time fits in ``of``'s; empty if one is missing."""
+        """Return the time of ``of`` divided by the time of ``to`` per round; empty if one is
+        missing."""
         return ratios(self.seconds, of, to)
 
 
@@ -34,15 +37,15 @@ def median(values: Seconds) -> float:
     """Return the median.
 
     Raises:
-        statistics.StatisticsError: there are no values.
+        statistics.StatisticsError: If there are no values.
     """
     return statistics.median(values)
 
 
 def ratios(seconds: Mapping[str, Seconds], of: str, to: str) -> list[float]:
-    """Return the time of ``of`` divided by that of ``to``, round by round.
+    """Return the time of ``of`` divided by the time of ``to`` per round.
 
-    Above 1, ``to`` is the faster one. Empty if one of them was not measured.
+    Above 1, ``to`` is faster. The list is empty if one of them was not measured.
     """
     if of not in seconds or to not in seconds:
         return []

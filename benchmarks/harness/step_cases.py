@@ -1,4 +1,4 @@
-"""Which training steps are timed, and who takes part in each."""
+"""Training steps that are timed, and the contenders of each."""
 
 import argparse
 import itertools
@@ -45,15 +45,15 @@ __all__ = [
 ]
 
 ROLE = "flashlight_step"
-ARRAYS = 6  # of the size of the parameters, at most, in one library
-ACTIVATIONS = 16  # arrays of the size of all layers' results; the batches are among them
+ARRAYS = 6  # maximum, of the size of the parameters, in one library
+ACTIVATIONS = 16  # arrays of the size of all layers' results, with the batches
 
 Pythons = Mapping[str, Path]
 
 
 @dataclass(frozen=True)
 class Work:
-    """A step; ``also`` has who takes part besides, or how: in words."""
+    """A step; ``also`` names further contenders or variants."""
 
     title: str
     recipe: Recipe
@@ -84,13 +84,13 @@ WORKS = _works()
 
 
 def grid_work(width: int, batch: int, layers: int) -> Work:
-    """Return the step of layers of one width, which only NumPy takes beside this package."""
+    """Return the step of layers of one width, which only NumPy runs next to this package."""
     title = f"width {width}, batch {batch}, {layers} layers"
     return Work(title, Recipe((width,) * (layers + 1), batch), peers=False)
 
 
 def case_of(work: Work, ranks: int) -> Case:
-    """Return what the conductor measures."""
+    """Return the case for the conductor."""
     recipe = work.recipe
     size = np.dtype(recipe.dtype).itemsize
     memory = ARRAYS * recipe.weights + ACTIVATIONS * recipe.batch * sum(recipe.widths)
@@ -100,7 +100,7 @@ def case_of(work: Work, ranks: int) -> Case:
 
 
 def measure_functions(conductor: Conductor, shapes: list[tuple[int, int]]) -> list[Measurement]:
-    """Return the times of functions of arrays, of each shape."""
+    """Return the times of functions of arrays for each shape."""
     library, found = ours("array_functions"), []
     ways = {HAND_WRITTEN: "by hand", EAGER: "eager", CAPTURED: "captured"}
     for name, shape in itertools.product(FUNCTIONS, shapes):
@@ -117,7 +117,7 @@ def measure_functions(conductor: Conductor, shapes: list[tuple[int, int]]) -> li
 
 
 def pythons_of(options: argparse.Namespace, absent: dict[str, str]) -> Pythons:
-    """Return the interpreters of the chosen peers; add those that are not there to ``absent``."""
+    """Return the interpreters of the selected peers; add missing peers to ``absent``."""
     found = {}
     for name in filter(None, options.peers.split(",")):
         python = python_of(PEERS[name], options.environments)
@@ -129,7 +129,7 @@ def pythons_of(options: argparse.Namespace, absent: dict[str, str]) -> Pythons:
 
 
 def contenders(work: Work, ranks: list[int], pythons: Pythons) -> list[Contender]:
-    """Return who takes part, the reference first."""
+    """Return the contenders, the reference first."""
     by_hand = Library(HAND_WRITTEN, "numpy_step", Path(sys.executable))
     found = [Contender(HAND_WRITTEN, by_hand, 1, {"kind": "plain"})]
     if "simple" in work.also:
@@ -153,7 +153,7 @@ def _peers(work: Work, ranks: list[int], pythons: Pythons) -> list[Contender]:
     if "torch" in pythons:
         torch = Library("torch", "torch_step", pythons["torch"])
         found.append(Contender("torch, eager", torch, 1, {"kind": "plain"}))
-        # Its compiler needs one of C++: without that it fails, and torch itself is still there.
+        # torch.compile needs a C++ compiler; without one only it fails.
         compiled = replace(torch, title="torch, compiled")
         if "compiled" in work.also:
             found.append(Contender(compiled.title, compiled, 1, {"kind": "compiled"}))

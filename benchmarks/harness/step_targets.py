@@ -1,4 +1,4 @@
-"""The numbers that a training step is to reach, and whether measurements reach them."""
+"""Targets of training steps, and the verdicts on the measurements."""
 
 from collections.abc import Mapping, Sequence
 
@@ -36,7 +36,7 @@ OURS, JAX, DDP = "flashlight_py", "JAX, jit", "torch DDP on gloo"
 EAGER, CAPTURED = f"{OURS}, eager", f"{OURS}, captured"
 WAYS = {"eager": EAGER, "captured": CAPTURED}
 LEAVES = ", 8 leaves"
-# Of a new step's calls the first one records.
+# The first call of a new step records it.
 RECORDS = ("first call", "second call", "third call", "fourth call")
 
 
@@ -46,7 +46,7 @@ def on_ranks(title: str, ranks: int) -> str:
 
 
 def reducing(title: str, ranks: int) -> str:
-    """Return the title of one that reduces its gradients, on several ranks or on one."""
+    """Return the title of a contender that reduces its gradients, on several ranks or on one."""
     return on_ranks(f"{title}, reducing", ranks)
 
 
@@ -62,7 +62,7 @@ def verdicts(
     training: Measurement | None,
     absent: Mapping[str, str],
 ) -> list[Verdict]:
-    """Judge captured steps; ``absent`` says which peers were not there, and why."""
+    """Judge captured steps. ``absent`` contains the missing peers and the reasons."""
     missing = ", ".join(f"{title} is absent" for title in absent)
     found = _of_the_seed(works[SEED], missing) if SEED in works else []
     for title, bound in ((SEED, 12), (BATCH_8, 4), (CLASSES, 3)):
@@ -97,7 +97,7 @@ def _of_the_seed(steps: Measurement, missing: str) -> list[Verdict]:
     shared = {"a step": steps.seconds.get(two, [])}
     jax = {"a step": steps.ratios(JAX, CAPTURED)}
     torch = {"a step": steps.ratios(on_ranks(DDP, 2), two)}
-    # Two ranks do half of an epoch's steps each.
+    # Each of two ranks makes half of the steps of an epoch.
     eager = steps.ratios(reducing(EAGER, 1), reducing(EAGER, 2))
     return [
         at_most(f"{SEED}, 1 rank", 2e-6, alone, show=duration),
@@ -121,6 +121,6 @@ def _of_the_grid(grid: Sequence[Measurement]) -> list[Verdict]:
 
 
 def overlap_verdict(steps: Measurement, alone: str, overlapped: str) -> Verdict:
-    """Judge how much longer a step of several ranks takes than one rank's."""
+    """Judge the ratio of a step on several ranks to a step on one rank."""
     rounds = {"a step": steps.ratios(overlapped, alone)}
     return at_most(f"{overlapped}, against {alone}", 1.15, rounds)

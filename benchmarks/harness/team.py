@@ -1,4 +1,4 @@
-"""A library's ranks as processes that live through the whole benchmark, and how to talk to them."""
+"""Ranks of a library as processes that live through the whole benchmark, and messages to them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from harness.launchers import Library, launch
 __all__ = ["Team", "TeamFailed"]
 
 BENCHMARKS = Path(__file__).parent.parent
-# A library that hangs is left out after this time; it may leave less than all for the others.
+# Seconds until a library that hangs is left out.
 MOST_SECONDS = float(os.environ.get("FLASHLIGHT_BENCH_SECONDS", "inf"))
 START_SECONDS = min(120.0, MOST_SECONDS)
 ANSWER_SECONDS = min(180.0, MOST_SECONDS)
 LEAVE_SECONDS = 10.0
 DYING_SECONDS = 1.0
-QUOTED_LINES = 8  # of what a library that fails has written
+QUOTED_LINES = 8  # lines of a failed library's output in an error
 
 
 class TeamFailed(Exception):
-    """The ranks died, did not answer in time or could not start; says which, and their words."""
+    """The ranks died, did not answer in time or could not start. The message contains their
+    output."""
 
 
 class Team:
-    """The ranks of one library, from the start to ``close``.
+    """The ranks of one library, until ``close``.
 
     Args:
-        library: what they run.
-        ranks: how many.
-        cores: how many cores they may use.
+        library: The library.
+        ranks: Number of processes.
+        cores: Number of cores that they may use.
 
     Raises:
-        TeamFailed: not all ranks called in within START_SECONDS.
+        TeamFailed: If a rank does not connect within START_SECONDS.
     """
 
     def __init__(self, library: Library, ranks: int, cores: int) -> None:
@@ -80,7 +81,7 @@ class Team:
             return self._pick_up_all(door)
 
     def _pick_up_all(self, door: socket.socket) -> dict[str, str]:
-        """Return the facts that rank 0 reports when all ranks have called in."""
+        """Return the facts that rank 0 reports after all ranks have connected."""
         deadline = time.monotonic() + START_SECONDS
         by_rank: dict[int, tuple[Line, dict[str, str]]] = {}
         while len(by_rank) < self.ranks:
@@ -94,11 +95,13 @@ class Team:
         return by_rank[0][1]
 
     def ask(self, *command: Any) -> list[Any]:
-        """Give every rank the same command; return the answers in rank order, once all are in.
+        """Send every rank the same command, and return all answers in rank order.
 
         Raises:
-            TeamFailed: a rank is gone or too late. The team is closed, and every later call fails.
-            KeyboardInterrupt: Ctrl-C; the team is closed likewise, as answers may be on their way.
+            TeamFailed: If a rank died or does not answer in time. The team is closed, and later
+                calls fail.
+            KeyboardInterrupt: If Ctrl-C is pressed. The team is closed, because answers may be in
+                transit.
         """
         if self.failure:
             raise TeamFailed(self.failure)
@@ -121,17 +124,17 @@ class Team:
         return [answers[rank] for rank in range(self.ranks)]
 
     def seconds_per_call(self, key: str, iterations: int, warm_up: int) -> float:
-        """Return the seconds that one of ``iterations`` calls took the slowest rank."""
+        """Return the seconds per call of ``iterations`` calls on the slowest rank."""
         return float(max(self.ask("measure", key, iterations, warm_up))) / iterations
 
     def close(self) -> None:
-        """Let the ranks go home; whoever does not go is killed. Closing twice does nothing."""
+        """End the ranks, and kill ranks that do not end. Idempotent."""
         if self.failure or not self._processes:
             return
         try:
             used = self.ask("leave")
         except TeamFailed:
-            return  # the failure has closed everything
+            return  # after a failure everything is closed
         self.idle_share = max(cpu / wall if wall else 0.0 for cpu, wall in used)
         self._end_processes(LEAVE_SECONDS)
         shutil.rmtree(self._folder)
@@ -149,19 +152,20 @@ class Team:
             self._fail(f"a rank ended during {doing!r}")
 
     def _await_one_of(self, objects: Iterable[Any], deadline: float, doing: str) -> Any:
-        """Return one of ``objects`` that can be read, once there is one."""
+        """Return one of ``objects`` that is readable; blocks until one is."""
         ready = wait(objects, max(0.0, deadline - time.monotonic()))
         return ready[0] if ready else self._fail(f"no answer in time while {doing}")
 
     def _await_caller(self, door: socket.socket, deadline: float) -> None:
-        """Block until a rank calls in; a process that ends before it did is a failure."""
+        """Block until a rank connects. A process that ends before is a failure."""
         with _Watch(self._processes) as watched:
             ready = wait([door, *watched.descriptors], max(0.0, deadline - time.monotonic()))
         if door not in ready:
             self._fail("a process ended while starting" if ready else "did not start in time")
 
     def _fail(self, what: str) -> NoReturn:
-        """End everything first: a process that dies may still have something to write."""
+        """End all processes first, because a dying process may still write output, then return the
+        error."""
         self._end_processes(DYING_SECONDS)
         words = self._log.read_text(errors="replace").strip().splitlines()
         shutil.rmtree(self._folder)
@@ -191,7 +195,8 @@ class _Watch:
 
 
 def _environment(library: Library, variables: Mapping[str, str]) -> dict[str, str]:
-    """The caller's environment, which wins, with the library's own programs found first."""
+    """Return the library's variables, overridden by the caller's environment, with the library's
+    programs first in PATH."""
     merged = {**variables, **os.environ}
     merged["PATH"] = f"{library.python.parent}{os.pathsep}{merged.get('PATH', '')}"
     if library.libraries:
@@ -202,7 +207,7 @@ def _environment(library: Library, variables: Mapping[str, str]) -> dict[str, st
 
 
 def _end_process(process: subprocess.Popen[bytes], patience: float) -> None:
-    """Wait ``patience`` seconds, then end the process and all that it has started."""
+    """Wait ``patience`` seconds, then end the process and its children."""
     for number, seconds in ((None, patience), (signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
         if number is not None:
             os.killpg(process.pid, number)

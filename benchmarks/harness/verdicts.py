@@ -1,4 +1,4 @@
-"""Was a number reached? A verdict has the target, what was measured where, and yes or no."""
+"""Verdicts: the target, the measured values, and whether the target was reached."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ def _times(ratio: float) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``reached`` is None where nothing could be measured; ``measured`` then says why."""
+    """A verdict. ``reached`` is None if nothing could be measured; then ``measured`` is the
+    reason."""
 
     target: str
     needed: str
@@ -26,13 +27,13 @@ class Verdict:
 
 
 def at_least(target: str, bound: float, rounds: Mapping[str, Rounds], missing: str = "") -> Verdict:
-    """Judge that the median of every entry is ``bound`` or more; the lowest one is shown.
+    """Require that the median of every entry is at least ``bound``; the lowest median is shown.
 
     Args:
-        target: what is judged.
-        bound: the smallest ratio that is good enough.
-        rounds: the ratios of each round, by what they were measured at.
-        missing: what could not be measured, and why.
+        target: Name of the target.
+        bound: Smallest ratio that reaches the target.
+        rounds: Ratios of the rounds, by label.
+        missing: The measurements that failed, with the reasons.
     """
     return _judge(target, f">= {bound:g}x", bound, 1, rounds, missing)
 
@@ -44,9 +45,9 @@ def at_most(
     missing: str = "",
     show: Show = _times,
 ) -> Verdict:
-    """Judge that the median of every entry is ``bound`` or less; the highest one is shown.
+    """Require that the median of every entry is at most ``bound``; the highest median is shown.
 
-    ``show`` writes a number; where they are no ratios, as seconds.
+    ``show`` formats a number. Values that are no ratios are shown in seconds.
     """
     return _judge(target, f"<= {show(bound)}", bound, -1, rounds, missing, show)
 

@@ -1,4 +1,4 @@
-"""The example from start to end, as a user starts it, and how long its epochs take."""
+"""The example from start to end as a user starts it, and the time of its epochs."""
 
 import os
 import re
@@ -26,10 +26,10 @@ class Training:
 
 
 def train(ranks: int, epochs: int, captured: bool) -> Training:
-    """Run the example on so many ranks of this host.
+    """Run the example on ``ranks`` ranks of this host.
 
     Raises:
-        RuntimeError: it failed, or printed no loss.
+        RuntimeError: If it fails or prints no loss.
     """
     options = ["--epochs", str(epochs), *(["--capture"] if captured else [])]
     command = [sys.executable, "-m", "flashlight_py.launch", "-n", str(ranks), str(EXAMPLE)]

@@ -1,9 +1,10 @@
-"""One rank: joins its library, then waits in a read until the conductor wants something timed.
+"""One rank: joins its library, then blocks until the conductor sends a command.
 
     python -m harness.worker ROLE SOCKET PLACE
 
-ROLE is a module of ``harness.roles``, SOCKET where the conductor listens, PLACE a Place as JSON.
-Runs in any environment; ends when the conductor does.
+ROLE is a module of ``harness.roles``, SOCKET the address of the conductor, PLACE a Place as JSON.
+It
+runs in any environment and ends when the conductor ends.
 """
 
 import importlib
@@ -18,13 +19,13 @@ from harness.role import Place, Prepared, Role
 
 
 class Idleness:
-    """How much processor time this process takes while it should take none, in seconds."""
+    """Processor time in seconds that this process used while it should have been idle."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
 
     def wait(self, line: Line) -> Any:
-        """Block until the next message, and count what was used meanwhile."""
+        """Block until the next message, and add the processor time of the wait."""
         wall, cpu = time.perf_counter(), time.process_time()
         message = line.recv()
         self.wall += time.perf_counter() - wall
@@ -33,14 +34,15 @@ class Idleness:
 
 
 class Worker:
-    """Answers the conductor's commands; each is a method of the same name."""
+    """Answers the conductor's commands; each command is a method of the same name."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
         self._prepared: dict[str, Prepared] = {}
 
     def prepare(self, key: str, task: Mapping[str, Any]) -> tuple[str, Any]:
-        """Make ``key`` a call that can be timed; return ("ready", detail) or ("refused", why)."""
+        """Prepare ``key`` as a call that can be timed; return ("ready", detail) or ("refused",
+        reason)."""
         try:
             self._prepared[key] = self._role.prepare(task)
         except self._role.refusals as error:
@@ -48,10 +50,11 @@ class Worker:
         return "ready", self._prepared[key].detail
 
     def measure(self, key: str, iterations: int, warm_up: int) -> float:
-        """Return the seconds that ``iterations`` calls took this rank, after ``warm_up`` others.
+        """Return the seconds of ``iterations`` calls on this rank, after ``warm_up`` calls.
 
-        All ranks start together. Afterwards they meet once more, so that no rank goes to wait
-        outside its library while another still needs it there.
+        All ranks start together. A barrier at the end keeps each rank inside its library while
+        other
+        ranks need it there.
         """
         prepared, barrier = self._prepared[key], self._role.barrier
         call, clock = prepared.call, prepared.clock
@@ -66,7 +69,7 @@ class Worker:
         return seconds
 
     def check(self, key: str) -> None:
-        """Call once more, and end with an error if the result is wrong."""
+        """Call once more, and raise an error if the result is wrong."""
         self._prepared[key].check()
 
     def forget(self) -> None:
@@ -75,7 +78,7 @@ class Worker:
 
 
 def serve(line: Line, role: Role) -> None:
-    """Answer until the conductor says "leave" or is gone."""
+    """Answer commands until the conductor sends "leave" or ends."""
     idleness, worker = Idleness(), Worker(role)
     line.send((role.rank, role.facts()))
     try:
@@ -86,11 +89,11 @@ def serve(line: Line, role: Role) -> None:
         role.leave()
         line.send((idleness.cpu, idleness.wall))
     except (EOFError, ConnectionError):
-        return  # the conductor is gone, and nobody else waits for an answer
+        return  # the conductor has ended, so no process waits for an answer
 
 
 def work(role_name: str, address: str, place: str) -> None:
-    """Join, serve, end."""
+    """Join the library, serve, end."""
     module = importlib.import_module(f"harness.roles.{role_name}")
     role = module.join(Place(**json.loads(place)))
     with call_in(address) as line:

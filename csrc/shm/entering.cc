@@ -18,7 +18,7 @@ constexpr uint32_t kRunsAhead = 1u << 23;  // may return before other ranks have
 constexpr uint32_t kAny = 1u << 29;        // only verb and root are known
 
 // If each rank has a processor, at most this many bytes are sent ahead: writing data for the next call slows
-// down the reader of the current data (docs/algorithms.md).
+// down the reader of the current data (docs/shared-memory.md).
 constexpr size_t kAheadBytes = sized(1024, 32);
 
 // Seconds to wait for the call sites of other ranks after a mismatch.

@@ -1,4 +1,4 @@
-"""The native extensions. Each is optional: absent, it has a reason and a remedy."""
+"""The native extensions. All are optional: a missing extension has a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flashlight_py.errors import BackendUnavailableError
 
 __all__ = ["EXTENSIONS", "load", "optional", "left_out"]
 
-# What each is for, and what its absence means.
+# By name: the purpose of the extension, and the effect of its absence.
 EXTENSIONS = {
     "shm": (
         "shared memory between the ranks of a host",
-        "Gloo is used instead, if it is there, and is up to 100 times slower",
+        "Gloo is used if it is installed, up to 100 times slower",
     ),
     "gloo": ("Gloo over TCP between hosts", "shared memory and MPI remain"),
-    "fast": ("all_reduce of small arrays in a quarter of a microsecond", "it takes a few more"),
-    "tagi": ("the kernels of fl.tagi", "it computes with NumPy alone, some times slower"),
-    "nn": ("the kernels of layers", "they are computed in NumPy, some times slower"),
-    "tape": ("captured steps in native code", "fl.capture runs them in NumPy, some times slower"),
-    "optim": ("the steps of optimizers", "they are done in NumPy, some ten times slower"),
+    "fast": ("all_reduce of small arrays in 0.25 microseconds", "it takes a few microseconds"),
+    "tagi": ("the kernels of fl.tagi", "NumPy computes them, several times slower"),
+    "nn": ("the kernels of layers", "NumPy computes them, several times slower"),
+    "tape": ("captured steps", "NumPy runs them, several times slower"),
+    "optim": ("the steps of optimizers", "NumPy computes them, about ten times slower"),
     "nccl": ("NCCL between GPUs (the binding; the library is below)", "CuPy arrays need MPI"),
     "launch": ("the launch of NCCL's collectives", "CuPy arrays need MPI"),
 }
-# What an extension needs on the system, and the Debian package that has it.
+# Library that an extension needs, and its Debian package.
 _LIBRARIES = {"gloo": ("libgloo", "libgloo-dev")}
 
 
@@ -36,8 +36,8 @@ def load(name: str) -> ModuleType:
     """Return the extension module ``flashlight_py._native._<name>``.
 
     Raises:
-        BackendUnavailableError: it was not built, or a library it needs cannot be loaded; the
-            message says why and what to do.
+        BackendUnavailableError: If the extension was not built, or a library is missing. The error
+            has the reason and a remedy.
     """
     try:
         return importlib.import_module(f"flashlight_py._native._{name}")
@@ -48,9 +48,9 @@ def load(name: str) -> ModuleType:
 
 @functools.cache
 def optional(name: str, without: str) -> Any | None:
-    """Return the extension module as :func:`load`; if it is missing, log a warning, return None.
+    """Return the extension module, or log a warning once and return None if it is missing.
 
-    The warning says what happens ``without`` the extension, and why it is missing.
+    The warning names the effect (``without``) and the reason.
     """
     try:
         return load(name)
@@ -60,7 +60,7 @@ def optional(name: str, without: str) -> Any | None:
 
 
 def left_out(name: str) -> str:
-    """Return why the extension was left out when the package was built; empty if it was not."""
+    """Return why the extension was omitted when the package was built, or ""."""
     note = Path(__file__).with_name(f"{name}.missing.txt")
     return note.read_text(encoding="utf-8").strip() if note.exists() else ""
 

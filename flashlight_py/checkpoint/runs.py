@@ -16,10 +16,10 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import (
     COMPOSED,
+    check_integer,
     exchange_bytes,
     group_or_world,
     in_step,
-    whole_number,
 )
 from flashlight_py.parallel.agreement import differences
 from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
@@ -118,8 +118,8 @@ def save(
         >>> fl.load(folder, module=model).step
         10
     """
-    whole_number("save", "step", step)
-    whole_number("save", "keep", keep, least=1)
+    check_integer("save", "step", step)
+    check_integer("save", "keep", keep, least=1)
     own = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
     parts = checked_parts("save", rng, **own)
     step = int(step)  # NumPy's integers are taken too; JSON knows Python's only

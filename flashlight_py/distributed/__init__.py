@@ -1,10 +1,10 @@
-"""Collectives between processes: moves arrays, knows no module and no gradient."""
+"""Communication between processes. This package does not depend on modules or gradients."""
 
 from importlib import import_module
 
 from flashlight_py.distributed import api
 
-# Where each public name is imported from; `scripts/stubs` tells type checkers the same.
+# Source module of each public name. `scripts/stubs` writes the same table for type checkers.
 _HOMES = {
     "constants": ["DistributedBackend", "DistributedConstants", "DistributedInit"],
     "start.initialize": ["distributed_init", "distributed_shutdown"],

@@ -1,4 +1,4 @@
-"""The contract of a backend: validation is above it, transport below."""
+"""The interface of a backend: the transport below the public functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Backend(abc.ABC):
 
     Arguments are valid when they arrive here; ``api/`` has checked them. Every rank starts its
     collectives in the same order. Messages between two ranks keep their order per direction and
-    tag. If the calls of ranks disagree, they raise ``MismatchError``; see ``Work``.
+    tag. If the calls of ranks disagree, they raise ``MismatchError``; the group remains usable.
     """
 
     kind: DistributedBackend
@@ -30,70 +30,67 @@ class Backend(abc.ABC):
     timeout: float  # seconds that one operation may take
     rank: int  # of this process in the group
     size: int  # number of ranks
-    processes: Sequence[str] = ()  # of each rank, for errors: "process 12 on host a"
-    hosts: Sequence[Sequence[int]] = ()  # ranks that share memory; (): each rank is on its own
-    finds_shape = False  # whether receivers of a broadcast may leave out the array
-    packed_bytes = 32 << 10, 32 << 10  # all_reduce_multiple copies arrays up to this; with async_op
-    count: Sequence[int] = (0,)  # collectives that users have called in this group
-    team: object = None  # equal for the backends of which one group is composed
-    network: Any = None  # backend whose connections subgroups share; see ``Kin``
-    memory: Any = None  # backend whose memory subgroups share
-    near: Sequence[int] = ()  # rank in ``memory`` of each of our ranks; -1: none
+    processes: Sequence[str] = ()  # one text per rank for errors: "process 12 on host a"
+    hosts: Sequence[Sequence[int]] = ()  # lists of ranks that share memory; (): no ranks do
+    finds_shape = False  # True: receivers of a broadcast may pass no array
+    packed_bytes = 32 << 10, 32 << 10  # larger arrays are not packed: blocking, async_op
+    count: Sequence[int] = (0,)  # number of collectives that users called in this group
+    composite: object = None  # the same object in all parts of a hierarchical backend
+    network: Any = None  # backend whose TCP connections subgroups reuse, or None
+    memory: Any = None  # backend whose shared memory subgroups reuse, or None
+    memory_ranks: Sequence[int] = ()  # rank in ``memory`` for each rank; -1: not in it
 
     @abc.abstractmethod
     def start(self, call: Call) -> Work:
-        """Start ``call``; ``Work.wait`` blocks and returns the result.
+        """Start ``call``. ``Work.wait()`` blocks until its end and returns the result.
 
-        The result is the array for verbs that work in place, a new array or ``call.out`` for the
-        others, a ``Matched`` for an open receive, and None on ranks that receive nothing.
+        The result is the array for verbs that work in place, and a new array or ``call.out`` for
+        other verbs. An open receive returns ``Matched``. Ranks that receive nothing return None.
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start several calls, all blocking or none, as one; the result is a list."""
+        """Start several calls together, all blocking or all not. The result is a list."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Return the result of ``verb``, which is a step of another call; blocks."""
+        """Run ``verb`` as a step of another call and return its result. Blocks."""
         return self.start(Call(verb, array, seconds=seconds)).wait()
 
     def bind(self, journal: Journal) -> FastPath:
-        """Return the fast path of the group whose calls ``journal`` records."""
+        """Return the fast path of the group that records its calls in ``journal``."""
         return EntryPoints()
 
     def limit(self, seconds: float) -> None:
-        """Set ``timeout`` for later operations; not collective. Bound fast paths keep theirs."""
+        """Set ``timeout`` for later operations. Not collective. Bound fast paths do not change."""
         self.timeout = seconds
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Block until all operations of this rank have ended; raise the first failure."""
+        """Block until all operations of this rank have ended. Raise the first failure."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """Fail pending operations and release all resources. Not collective; idempotent."""
 
-    def abort(self, cause: str | DistributedError) -> None:  # noqa: B027  (optional, as the rest)
-        """Tell the other ranks why this rank stops, and end the group.
+    def abort(self, cause: str | DistributedError) -> None:  # noqa: B027 (optional method)
+        """Notify the other ranks why this rank stops, and end the group.
 
-        ``cause`` is a traceback whose first line names the exception, or another rank's error. The
-        other ranks raise it. Not collective; blocks for at most 0.5 s.
+        The other ranks raise ``PeerLostError`` with ``cause``: a traceback whose first line names
+        the exception, or the error of another rank. Not collective. Blocks for at most 0.5 s.
         """
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return the error that made the group unusable, or None, for ``doing``. Does not block.
-
-        A rank that left in order is not lost while its process runs.
-        """
+        """Return the error that made the group unusable, for ``doing``, or None. Does not block."""
         return None
 
     def leave(self) -> None:  # noqa: B027
-        """Tell the other ranks that this rank starts no more messages. Does not block."""
+        """Announce that this rank starts no more messages: only its exit counts as a loss then."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Close file descriptors only: this process was forked from the rank."""
+        """Close file descriptors only. Called in a process that was forked from the rank."""
 
     def is_busy(self) -> bool:
-        """Return whether an operation is pending; other ranks may wait for it."""
+        """Return whether an operation is pending. Other ranks may wait for it."""
         return False
 
     def is_calling(self) -> bool:

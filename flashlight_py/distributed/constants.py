@@ -1,4 +1,4 @@
-"""The enumerations and keys of the distributed module, with flashlight's names and values."""
+"""Enumerations and keys of the distributed module, with the names and values of flashlight."""
 
 from __future__ import annotations
 
@@ -11,73 +11,73 @@ from flashlight_py._native import codes
 
 
 class DistributedInit(enum.IntEnum):
-    """How processes find each other."""
+    """Methods by which the processes find each other."""
 
     MPI = 0
-    """Started by ``mpirun``: rank and size are MPI's (needs mpi4py)."""
+    """Start by ``mpirun``: MPI provides rank and size (needs mpi4py)."""
     FILE_SYSTEM = 1
-    """A path that all processes see, in ``params[FILE_PATH]``; each knows its rank and size."""
+    """A path that all processes can access, in ``params[FILE_PATH]``. Rank and size are passed."""
     ENV = 2
-    """Variables of our launcher, torchrun, Slurm, Open MPI, PMI/MPICH, Flux or jsrun."""
+    """Environment variables of flrun, torchrun, Slurm, Open MPI, PMI/MPICH, Flux or jsrun."""
 
 
 class DistributedBackend(enum.IntEnum):
-    """The backends, by the library that moves the arrays."""
+    """Backends, named after the library that moves the arrays."""
 
     GLOO = 0
-    """NumPy arrays between processes, by connections; inside a host through shared memory."""
+    """NumPy arrays: TCP between hosts, shared memory inside a host."""
     NCCL = 1
     """CuPy arrays between GPUs."""
     SINGLE = 2
-    """A world of one process: nothing moves."""
+    """A world of one process. No data moves."""
     MPI = 3
-    """Arrays through the MPI library."""
+    """Arrays through an MPI library."""
     SHM = 4
-    """NumPy arrays between the processes of one host, through memory that they share."""
+    """NumPy arrays between processes of one host, through shared memory."""
 
 
 class DistributedConstants:
-    """Keys of the ``params`` of ``distributed_init``, and flashlight's default bucket size."""
+    """Keys for ``params`` of ``distributed_init``, and the default bucket size of flashlight."""
 
     FILE_PATH = "FILE_PATH"
-    """The rendezvous path of ``DistributedInit.FILE_SYSTEM``."""
+    """Path of the rendezvous file of ``DistributedInit.FILE_SYSTEM``."""
     MAX_DEVICE_PER_NODE = "MAX_DEVICE_PER_NODE"
-    """GPUs per host; a rank uses device ``rank % MAX_DEVICE_PER_NODE``."""
+    """Number of GPUs per host. A rank uses device ``rank % MAX_DEVICE_PER_NODE``."""
     TIMEOUT = "TIMEOUT"
-    """Seconds that initialisation and each operation may take; by default what FLASHLIGHT_TIMEOUT
-    says, else 300."""
+    """Seconds that initialisation and each operation may take. Default: the variable
+    FLASHLIGHT_TIMEOUT, else 300."""
     BACKEND = "BACKEND"
-    """``auto`` (default), ``gloo``, ``shm``, ``mpi``; ``nccl`` is ``auto``, with GPUs required."""
+    """``auto`` (default), ``gloo``, ``shm``, ``mpi``, or ``nccl``: ``auto`` with GPUs required."""
     MPI_CUDA_AWARE = "MPI_CUDA_AWARE"
-    """1: with ``BACKEND`` ``mpi``, the library takes pointers to a GPU's memory (default 0)."""
+    """1: with ``BACKEND`` ``mpi``, the MPI library accepts pointers to GPU memory. Default: 0."""
     HOST_TIMEOUT = "HOST_TIMEOUT"
-    """Seconds after which a host that cannot be reached is lost (default 5; 0: never)."""
+    """Seconds until an unreachable host is declared lost. Default: 5; 0: never."""
     INTERFACE = "INTERFACE"
-    """Network interface or local address to use between hosts, such as ``eth0``; by default what
-    FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME says, else where the connection to rank 0 goes."""
+    """Network interface or local address for connections between hosts, such as ``eth0``. Default:
+    the variable FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME, else the route to rank 0."""
     MASTER_ADDR = "MASTER_ADDR"
-    """Name or address of rank 0's host; goes before the environment's."""
+    """Name or address of the host of rank 0. It overrides the environment variable."""
     MASTER_PORT = "MASTER_PORT"
-    """A free TCP port of rank 0's host; goes before the environment's."""
+    """A free TCP port on the host of rank 0. It overrides the environment variable."""
 
     TRACE_DIR = "TRACE_DIR"
-    """Folder of the flight records, such as one that all hosts see; "" for none at all."""
+    """Folder for the flight records, for example one that all hosts share. "": write no records."""
 
     COALESCE_CACHE_SIZE = 20 << 20
     """Bytes that ``CoalescingReducer`` collects before it reduces them: 20 MiB."""
 
 
-# What users write for a ReduceOp, beside such a function of NumPy.
+# Public names of a ReduceOp. NumPy functions such as np.add are accepted as well.
 Op: TypeAlias = (
     np.ufunc
     | Literal["sum", "avg", "prod", "min", "max", "and", "or", "xor", "land", "lor", "lxor"]
     | Literal["SUM", "AVG", "PROD", "MIN", "MAX", "AND", "OR", "XOR", "LAND", "LOR", "LXOR"]
 )
-LinearOp: TypeAlias = Literal["sum", "avg", "SUM", "AVG"] | np.ufunc  # those with a gradient
+LinearOp: TypeAlias = Literal["sum", "avg", "SUM", "AVG"] | np.ufunc  # operations with a gradient
 
 
 class ReduceOp(enum.IntEnum):
-    """How arrays are combined; the values are those of the native kernels."""
+    """Operations that combine arrays. The values are those of the native kernels."""
 
     SUM = codes.SUM
     PROD = codes.PROD
@@ -86,11 +86,11 @@ class ReduceOp(enum.IntEnum):
     AVG = codes.AVG
     """The sum, scaled by 1 / size inside the reduction."""
     AND = codes.AND
-    """Bit by bit, of integers and bool; so are OR and XOR."""
+    """Bitwise, for integers and bool, like OR and XOR."""
     OR = codes.OR
     XOR = codes.XOR
     LAND = 8
-    """Of truth values: 1 where no rank has a zero, else 0; so are LOR and LXOR. Native code sees
-    them as AND, OR and XOR of bool."""
+    """For truth values, like LOR and LXOR: 1 if all elements are nonzero, else 0. Native code
+    computes them as AND, OR and XOR of bool."""
     LOR = 9
     LXOR = 10

@@ -1,4 +1,4 @@
-"""Internal names for code outside ``distributed/``, which imports only these and public ones."""
+"""Internal names for code outside ``distributed/``, which imports only these and public names."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.distributed import verbs
-from flashlight_py.distributed.api.verb_call import COLLECTIVE, in_step, reason_of, refusing
+from flashlight_py.distributed.api.verb_call import COLLECTIVE, in_step, reason_of, reject_together
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.calls.arrays import (
     DTYPES,
     as_array,
-    check_reduction,
+    check_op_and_scale,
+    check_out_rows,
     parse_op,
-    require_length,
     scale_in_place,
 )
 from flashlight_py.distributed.calls.call import COMPOSED, PASS_FAILED, Call, Matched
-from flashlight_py.distributed.calls.call_site import caller, hide
-from flashlight_py.distributed.calls.checks import check_rank, whole, whole_number
+from flashlight_py.distributed.calls.call_site import caller, hide_folder
+from flashlight_py.distributed.calls.checks import as_integer, check_integer, check_rank
 from flashlight_py.distributed.calls.journal import Record, leave_to_python
-from flashlight_py.distributed.calls.kinds import is_of
+from flashlight_py.distributed.calls.kinds import is_instance
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
 from flashlight_py.distributed.failures import abort, flight_record
 from flashlight_py.distributed.failures.flight_record import dump, read_fields
 from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.groups.membership import Membership, world_fast
-from flashlight_py.distributed.groups.membership import of as members_of
+from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
 from flashlight_py.distributed.memory.memory_file import DIRECTORY as SHARED_FOLDER
 from flashlight_py.distributed.memory.memory_file import made_together
 from flashlight_py.distributed.memory.memory_room import reserve as reserve_memory
@@ -50,13 +49,13 @@ from flashlight_py.distributed.rendezvous.store import (
     Store,
     Waiting,
     host_identity,
-    not_arrived,
+    missing_text,
     this_process,
 )
 from flashlight_py.distributed.rendezvous.tcp_store import is_local
 from flashlight_py.distributed.start import blas, initialize
 from flashlight_py.distributed.start.initialize import leave_first_at_exit
-from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings, interface_asked
+from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings, requested_interface
 from flashlight_py.distributed.start.world import current_world, group_or_world
 from flashlight_py.distributed.verbs import ALL_REDUCE, RECV, SCATTER, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then
@@ -66,19 +65,19 @@ if TYPE_CHECKING:
 
 
 def graph_launcher(graph: Any, targets: Sequence[Any]) -> GraphLauncher:
-    """Return a ``GraphLauncher``; only programs with GPUs import it."""
+    """Return a ``GraphLauncher``. The import is delayed because only programs with GPUs need it."""
     from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
 
     return GraphLauncher(graph, targets)
 
 
 def nccl_library() -> tuple[str, str]:
-    """Return the version and the path of NCCL's library, which is loaded.
+    """Load the NCCL library, and return its version and path.
 
     Raises:
-        BackendUnavailableError: there is none.
+        BackendUnavailableError: If the library cannot be loaded.
     """
-    from flashlight_py.distributed.backends.nccl.library import load, version_text
+    from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 
-    library = load()
+    library = load_nccl()
     return version_text(library.version), library.path

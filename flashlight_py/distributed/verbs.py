@@ -1,8 +1,8 @@
-"""The verbs as a table: what each takes and writes, and in what its ranks may differ.
+"""The table of verbs. A verb is a communication function: a collective or a message.
 
-Everything that handles all verbs reads it: preparation of arguments (``verb_call.py``), native
-signatures, flight records, comparison and wording of calls (``call.py``), tests and benchmarks.
-``combining.py`` says what the verbs compute.
+Each row states the arguments of the verb, the arrays that it writes, and how its ranks may differ.
+All code that handles every verb reads this table: argument checks (``verb_call.py``), native
+signatures, flight records, comparison of calls (``call.py``), tests. See also ``combining.py``.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from flashlight_py._native import codes
 from flashlight_py._native.codes import ALL_TO_ALL_UNEVEN, REDUCE_SCATTER_UNEVEN
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, which is fast
+@dataclass(frozen=True, eq=False)  # identity comparison is fast
 class Verb:
     """A row of the table.
 
     Args:
-        name: the name of the public function.
-        code: its number in the native libraries (scripts/codes).
-        takes: the arguments besides the array, in the order of error messages.
-        writes: what the verb fills. ``"array"``: the argument itself, in place. ``"root's array"``:
-            the same on the root only. ``"later array"``: the same except on rank 0. ``"result"``: a
-            new array, or ``out``. ``"root's result"``: the same on the root only. ``""``: nothing.
-        cuts: the first dimension is cut into one part for each rank.
-        ragged: the first dimension may differ between ranks.
-        uneven: the code if the call has ``rows``; 0: the same code.
-        prefix: rank r combines the arrays of ranks 0 to r, or to r - 1 (exscan).
-        numbers: the verb takes a number instead of an array.
-        lists: the verb takes a list or tuple of arrays.
+        name: Name of the public function.
+        code: Number of the verb in the native libraries (scripts/codes).
+        takes: Arguments besides the array, in the order of error messages.
+        writes: Array that the verb fills. ``"array"``: the argument, in place. ``"root's array"``:
+            the argument, on the root only. ``"later array"``: the argument, except on rank 0.
+            ``"result"``: a new array or ``out``. ``"root's result"``: a new array or ``out``, on
+            the root only. ``""``: nothing.
+        cuts: True if the first dimension is split into one part per rank.
+        ragged: True if the first dimension may differ between ranks.
+        uneven: Code for calls with ``rows``; 0: the same code.
+        prefix: True if rank r combines the arrays of ranks 0 to r (exscan: 0 to r - 1).
+        numbers: True if the verb accepts a number instead of an array.
+        lists: True if the verb accepts a list or tuple of arrays.
     """
 
     name: str
@@ -46,36 +47,36 @@ class Verb:
 
     @property
     def reduces(self) -> bool:
-        """Whether it combines the ranks' arrays."""
+        """Whether the verb combines the arrays of the ranks."""
         return "op" in self.takes
 
     @property
     def rooted(self) -> bool:
-        """Whether one rank is special."""
+        """Whether the verb has a root."""
         return "root" in self.takes
 
     @property
     def is_message(self) -> bool:
-        """Whether two ranks take part and not all of them."""
+        """Whether the verb is a message between two ranks."""
         return "tag" in self.takes
 
     @property
     def in_place(self) -> bool:
-        """Whether what it writes is the array that it is given."""
+        """Whether the verb writes to its argument."""
         return self.writes.endswith("array")
 
     def shape(self, shape: tuple[int, ...], size: int, rows: int | None) -> tuple[int | None, ...]:
-        """Return the shape of the result of an array of ``shape`` on ``size`` ranks.
+        """Return the shape of the result for an array of ``shape`` on ``size`` ranks.
 
-        ``rows`` are those of this rank, if parts are unequal. A first dimension is None if it is
-        known only after all ranks have called.
+        ``rows`` is the number of rows of this rank, if the parts are unequal. The first dimension
+        is None if it depends on the calls of other ranks.
         """
         if self.cuts and self.reduces:
             return (shape[0] // size if rows is None else rows, *shape[1:])
         return (None, *shape[1:]) if self.ragged or rows is not None else shape
 
     def fills(self, rank: int, root: int) -> bool:
-        """Return whether ``rank`` gets what it writes."""
+        """Return whether ``rank`` receives a result."""
         if self.writes.startswith("later"):
             return rank > 0
         return rank == root or not self.writes.startswith("root's")
@@ -87,7 +88,7 @@ class Verb:
 ALL_REDUCE = Verb("all_reduce", codes.ALL_REDUCE, ("op", "scale"), numbers=True)
 REDUCE = Verb("reduce", codes.REDUCE, ("op", "scale", "root"), "root's array", numbers=True)
 SCAN = Verb("scan", codes.SCAN, ("op", "scale"), prefix=True, numbers=True)
-# Rank 0 of an exscan keeps its array here, as nothing is before it; ``exscan`` fills it then.
+# The backend leaves the array of rank 0 unchanged; the function ``exscan`` then fills it.
 EXSCAN = Verb("exscan", codes.EXSCAN, ("op", "scale"), "later array", prefix=True, numbers=True)
 REDUCE_SCATTER = Verb(
     "reduce_scatter",

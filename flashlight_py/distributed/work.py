@@ -1,4 +1,4 @@
-"""A pending operation, and the few forms it takes."""
+"""A pending operation (``Work``) and its implementations that need no backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # Python's own has defaults from 3.13 on
+    from typing_extensions import TypeVar  # Python's own TypeVar has defaults since 3.13
 
     Result_co = TypeVar("Result_co", covariant=True, default=Any)
 else:
@@ -21,98 +21,98 @@ else:
 
     Result_co = TypeVar("Result_co", covariant=True)
 
-# The failures of operations. Any other exception in a wait is that of a signal handler.
+# Errors of operations. Another exception during a wait comes from a signal handler.
 FAILURES = DistributedError, ValueError, MemoryError
 
 
 class Work(abc.ABC, Generic[Result_co]):
-    """An operation that was started with ``async_op=True``; type checkers know its result's type.
+    """An operation that was started with ``async_op=True``. The type parameter is its result type.
 
-    The arrays given to it must not be read or written until :meth:`wait` has returned.
+    Do not read or write its arrays until :meth:`wait` has returned.
     """
 
     source: int | None = None
-    """Of a receive: the rank in the group that has sent, once :meth:`wait` has returned."""
+    """For a receive: the rank in the group that sent the message, set when :meth:`wait` returns."""
 
-    flight: Any = None  # of a collective that a device does: has when it ``ended``
-    is_heard = False  # a ``wait`` would raise nothing new, and the result has been made
+    flight: Any = None  # for a collective on a GPU: the object that knows when it ended
+    is_settled = False  # True: ``wait`` raises no new error, and the result exists
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Result_co:
         """Block until the operation has ended, and return its result.
 
-        Waiting releases the GIL and answers Ctrl-C. ``timeout`` (seconds, None: the group's own
-        limit alone) bounds this wait only; the operation goes on.
+        Waiting releases the GIL and reacts to Ctrl-C. ``timeout`` limits only this wait, in
+        seconds: the operation continues after that. None: only the timeout of the group applies.
 
         Raises:
-            CollectiveTimeoutError: it has not ended after ``timeout`` seconds, or a rank did not
-                join it within the group's timeout.
-            PeerLostError: another rank is gone.
-            MismatchError: the ranks called different things.
-            GroupClosedError: the group was closed or broke before.
+            CollectiveTimeoutError: If the operation has not ended after ``timeout`` seconds, or a
+                rank does not join it within the timeout of the group.
+            PeerLostError: If another rank exited or died.
+            MismatchError: If the ranks made different calls.
+            GroupClosedError: If the group was closed, or failed earlier.
         """
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """Return, without blocking, whether the operation has ended, well or not."""
+        """Return whether the operation has ended, successfully or not. Does not block."""
 
     def __await__(self) -> Generator[Any, None, Result_co]:
-        """Return what :meth:`wait` does, in ``await work``, while other tasks of asyncio go on."""
+        """Return the result in ``await work``. Other asyncio tasks run meanwhile."""
         if not self.is_completed():
             import asyncio
 
             ended: futures.Future[Result_co] = futures.Future()
             threading.Thread(target=_wait_for, args=(self, ended), daemon=True).start()
             yield from asyncio.wrap_future(ended)
-        return self.wait()  # also has the caller's stream of a GPU wait
+        return self.wait()  # also makes the current GPU stream of the caller wait
 
     def end_time(self) -> float | None:
-        """Return when the operation ended, in seconds of ``time.monotonic``; None: not known."""
+        """Return the end of the operation in seconds of ``time.monotonic``; None: unknown."""
         return None
 
     def cancel(self) -> None:
-        """End a receive from any rank that a backend has begun for itself: its result is None.
+        """End a receive from any rank that a backend started for itself. Its result is then None.
 
-        Nothing happens where something has come, and to other operations, also those of users.
+        Has no effect if a message has arrived, and none on other operations.
         """
 
     def result(self) -> Result_co:
-        """Return the result of an operation that has ended; raises what :meth:`wait` raises.
+        """Return the result of an operation that has ended. Raises the errors of :meth:`wait`.
 
         Raises:
-            RuntimeError: it has not ended yet.
+            RuntimeError: If the operation has not ended.
         """
         if not self.is_completed():
-            raise RuntimeError("the operation has not ended yet; call wait() first")
+            raise RuntimeError("result() was called before the operation ended. Call wait() first.")
         return self.wait()
 
 
 def _wait_for(work: Work, ended: futures.Future[Any]) -> None:
-    if ended.set_running_or_notify_cancel():  # from here on no task that ends cancels it
+    if ended.set_running_or_notify_cancel():  # a cancelled task cannot cancel it now
         try:
             ended.set_result(work.wait())
-        except BaseException as failure:  # noqa: BLE001 - of the task that awaits it
+        except BaseException as failure:  # noqa: BLE001 - the awaiting task raises it
             ended.set_exception(failure)
 
 
-def limit_passed(where: str, timeout: float) -> CollectiveTimeoutError:
-    """Return what a wait raises that was limited to ``timeout`` seconds, which have passed."""
+def wait_timeout_error(where: str, timeout: float) -> CollectiveTimeoutError:
+    """Return the error of a wait whose limit of ``timeout`` seconds has passed."""
     error = CollectiveTimeoutError(
-        f"{where}: still running after wait(timeout={timeout:g}) seconds; it goes on, and can be "
-        "waited for again"
+        f"{where}: still running after wait(timeout={timeout:g}) seconds. The operation continues. "
+        "Call wait() again for its result."
     )
     error.goes_on = True
     return error
 
 
 class Done(Work):
-    """An operation that ended before it was asked about."""
+    """An operation that has ended when it is created."""
 
     def __init__(self, value: Any = None) -> None:
         self._value = value
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the result at once; ``timeout`` (seconds) is never needed."""
+        """Return the result at once. ``timeout`` has no effect."""
         return self._value
 
     def is_completed(self) -> bool:
@@ -120,35 +120,35 @@ class Done(Work):
 
 
 class Then(Work):
-    """An operation whose result is made from another's, once, by the first who waits for it.
+    """An operation whose result ``finish`` computes once from the result of another operation.
 
-    Other threads that wait get that result, or the error with which making it has ended.
+    The first thread that waits calls ``finish``. Other threads get the same result.
     """
 
     def __init__(self, work: Work, finish: Callable[[Any], Any]) -> None:
         self._work = work
         self._finish: Callable[[Any], Any] | None = finish
         self._value: Any = None
-        self._failure: BaseException | None = None  # of making it: every wait raises the same
-        self._making = threading.RLock()  # signal handlers run on the thread that holds it
+        self._failure: BaseException | None = None  # of ``finish``: every wait raises it
+        self._making = threading.RLock()  # re-entrant: a signal handler may wait on the same thread
         self._is_made_now = False
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the other operation (up to ``timeout`` seconds), finish, return the result.
+        """Wait for the other operation, finish, and return the result.
 
         Raises:
-            RuntimeError: called in a signal handler that has interrupted the making of the result.
+            RuntimeError: If a signal handler calls it while the same thread computes this result.
         """
         limit = threading.TIMEOUT_MAX if timeout is None else timeout
         end = time.monotonic() + limit
         try:
             value = self._work.wait(timeout)
         except FAILURES as failure:
-            self.is_heard = not getattr(failure, "goes_on", False)  # which is not final
+            self.is_settled = not getattr(failure, "goes_on", False)  # a wait limit is not final
             raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
-            raise limit_passed("another thread makes the result", limit)
+            raise wait_timeout_error("another thread computes the result", limit)
         try:
             if self._finish is not None:
                 self._make(self._finish, value)
@@ -161,8 +161,8 @@ class Then(Work):
     def _make(self, finish: Callable[[Any], Any], value: Any) -> None:
         if self._is_made_now:
             raise RuntimeError(
-                "wait() in a signal handler: it has interrupted the wait that makes this result, "
-                "on the same thread; wait for it after the handler"
+                "wait() in a signal handler: the handler interrupted the wait() that computes this "
+                "result on the same thread. Call wait() after the handler has returned."
             )
         self._is_made_now = True
         try:
@@ -172,7 +172,7 @@ class Then(Work):
             raise
         finally:
             self._finish = None
-            self._is_made_now, self.is_heard = False, True
+            self._is_made_now, self.is_settled = False, True
 
     def cancel(self) -> None:
         self._work.cancel()
@@ -185,14 +185,14 @@ class Then(Work):
 
 
 def wait_for(works: list[Any]) -> None:
-    """Block until all ``works`` have ended, and empty the list; raises each failure once.
+    """Block until all ``works`` have ended, and empty the list. Raise each failure once.
 
-    A GroupClosedError is raised after all others: the failure of a later work may be its cause.
+    A GroupClosedError is raised last, because another failure may be its cause.
     """
     closed: GroupClosedError | None = None
     for work in list(works):
         try:
-            if not work.is_heard:
+            if not work.is_settled:
                 work.wait()
         except GroupClosedError as failure:
             closed = closed or failure
@@ -203,17 +203,17 @@ def wait_for(works: list[Any]) -> None:
 
 
 class AllOf(Work[list[Any]]):
-    """Several operations as one; the result is the list of their results."""
+    """Several operations as one. The result is the list of their results."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = list(works)
-        self._ended = 0  # so many, from the first on, need not be asked again
-        self._failure: DistributedError | ValueError | None = None  # once all have ended
+        self._ended = 0  # number of leading works that have ended
+        self._failure: DistributedError | ValueError | None = None  # set when all works have ended
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Wait for each in turn, up to ``timeout`` seconds each; then raise the first failure.
+        """Wait for each operation, up to ``timeout`` seconds each. Then raise the first failure.
 
-        Where one has closed the group, the others only follow: its failure is raised, not theirs.
+        A GroupClosedError is raised only if no other failure exists, which would be its cause.
         """
         if self._failure is not None:
             raise self._failure
@@ -223,13 +223,13 @@ class AllOf(Work[list[Any]]):
             try:
                 results.append(work.wait(timeout))
             except (DistributedError, ValueError) as failure:  # noqa: PERF203
-                failures.append(failure)  # the others still use their arrays
+                failures.append(failure)  # the other operations still use their arrays
         if not failures:
             return results
-        found = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
+        first_failure = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
         if self.is_completed():
-            self._failure = found
-        raise found
+            self._failure = first_failure
+        raise first_failure
 
     def is_completed(self) -> bool:
         ended = self._ended
@@ -239,6 +239,6 @@ class AllOf(Work[list[Any]]):
         return ended == len(self._works)
 
     def end_time(self) -> float | None:
-        """Return when the last of them ended, where all know; see ``Work``."""
+        """Return the time of the last end, or None if the end time of an operation is unknown."""
         times = [time for work in self._works if (time := work.end_time()) is not None]
         return max(times) if times and len(times) == len(self._works) else None

@@ -1,4 +1,4 @@
-"""``spawn`` on an engine that is there already: Ray, Dask or Spark.
+"""``spawn`` on a running engine: Ray, Dask or Spark.
 
-``fl.launch`` finds the modules of engines by their names; nothing else knows of this folder.
+``fl.launch`` imports these modules by name. No other module of the package imports this folder.
 """

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from flashlight_py.distributed.internal import this_process
 from flashlight_py.engines import run as engine
-from flashlight_py.engines.rank import ENDING_SECONDS, Start, end_rank, listen
+from flashlight_py.engines.rank import ENDING_SECONDS, Start, end_rank, listen_for_ranks
 from flashlight_py.launch.calls import SpawnCall
 
 T = TypeVar("T")
 
-# How long is waited for the end of ranks, in seconds: until their processes are gone.
+# Seconds to wait until the processes of ended ranks have exited.
 _END_SECONDS = 2 * ENDING_SECONDS
 
 
@@ -28,22 +28,22 @@ def run(
     timeout: float | None = None,
     max_restarts: int = 0,
 ) -> list[T]:
-    """Run ``fn(rank, *args)`` on workers of a Dask cluster, as :func:`flashlight_py.spawn` does.
+    """Run ``fn(rank, *args)`` on workers of a Dask cluster, like :func:`flashlight_py.spawn`.
 
-    Each rank is a task on a worker process of its own, however many threads that has; all run at
-    once. Their output is the worker's. Blocks until every rank has returned.
+    Each rank is a task on a separate worker process; all ranks run at the same time. Their output
+    appears in the log of the worker. The call blocks until every rank has returned.
 
     Args:
-        client: a ``distributed.Client`` that is not asynchronous.
-        fn, args, params, timeout, max_restarts: as of ``spawn``; cloudpickle sends what a worker
-            cannot import, and a restart waits 60 seconds at most for new workers.
-        nprocs: number of ranks; default one for each worker.
+        client: A ``distributed.Client`` that is not asynchronous.
+        fn, args, params, timeout, max_restarts: As in ``spawn``. cloudpickle sends objects that a
+            worker cannot import. A restart waits at most 60 seconds for new workers.
+        nprocs: Number of ranks. Default: one rank per worker.
 
     Raises:
-        TypeError, ValueError: as of ``spawn``; or workers are too few, or threads of one process.
-        RankFailedError: a rank raised, or its worker died; the first cause. The others were ended:
-            verbs raise PeerLostError, Python code SystemExit; after 5 seconds the worker is killed.
-        TimeoutError: ``timeout`` has passed, or no worker came back; the ranks have been ended.
+        TypeError, ValueError: If ``spawn`` raises them, or there are too few worker processes.
+        RankFailedError: If a rank raises or its worker dies. Communication of other ranks raises
+            PeerLostError and Python code SystemExit; after 5 seconds the workers are killed.
+        TimeoutError: If ``timeout`` passes, or a lost worker is not replaced. All ranks have ended.
     """
     size = len(client.nthreads()) if nprocs is None else nprocs
 
@@ -54,31 +54,31 @@ def run(
 
 
 def _workers(client: Any, call: SpawnCall, restarts: int) -> list[str]:
-    """Return the addresses of workers that are processes of their own, one for each rank."""
-    found: list[str] = []
+    """Return the addresses of ``call.size`` workers, each in a different process."""
+    workers: list[str] = []
 
     def count() -> int:
-        answers = _answers(client, call, this_process, on_error="ignore")  # of those not dead yet
-        found[:] = sorted({process: worker for worker, process in answers.items()}.values())
-        return len(found)
+        processes = _run_on_workers(client, call, this_process, on_error="ignore")
+        workers[:] = sorted({process: worker for worker, process in processes.items()}.values())
+        return len(workers)
 
-    advice = f"start more with processes=True, and call client.wait_for_workers({call.size})"
-    engine.wait_for_room(call, restarts and engine.ROOM_SECONDS, count, "worker processes", advice)
-    return found[: call.size]
+    advice = f"Start more workers with processes=True and call client.wait_for_workers({call.size})"
+    engine.wait_for_slots(call, restarts and engine.SLOT_SECONDS, count, "worker processes", advice)
+    return workers[: call.size]
 
 
-def _answers(
-    client: Any, call: SpawnCall, function: Callable[..., T], *args: Any, **at: Any
+def _run_on_workers(
+    client: Any, call: SpawnCall, function: Callable[..., T], *args: Any, **kw: Any
 ) -> Any:
-    """Return what ``function`` returns on workers; one that is stopped does not, and time is up."""
+    """Return the results of ``function`` on workers; TimeoutError if one does not answer."""
     try:
-        return client.run(function, *args, callback_timeout=engine.seconds_until(call.ends), **at)
+        return client.run(function, *args, callback_timeout=engine.seconds_until(call.ends), **kw)
     except asyncio.TimeoutError:
         raise call.late(range(call.size)) from None
 
 
 class DaskRanks:
-    """A task for each rank, which nothing of Dask can end once it runs."""
+    """The ranks of one attempt, each a Dask task. Dask cannot cancel a task that runs."""
 
     def __init__(self, client: Any, call: SpawnCall, start: Start) -> None:
         self._client, self._call, self._start = client, call, start
@@ -86,39 +86,39 @@ class DaskRanks:
 
     def start(self) -> None:
         start, first, hosts = self._start, self._workers[0], [*map(engine.host_of, self._workers)]
-        listening = (listen, start.key, hosts[0], hosts)
-        where = _answers(self._client, self._call, *listening, workers=[first])
+        listening = (listen_for_ranks, start.key, hosts[0], hosts)
+        addresses = _run_on_workers(self._client, self._call, *listening, workers=[first])
         for rank, worker in enumerate(self._workers):
             pinned = {"workers": [worker], "retries": 0, "key": f"{start.key}-{rank}"}
-            self._tasks[rank] = self._client.submit(start.serve, rank, where[first], **pinned)
+            self._tasks[rank] = self._client.submit(start.serve, rank, addresses[first], **pinned)
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Wait a moment for a rank of ``ranks`` to end; return the outcomes of all that ended."""
+        """Wait briefly for a rank of ``ranks`` to end; return the outcomes of all ended ranks."""
         import distributed
 
-        seconds = min(engine.LOOK_SECONDS, max(until - time.monotonic(), 0.0))
+        seconds = min(engine.POLL_SECONDS, max(until - time.monotonic(), 0.0))
         with suppress(asyncio.TimeoutError):
             distributed.wait([self._tasks[rank] for rank in ranks], seconds, "FIRST_COMPLETED")
-        living, found = self._client.nthreads(), engine.Outcomes()
+        living, outcomes = self._client.nthreads(), engine.Outcomes()
         for rank in ranks:
             task, worker = self._tasks[rank], self._workers[rank]
-            if worker not in living:  # Dask would wait for it, and run the task again
-                found[rank] = engine.lost(f"its worker {worker} was killed or has ended")
+            if worker not in living:  # Dask would wait for the worker and repeat the task
+                outcomes[rank] = engine.lost_rank(f"its worker {worker} was killed or has ended")
             elif task.status == "finished":
-                found[rank] = task.result()
+                outcomes[rank] = task.result()
             elif task.done():
-                found[rank] = engine.lost(f"its worker {worker} failed: {task.exception()}")
-        return found
+                outcomes[rank] = engine.lost_rank(f"its worker {worker} failed: {task.exception()}")
+        return outcomes
 
     def end(self) -> None:
-        """End the ranks that run, and those that begin later."""
+        """End the running ranks, and ranks that start later."""
         done = {rank for rank, task in self._tasks.items() if task.done()}
-        living, runs = self._client.nthreads(), dict[str, bool]()  # to ask a dead one takes 30 s
-        at = {r: each for r, each in enumerate(self._workers) if r not in done and each in living}
-        asked = {"on_error": "ignore", "callback_timeout": _END_SECONDS, "workers": [*at.values()]}
-        with suppress(asyncio.TimeoutError):  # one is stopped; the others have ended by then
-            runs = self._client.run(end_rank, self._start.key, **asked)
-        late, ends = {r for r in at if runs.get(at[r])}, time.monotonic() + _END_SECONDS
-        while late and time.monotonic() < ends:  # the next attempt must not get its worker
+        living, runs = self._client.nthreads(), dict[str, bool]()  # calls to the dead take 30 s
+        workers = {r: w for r, w in enumerate(self._workers) if r not in done and w in living}
+        options = {"callback_timeout": _END_SECONDS, "workers": [*workers.values()]}
+        with suppress(asyncio.TimeoutError):  # a worker is suspended
+            runs = self._client.run(end_rank, self._start.key, on_error="ignore", **options)
+        late, ends = {r for r in workers if runs.get(workers[r])}, time.monotonic() + _END_SECONDS
+        while late and time.monotonic() < ends:  # the next attempt needs these workers
             late -= self.outcomes(late, ends).keys()
         self._client.cancel([*self._tasks.values()], force=True)

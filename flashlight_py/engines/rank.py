@@ -1,4 +1,4 @@
-"""A rank in a process of an engine, which lives on after the rank."""
+"""A rank inside an engine's process, which keeps running after the rank has ended."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from flashlight_py.distributed.internal import is_local
 from flashlight_py.interfaces import family_of, listen_everywhere, own_addresses
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps
-from flashlight_py.launch.ranks import ADDRESSES, LISTENER, SECRET, without_place
+from flashlight_py.launch.ranks import ADDRESSES, LISTENER, SECRET, unranked
 
-ENDING_SECONDS = 5.0  # that a rank has to end, before its process is killed
+ENDING_SECONDS = 5.0  # from the request to end a rank until its process is killed
 _BACKLOG = 1024
 
 
-class Meeting(NamedTuple):
-    """A meeting of ranks: a port of rank 0, and the addresses of its host, the engine's first."""
+class RendezvousAddress(NamedTuple):
+    """Port of rank 0, and the addresses of its host; the engine uses the first address."""
 
     addresses: Sequence[str]
     port: int
@@ -35,7 +35,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """One attempt, as the engine hands it to every rank; ``key`` is its alone."""
+    """Description of one attempt, which the engine sends to every rank. ``key`` is unique."""
 
     size: int
     restarts: int = 0
@@ -43,16 +43,16 @@ class Start:
     secret: str = field(repr=False, default_factory=lambda: secrets.token_hex(32))
     key: str = field(default_factory=lambda: f"flashlight-{uuid.uuid4().hex}")
 
-    def serve(self, rank: int, meeting: Meeting) -> bytes | Failure:
-        """Be ``rank``, which meets the others there, until all have returned.
+    def serve(self, rank: int, rendezvous: RendezvousAddress) -> bytes | Failure:
+        """Run the task as ``rank`` and wait until all ranks have returned.
 
-        Returns the pickled result, or how this rank has failed. Its environment is that of a rank
-        while the function runs, and as before afterwards.
+        Returns the pickled result, or a ``Failure`` if this rank failed. The environment variables
+        of a rank are set while the function runs and restored afterwards.
         """
         try:
-            with _as_the_only_rank(self.key), self._environment(rank, meeting):
+            with _registered_rank(self.key), self._environment(rank, rendezvous):
                 return self._call(rank)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, ``run`` raises it
+        except BaseException as error:  # noqa: BLE001 - ``run`` raises it in the calling program
             return Failure.of_exception(error, time.monotonic())
 
     def _call(self, rank: int) -> bytes:
@@ -60,31 +60,31 @@ class Start:
 
         fn, args, params = pickle.loads(self.task)
         try:
-            with _can_be_ended(self.key), fl.abort_on_exception():
+            with _interruptible(self.key), fl.abort_on_exception():
                 fl.distributed_init(fl.DistributedInit.ENV, params=params)
                 result = fn(rank, *args)
-                what = f"the result, of type {type(result).__qualname__}, "
-                pickled = dumps(result, main_can_be_imported=False, what=what)
-                fl.barrier()  # nobody leaves while others compute
+                subject = f"the result, of type {type(result).__qualname__}, "
+                pickled = dumps(result, main_can_be_imported=False, name=subject)
+                fl.barrier()  # no rank leaves while another rank computes
             return pickled
         finally:
             fl.distributed_shutdown()
 
-    def join(self, rank: int, meeting: Meeting, params: Mapping[str, Any]) -> None:
-        """Make this process ``rank`` of the world that meets there, and no more."""
+    def join(self, rank: int, rendezvous: RendezvousAddress, params: Mapping[str, Any]) -> None:
+        """Make this process ``rank`` of the world that connects at ``rendezvous``."""
         import flashlight_py as fl
 
-        with self._environment(rank, meeting):
+        with self._environment(rank, rendezvous):
             fl.distributed_init(fl.DistributedInit.ENV, params=params)
 
     @contextmanager
-    def _environment(self, rank: int, meeting: Meeting) -> Iterator[None]:
-        """Have the environment of a rank, and the listener that was made for it."""
+    def _environment(self, rank: int, rendezvous: RendezvousAddress) -> Iterator[None]:
+        """Set the environment variables of a rank, and its listener, and restore them on exit."""
         listener = _listeners.pop(self.key, None) if rank == 0 else None
         before = dict(os.environ)
-        addresses, port = meeting
+        addresses, port = rendezvous
         variables = {
-            **without_place(before),
+            **unranked(before),
             **{"RANK": str(rank), "WORLD_SIZE": str(self.size), SECRET: self.secret},
             **{"MASTER_ADDR": addresses[0], "MASTER_PORT": str(port)},
             **{ADDRESSES: ",".join(addresses), "FLASHLIGHT_RESTART_COUNT": str(self.restarts)},
@@ -101,16 +101,16 @@ class Start:
                 listener.close()
 
 
-# Where ranks meet ---------------------------------------------------------------------------------
+# Rendezvous ---------------------------------------------------------------------------------------
 
 _listeners: dict[str, socket.socket] = {}
 
 
-def listen(key: str, host: str, hosts: Collection[str] = ()) -> Meeting:
-    """Listen at a free port, for the rank 0 of this process that comes with ``key``.
+def listen_for_ranks(key: str, host: str, hosts: Collection[str] = ()) -> RendezvousAddress:
+    """Open a listener at a free port for the rank 0 that runs in this process under ``key``.
 
-    ``host`` and ``hosts`` are the engine's names of this host and of all hosts. If all ranks are on
-    the loopback, it listens there; else at all addresses, as a name may mean 127.0.1.1 here.
+    ``host`` and ``hosts`` are the engine's names of this host and of all hosts. Unless all are the
+    loopback, the socket listens on all addresses, as ``host`` may resolve to 127.0.1.1 here.
     """
     if is_local(host) and {*hosts} <= {host}:
         listener, addresses = socket.create_server((host, 0), family=family_of(host)), [host]
@@ -118,11 +118,11 @@ def listen(key: str, host: str, hosts: Collection[str] = ()) -> Meeting:
         listener = listen_everywhere(0, _BACKLOG)
         addresses = list(dict.fromkeys([host, *own_addresses()]))
     _listeners[key] = listener
-    return Meeting(addresses, int(listener.getsockname()[1]))
+    return RendezvousAddress(addresses, int(listener.getsockname()[1]))
 
 
 def stop_listening(key: str) -> None:
-    """Close what :func:`listen` has made, if no rank 0 has come for it."""
+    """Close the listener of :func:`listen_for_ranks` if no rank 0 has used it."""
     if listener := _listeners.pop(key, None):
         listener.close()
 
@@ -137,27 +137,27 @@ class _RunningRank(NamedTuple):
 
 
 _lock = threading.Lock()
-_rank: _RunningRank | None = None  # that this process is
-_endable: int | None = None  # the thread that can be ended now
-_over: set[str] = set()  # attempts that have ended, of which a rank may still begin here
+_rank: _RunningRank | None = None  # the rank that runs in this process
+_interruptible_thread: int | None = None  # the thread in which SystemExit may be raised now
+_ended_attempts: set[str] = set()  # keys of ended attempts; one of their ranks may still start here
 
 
 def end_rank(key: str) -> bool:
-    """End the rank of the attempt ``key`` in this process: its thread raises SystemExit.
+    """End the rank of attempt ``key`` in this process by SystemExit in its thread.
 
-    If it has not ended after ENDING_SECONDS, the process is killed. Returns False if there is no
-    such rank; one that begins later ends at once.
+    If the rank has not ended after ENDING_SECONDS, the process is killed. Returns False if no such
+    rank runs; a rank of ``key`` that starts later ends immediately.
     """
     import flashlight_py as fl
 
     with _lock:
-        _over.add(key)
+        _ended_attempts.add(key)
         stop_listening(key)
         if _rank is None or _rank.key != key:
             return False
-        if _endable is not None:
-            fl.distributed.failures.abort.report(SystemExit("the launcher has ended this rank"))
-            _raise_in(_endable, SystemExit)
+        if _interruptible_thread is not None:
+            fl.distributed.failures.abort.report(SystemExit("the launcher ended this rank"))
+            _raise_in(_interruptible_thread, SystemExit)
         threading.Thread(target=_kill_late, args=[_rank], daemon=True).start()
         return True
 
@@ -168,43 +168,43 @@ def _kill_late(rank: _RunningRank) -> None:
 
 
 @contextmanager
-def _as_the_only_rank(key: str) -> Iterator[None]:
-    global _rank, _endable  # noqa: PLW0603 - a process is one rank
+def _registered_rank(key: str) -> Iterator[None]:
+    global _rank, _interruptible_thread  # noqa: PLW0603 - a process is one rank
     with _lock:
-        _check_not_over(key)
+        _raise_if_ended(key)
         if _rank is not None:
-            raise RuntimeError("this process is a rank already; each rank needs one of its own")
-        mine = _rank = _RunningRank(threading.get_ident(), key, threading.Event())
+            raise RuntimeError("this process is already a rank. Use one process per rank")
+        this_rank = _rank = _RunningRank(threading.get_ident(), key, threading.Event())
     try:
         yield
     finally:
         with _lock:
-            _raise_in(mine.thread, None)  # what end_rank has asked for, and did not happen before
-            _rank = _endable = None  # the second too: SystemExit may end whoever resets it
-            mine.has_ended.set()
+            _raise_in(this_rank.thread, None)  # cancel a pending SystemExit
+            _rank = _interruptible_thread = None  # both: SystemExit may interrupt the reset
+            this_rank.has_ended.set()
 
 
 @contextmanager
-def _can_be_ended(key: str) -> Iterator[None]:
-    """A part in which the thread may raise SystemExit anywhere; leaving the world is none."""
-    global _endable  # noqa: PLW0603
+def _interruptible(key: str) -> Iterator[None]:
+    """Allow SystemExit anywhere in the block. Leaving the world must happen outside of it."""
+    global _interruptible_thread  # noqa: PLW0603
     with _lock:
-        _check_not_over(key)
-        thread = _endable = threading.get_ident()
+        _raise_if_ended(key)
+        thread = _interruptible_thread = threading.get_ident()
     try:
         yield
     finally:
         with _lock:
             _raise_in(thread, None)
-            _endable = None
+            _interruptible_thread = None
 
 
-def _check_not_over(key: str) -> None:
-    if key in _over:
-        raise SystemExit("the launcher has ended this rank before it began")
+def _raise_if_ended(key: str) -> None:
+    if key in _ended_attempts:
+        raise SystemExit("the launcher ended this rank before it started")
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Have ``thread`` raise ``kind`` as soon as it executes Python; None takes that back."""
-    exception = None if kind is None else ctypes.py_object(kind)
+def _raise_in(thread: int, exception_type: type[BaseException] | None) -> None:
+    """Raise ``exception_type`` in ``thread`` when it next executes Python; None cancels that."""
+    exception = None if exception_type is None else ctypes.py_object(exception_type)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)

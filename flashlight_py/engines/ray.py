@@ -1,4 +1,4 @@
-"""Ranks in actors of a Ray cluster, and the workers of a trainer of Ray Train as ranks."""
+"""Ranks in actors of a Ray cluster, and workers of a Ray Train trainer as ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from flashlight_py.engines import run as engine
-from flashlight_py.engines.rank import ENDING_SECONDS, Meeting, Start, listen
+from flashlight_py.engines.rank import ENDING_SECONDS, RendezvousAddress, Start, listen_for_ranks
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure
 
@@ -27,33 +27,33 @@ def run(
     resources: Mapping[str, float] | None = None,
     strategy: str = "PACK",
 ) -> list[T]:
-    """Run ``fn(rank, *args)`` in actors of Ray, as :func:`flashlight_py.spawn` does.
+    """Run ``fn(rank, *args)`` in actors of Ray, like :func:`flashlight_py.spawn`.
 
-    Each rank is an actor, a process of its own; all are in one placement group. Without
-    ``ray.init()`` before, the cluster at RAY_ADDRESS is joined, or one is started on this machine.
+    Each rank is an actor in a separate process; all are in one placement group. If Ray is not
+    initialised, the call joins the cluster at RAY_ADDRESS, or starts one on this machine.
 
     Args:
-        fn, args, params, timeout, max_restarts: as of ``spawn``; cloudpickle sends what an actor
-            cannot import.
-        nprocs: number of ranks; default as many as the cluster's resources are enough for.
-        resources: of each rank, default ``{"CPU": 1}``; ``"GPU"`` and a cluster's own as well.
-        strategy: of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
+        fn, args, params, timeout, max_restarts: As in ``spawn``. cloudpickle sends objects that an
+            actor cannot import.
+        nprocs: Number of ranks. Default: the largest number that the cluster has resources for.
+        resources: Resources of each rank: ``"CPU"``, ``"GPU"``, or custom. Default ``{"CPU": 1}``.
+        strategy: Strategy of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
 
     Raises:
-        TypeError, ValueError: as of ``spawn``, or the cluster is too small.
-        RankFailedError: a rank raised, or its actor died; the first cause. The others were killed.
-        TimeoutError: ``timeout`` has passed, also where an actor did not start before, or others
-            did not release what the ranks need within 60 seconds; the ranks have been killed.
+        TypeError, ValueError: If ``spawn`` raises them, or the cluster is too small.
+        RankFailedError: If a rank raises or its actor dies. The other ranks are killed.
+        TimeoutError: If ``timeout`` passes, even before all actors have started, or the resources
+            are not free within 60 seconds. All ranks are killed.
     """
     import ray
 
-    each = {"CPU": 1.0, **(resources or {})}
-    with joined(ray):
-        size = most_ranks(nodes_of(ray), each, strategy) if nprocs is None else nprocs
+    needs = {"CPU": 1.0, **(resources or {})}
+    with ray_cluster(ray):
+        size = most_ranks(nodes_of(ray), needs, strategy) if nprocs is None else nprocs
 
         def attempt(start: Start, call: SpawnCall) -> list[bytes]:
-            with placed(ray, call, each, strategy, start.restarts > 0) as group:
-                return engine.follow(call, RayRanks(ray, start, call, each, group))
+            with reserved_resources(ray, call, needs, strategy, start.restarts > 0) as group:
+                return engine.follow(call, RayRanks(ray, start, call, needs, group))
 
         return engine.run("ray.run", attempt, fn, args, size, params, timeout, max_restarts)
 
@@ -64,34 +64,35 @@ class _Actor:
 
 
 class RayRanks:
-    """An actor for each rank."""
+    """The ranks of one attempt, each an actor."""
 
     def __init__(
-        self, ray: Any, start: Start, call: SpawnCall, each: Mapping[str, float], group: Any
+        self, ray: Any, start: Start, call: SpawnCall, needs: Mapping[str, float], group: Any
     ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        own = {name: count for name, count in each.items() if name not in ("CPU", "GPU")}
-        needs = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0), "resources": own}
-        places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(call.size)]
+        custom = {name: count for name, count in needs.items() if name not in ("CPU", "GPU")}
+        options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "resources": custom}
+        slots = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(call.size)]
         actor = ray.remote(_Actor)
         self._ray, self._start, self._call = ray, start, call
-        self._actors = [actor.options(scheduling_strategy=p, **needs).remote() for p in places]
+        self._actors = [actor.options(scheduling_strategy=s, **options).remote() for s in slots]
         self._tasks: dict[Any, int] = {}
 
     def start(self) -> None:
-        key, left = self._start.key, engine.seconds_until(self._call.ends)
+        key, seconds = self._start.key, engine.seconds_until(self._call.ends)
         try:
-            where = self._ray.get(self._actors[0].call.remote(listen_here, key), timeout=left)
+            listening = self._actors[0].call.remote(listen_on_node, key)
+            rendezvous = self._ray.get(listening, timeout=seconds)
         except self._ray.exceptions.GetTimeoutError:
             raise self._call.late(range(self._call.size)) from None
         except self._ray.exceptions.RayError as error:
-            raise self._call.failed(0, engine.lost(error)) from error
+            raise self._call.failed(0, engine.lost_rank(error)) from error
         for rank, actor in enumerate(self._actors):
-            self._tasks[actor.call.remote(self._start.serve, rank, where)] = rank
+            self._tasks[actor.call.remote(self._start.serve, rank, rendezvous)] = rank
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Wait until one of ``ranks`` ends, or that time; return the outcomes of all that ended."""
+        """Wait for a rank of ``ranks`` to end, or for ``until``; return all outcomes."""
         tasks = [task for task, rank in self._tasks.items() if rank in ranks]
         self._ray.wait(tasks, num_returns=1, timeout=engine.seconds_until(until))
         ended, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=0)
@@ -101,7 +102,7 @@ class RayRanks:
         try:
             outcome: bytes | Failure = self._ray.get(task)
         except self._ray.exceptions.RayError as error:
-            return engine.lost(error)
+            return engine.lost_rank(error)
         return outcome
 
     def end(self) -> None:
@@ -113,15 +114,15 @@ class RayRanks:
 
 
 @contextmanager
-def joined(ray: Any) -> Iterator[None]:
-    """Join a cluster, or start one on this machine's loopback, where that was not done before."""
+def ray_cluster(ray: Any) -> Iterator[None]:
+    """Join a cluster, or start one on this machine's loopback, unless Ray is initialised."""
     if ray.is_initialized():
         yield
         return
     address = os.environ.get("RAY_ADDRESS")
-    # Not 127.0.0.1, in whose place Ray takes the address of this machine's network.
-    here = {"_node_ip_address": "127.0.0.2", "include_dashboard": False}
-    ray.init(address=address or "local", **({} if address else here))
+    # Ray replaces 127.0.0.1 by the network address of this machine.
+    local_options = {"_node_ip_address": "127.0.0.2", "include_dashboard": False}
+    ray.init(address=address or "local", **({} if address else local_options))
     try:
         yield
     finally:
@@ -129,92 +130,91 @@ def joined(ray: Any) -> Iterator[None]:
 
 
 def nodes_of(ray: Any) -> list[Resources]:
-    """Return what each living node has in all, whoever uses it."""
+    """Return the total resources of each living node, including those in use."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def most_ranks(nodes: Sequence[Resources], each: Resources, strategy: str) -> int:
-    """Return how many ranks that need ``each`` these nodes have room for, were nothing else there.
+def most_ranks(nodes: Sequence[Resources], needs: Resources, strategy: str) -> int:
+    """Return the maximum number of ranks with ``needs`` each that fit on idle nodes.
 
-    By ``strategy`` they are all on one node (STRICT_PACK), no two on one (STRICT_SPREAD), or
-    anywhere.
+    With STRICT_PACK all ranks are on one node, and with STRICT_SPREAD each rank is on a different
+    node. Other strategies allow any node.
     """
-    needed = {name: count for name, count in each.items() if count > 0}
-    rooms = [
-        min((int(node.get(name, 0) / count) for name, count in needed.items()), default=1)
+    positive = {name: count for name, count in needs.items() if count > 0}
+    capacities = [
+        min((int(node.get(name, 0) / count) for name, count in positive.items()), default=1)
         for node in nodes
     ]
     if strategy == "STRICT_PACK":
-        return max(rooms, default=0)
-    return sum(min(room, 1) if strategy == "STRICT_SPREAD" else room for room in rooms)
+        return max(capacities, default=0)
+    return sum(min(ranks, 1) if strategy == "STRICT_SPREAD" else ranks for ranks in capacities)
 
 
 @contextmanager
-def placed(
-    ray: Any, call: SpawnCall, each: Resources, strategy: str, is_restart: bool
+def reserved_resources(
+    ray: Any, call: SpawnCall, needs: Resources, strategy: str, is_restart: bool
 ) -> Iterator[Any]:
-    """Reserve room for all ranks; it is released afterwards.
+    """Reserve resources for all ranks, and release them on exit.
 
     Raises:
-        ValueError: the cluster can never have it, as far as its nodes are known; a restart waits,
-            as a node that was lost may come back.
-        TimeoutError: others did not release it within ROOM_SECONDS, or before time was up.
+        ValueError: If the known nodes are too small, except in a restart: a lost node may return.
+        TimeoutError: If the resources are not free after SLOT_SECONDS or the timeout of ``call``.
     """
     from ray.util import placement_group, remove_placement_group
 
     nodes = nodes_of(ray)
-    asked = f"{call.size} ranks with {dict(each)} each, placed by {strategy}"
-    most = most_ranks(nodes, each, strategy)
+    request = f"{call.size} ranks with {dict(needs)} each, placed by {strategy}"
+    most = most_ranks(nodes, needs, strategy)
     if most < call.size and not is_restart:
-        has = "; ".join(_text_of(node) for node in nodes)
+        descriptions = "; ".join(_format_resources(node) for node in nodes)
         raise ValueError(
-            f"{call.name}: {asked}, do not fit: the cluster has room for {most}. Its nodes have "
-            f"{has}"
+            f"{call.name}: expected resources for {request}, got resources for {most} ranks. The "
+            f"nodes have {descriptions}. Add nodes or lower nprocs or resources"
         )
-    group = placement_group([dict(each)] * call.size, strategy=strategy)
+    group = placement_group([dict(needs)] * call.size, strategy=strategy)
     try:
-        seconds = min(engine.ROOM_SECONDS, max(call.ends - time.monotonic(), 0.0))
+        seconds = min(engine.SLOT_SECONDS, max(call.ends - time.monotonic(), 0.0))
         if not group.wait(seconds):
-            free = _text_of(ray.available_resources())
+            free = _format_resources(ray.available_resources())
             raise TimeoutError(
-                f"{call.name}: the cluster had no room for {asked}, within {seconds:.0f} s; is "
-                f"something else running? Free are {free}"
+                f"{call.name}: expected free resources for {request}, got {free} after "
+                f"{seconds:.0f} s. Stop other jobs or lower nprocs"
             )
         yield group
     finally:
         remove_placement_group(group)
 
 
-def _text_of(resources: Resources) -> str:
-    """Return what was asked for by name, without what Ray counts for itself."""
+def _format_resources(resources: Resources) -> str:
+    """Return the resources as text, without the entries that Ray adds."""
     shown = {
         name: n for name, n in resources.items() if "node:" not in name and "memory" not in name
     }
     return ", ".join(f"{name} {n:g}" for name, n in sorted(shown.items())) or "nothing"
 
 
-def listen_here(key: str) -> Meeting:
-    """Listen for rank 0, in this actor, at the address that Ray has for its node."""
+def listen_on_node(key: str) -> RendezvousAddress:
+    """Listen for ranks in this actor, at Ray's address of its node."""
     import ray
 
-    return listen(key, ray.util.get_node_ip_address())
+    return listen_for_ranks(key, ray.util.get_node_ip_address())
 
 
 # Ray Train ----------------------------------------------------------------------------------------
 
 
 def config(params: Mapping[str, Any] | None = None) -> Any:
-    """Return the ``backend_config`` of a trainer of Ray Train (v2) whose workers form a world.
+    """Return the ``backend_config`` of a Ray Train (v2) trainer whose workers form a world.
 
-    Worker ``i`` is rank ``i``. The world is initialised before the training function is called,
-    also after a failure, when Ray has started new workers, and left after it. A worker whose
-    function raises ends the verbs of the others by PeerLostError.
+    Worker ``i`` is rank ``i``. The world is initialised before each call of the training function,
+    also after a failure when Ray has started new workers. The workers leave it after the call. If
+    the function of one worker raises, communication on the other workers raises PeerLostError.
 
     Args:
-        params: of :func:`flashlight_py.distributed_init`, without FILE_PATH.
+        params: Parameters of :func:`flashlight_py.distributed_init`, without FILE_PATH.
 
     Raises:
-        ValueError: ``params`` has FILE_PATH: the workers meet at a port of the first.
+        ValueError: If ``params`` contains FILE_PATH. The workers use a port of the first worker.
 
     Example:
         >>> from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -228,13 +228,13 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
     from ray.train.backend import Backend, BackendConfig
 
     if params is not None and "FILE_PATH" in params:
-        raise ValueError("ray_train.config: the workers meet at a port; leave FILE_PATH out")
+        raise ValueError("ray_train.config: params must not contain FILE_PATH. Remove FILE_PATH")
 
     class WorldBackend(_TrainerWorld, Backend):  # type: ignore[misc]
         """The world of a group of workers."""
 
     class WorldConfig(_TrainerConfig, BackendConfig):  # type: ignore[misc]
-        """The configuration that Ray makes the backend from, in the controlling process."""
+        """Configuration of the backend. Ray creates the backend in the controlling process."""
 
         backend_cls = WorldBackend
 
@@ -256,19 +256,19 @@ class _TrainerConfig:
 
 
 class _TrainerWorld:
-    """The methods that Ray calls, in the process that controls the workers."""
+    """Methods that Ray calls in the process that controls the workers."""
 
     def on_start(self, workers: Any, backend_config: _TrainerConfig) -> None:
-        """Have the workers join a world of their own."""
+        """Make all workers join one new world."""
         import ray
 
         start = Start(len(workers))
-        world = (workers.execute_single(0, listen_here, start.key), backend_config.params)
+        world = (workers.execute_single(0, listen_on_node, start.key), backend_config.params)
         joins = [workers.execute_single_async(i, start.join, i, *world) for i in range(start.size)]
         ray.get(joins)
 
     def on_shutdown(self, workers: Any, _: _TrainerConfig) -> None:
-        """Have them leave it; Ray ends those that cannot, with their processes."""
+        """Make the workers leave the world. Ray kills the processes of workers that cannot."""
         import ray
 
         tasks = workers.execute_async(_leave)

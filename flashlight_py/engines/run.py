@@ -1,4 +1,4 @@
-"""The common part of ``run`` on Ray, Dask and Spark, in the program; ``rank`` is in the ranks."""
+"""Common code of ``run`` on Ray, Dask and Spark, for the calling program; see also ``rank``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.supervisor import CAUSE_SECONDS
 
-ROOM_SECONDS = 60.0  # to wait for places that others use, or that a failed attempt frees
-LOOK_SECONDS = 0.5  # between two looks at what an engine does not report
+SLOT_SECONDS = 60.0  # to wait for slots that other jobs use or a failed attempt frees
+POLL_SECONDS = 0.5  # between two polls of a state that an engine does not report
 
-Outcomes = dict[int, bytes | Failure]  # by rank, the pickled result, or how it failed
+Outcomes = dict[int, bytes | Failure]  # by rank: the pickled result, or the failure
 
 
 def run(
-    what: str,
+    name: str,
     attempt: Callable[[Start, SpawnCall], Sequence[bytes]],
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -30,45 +30,45 @@ def run(
     timeout: float | None,
     max_restarts: int,
 ) -> list[Any]:
-    """Run ``fn(rank, *args)`` on ``nprocs`` ranks; see ``spawn``.
+    """Run ``fn(rank, *args)`` on ``nprocs`` ranks, like ``spawn``.
 
-    ``attempt`` starts every rank and returns the pickled results in rank order, or ends all ranks.
+    ``attempt`` starts all ranks and returns their pickled results in rank order, or ends them.
     """
-    call = SpawnCall.checked(what, fn, args, nprocs, params, timeout, max_restarts)
-    sent, words = (fn, tuple(args), dict(params or {})), "the function or its arguments"
-    task = dumps(sent, main_can_be_imported=False, what=f"{call.name}: {words} ")
+    call = SpawnCall.checked(name, fn, args, nprocs, params, timeout, max_restarts)
+    content, subject = (fn, tuple(args), dict(params or {})), "the function or its arguments"
+    task = dumps(content, main_can_be_imported=False, name=f"{call.name}: {subject} ")
     return call.results(call.attempted(lambda n: attempt(Start(call.size, n, task), call)))
 
 
 class EngineRanks(Protocol):
-    """The ranks of one attempt, in an engine that reports the end of each."""
+    """The ranks of one attempt on an engine that reports when each rank ends."""
 
     def start(self) -> None:
-        """Start all; does not wait until they run."""
+        """Start all ranks; do not wait until they run."""
 
     def outcomes(self, ranks: Set[int], until: float) -> Outcomes:
-        """Wait for one of ``ranks`` to end, at most until a time of ``time.monotonic``.
+        """Wait until one of ``ranks`` ends, or until the ``time.monotonic`` time ``until``.
 
-        Returns the outcomes of all that ended.
+        Returns the outcomes of all ranks that have ended.
         """
 
     def end(self) -> None:
-        """End the ranks that run, and see that no further one begins."""
+        """End the running ranks and prevent the start of further ranks."""
 
 
 def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
-    """Start ``ranks``, return the results of all, in order, and see that none is left.
+    """Start ``ranks``, return all results in rank order, and end every rank.
 
     Raises RankFailedError for the first cause, or TimeoutError.
     """
-    found, ends = Outcomes(), call.ends
+    outcomes, ends = Outcomes(), call.ends
     waiting, failures = set(range(call.size)), dict[int, Failure]()
     try:
         ranks.start()
         while waiting and time.monotonic() < ends:
-            found.update(ranks.outcomes(waiting, ends))
-            waiting.difference_update(found)
-            failures = {rank: each for rank, each in found.items() if isinstance(each, Failure)}
+            outcomes.update(ranks.outcomes(waiting, ends))
+            waiting.difference_update(outcomes)
+            failures = {rank: x for rank, x in outcomes.items() if isinstance(x, Failure)}
             if any(not failure.follows for failure in failures.values()):
                 break
             if failures:
@@ -79,42 +79,42 @@ def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
         raise call.failed(*first_cause(failures.items()))
     if waiting:
         raise call.late(waiting)
-    return [each for _, each in sorted(found.items()) if isinstance(each, bytes)]
+    return [outcome for _, outcome in sorted(outcomes.items()) if isinstance(outcome, bytes)]
 
 
-def wait_for_room(
-    call: SpawnCall, seconds: float, count: Callable[[], int], places: str, advice: str
+def wait_for_slots(
+    call: SpawnCall, seconds: float, count: Callable[[], int], unit: str, advice: str
 ) -> None:
-    """Wait until ``count()`` says that there is a place for each rank, for so long at most.
+    """Wait at most ``seconds`` until ``count()`` reaches the number of ranks.
 
     Raises:
-        ValueError: there is not, and ``seconds`` is 0; says how many there are.
-        TimeoutError: there was not for so long.
+        ValueError: If there are too few slots and ``seconds`` is 0.
+        TimeoutError: If there are too few after ``seconds`` or the timeout of ``call``.
     """
     began = time.monotonic()
-    while (found := count()) < call.size:
+    while (available := count()) < call.size:
         waited = time.monotonic() - began
         if began + waited >= min(began + seconds, call.ends):
-            after = f", after {waited:.0f} s," if seconds else ""
+            after = f" after {waited:.0f} s" if seconds else ""
             raise (TimeoutError if seconds else ValueError)(
-                f"{call.name}: {call.size} ranks need as many {places}, and{after} the cluster has "
-                f"{found}; {advice}"
+                f"{call.name}: expected at least {call.size} {unit}, one per rank, got "
+                f"{available}{after}. {advice}"
             )
-        time.sleep(LOOK_SECONDS)  # engines themselves only look again and again
+        time.sleep(POLL_SECONDS)  # the engines poll as well
 
 
-def lost(why: object) -> Failure:
-    """Return the failure of a rank that has not reported it itself."""
-    text = str(why)
-    line = next((line for line in text.splitlines() if line.strip()), type(why).__name__)
+def lost_rank(reason: object) -> Failure:
+    """Return the failure of a rank that could not report it."""
+    text = str(reason)
+    line = next((line for line in text.splitlines() if line.strip()), type(reason).__name__)
     return Failure(f"was lost: {line}", time.monotonic())
 
 
 def host_of(address: str) -> str:
-    """Return the host of an address with a port, such as ``tcp://[::1]:8786`` or ``h0:7077``."""
+    """Return the host of an address such as ``tcp://[::1]:8786`` or ``h0:7077``."""
     return urlsplit(f"//{address.rpartition('//')[2]}").hostname or ""
 
 
 def seconds_until(ends: float) -> float | None:
-    """Return the seconds until a time of ``time.monotonic``, at least 0; None: for ever."""
+    """Return the seconds until ``ends`` (``time.monotonic``), at least 0; None if infinite."""
     return None if math.isinf(ends) else max(ends - time.monotonic(), 0.0)

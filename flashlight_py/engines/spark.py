@@ -14,17 +14,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from flashlight_py.engines import run as engine
-from flashlight_py.engines.rank import Meeting, Start, listen
+from flashlight_py.engines.rank import RendezvousAddress, Start, listen_for_ranks
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.supervisor import CAUSE_SECONDS
 
 T = TypeVar("T")
 
-# The setting of the time to wait for executors, and Spark's default.
+# Spark's setting for the time to wait for executors, and its default.
 _EXECUTORS_SECONDS = ("spark.scheduler.maxRegisteredResourcesWaitingTime", "30s")
 _CANCEL_SECONDS = 0.2  # between two attempts to cancel a stage
-# Reports of failed tasks in the text of Spark's exception.
+# Patterns of failed tasks in the text of a Spark exception.
 _REPORT = re.compile(r"flashlight rank (\d+) failed: ([\w+/=]+)!")
 _LOST = re.compile(r"ResultTask\(\d+, (\d+)\) finished unsuccessfully\.\s*([^\n]*)")
 
@@ -37,29 +37,28 @@ def run(
     timeout: float | None = None,
     max_restarts: int = 0,
 ) -> list[T]:
-    """Run ``fn(rank, *args)`` in a barrier stage of Spark, as :func:`flashlight_py.spawn` does.
+    """Run ``fn(rank, *args)`` in a barrier stage of Spark, like :func:`flashlight_py.spawn`.
 
-    Uses the active ``SparkContext``; each rank is a task, and as many slots must be free as there
-    are ranks. Their output is the executor's. Blocks until every rank has returned.
+    The call uses the active ``SparkContext``. Each rank is a task and needs a free slot. Its output
+    appears in the log of the executor. The call blocks until every rank has returned.
 
     Args:
-        fn, args, params, timeout, max_restarts: as of ``spawn``; cloudpickle sends what a worker
-            cannot import.
-        nprocs: number of ranks; default the application's parallelism.
+        fn, args, params, timeout, max_restarts: As in ``spawn``. cloudpickle sends objects that a
+            worker cannot import.
+        nprocs: Number of ranks. Default: the default parallelism of the application.
 
     Raises:
-        TypeError, ValueError: as of ``spawn``, or a local application has too few slots.
-        RuntimeError: no SparkContext is active.
-        RankFailedError: a rank raised, or its worker or executor died; the first cause. The others
-            were ended by Spark.
-        TimeoutError: ``timeout`` has passed, and the ranks have been ended; or the executors had
-            too few slots for ``spark.scheduler.maxRegisteredResourcesWaitingTime`` (30 seconds).
+        TypeError, ValueError: If ``spawn`` raises them, or a local application has too few slots.
+        RuntimeError: If no SparkContext is active.
+        RankFailedError: If a rank raises, or its worker or executor dies. Spark ends the others.
+        TimeoutError: If ``timeout`` passes; all ranks have ended. Also if the executors lack slots
+            for ``spark.scheduler.maxRegisteredResourcesWaitingTime`` (30 seconds).
     """
     from pyspark import SparkContext
 
     context = SparkContext._active_spark_context
     if context is None:
-        raise RuntimeError("spark.run: no SparkContext is active; make a SparkSession first")
+        raise RuntimeError("spark.run: no SparkContext is active. Create a SparkSession first")
     size = context.defaultParallelism if nprocs is None else nprocs
 
     attempt = partial(_attempt, context)
@@ -69,13 +68,13 @@ def run(
 def _attempt(context: Any, start: Start, call: SpawnCall) -> list[bytes]:
     from pyspark import InheritableThread
 
-    # Wait for executors that are about to come; Spark itself would for 10 minutes.
+    # Executors may still be starting. Spark would wait for 10 minutes.
     scala = context._jsc.sc()
     profile = scala.resourceProfileManager().defaultResourceProfile()
     seconds = scala.conf().getTimeAsSeconds(*_EXECUTORS_SECONDS)
-    advice = "see spark.executor.instances, spark.executor.cores and spark.task.cpus"
+    advice = "Raise spark.executor.instances, spark.executor.cores and spark.task.cpus"
     count = partial(scala.maxNumConcurrentTasks, profile)
-    engine.wait_for_room(call, 0 if scala.isLocal() else seconds, count, "slots", advice)
+    engine.wait_for_slots(call, 0 if scala.isLocal() else seconds, count, "slots", advice)
 
     def stage() -> list[tuple[int, bytes]]:
         context.addJobTag(start.key)
@@ -84,34 +83,34 @@ def _attempt(context: Any, start: Start, call: SpawnCall) -> list[bytes]:
 
     cancel = partial(context.cancelJobsWithTag, start.key)
     try:
-        found = interruptible(call, stage, cancel, InheritableThread)
+        results = interruptible(call, stage, cancel, InheritableThread)
     except Exception as error:
-        if failed := _failure(call, str(error)):
-            raise failed from None
+        if rank_error := _failure(call, str(error)):
+            raise rank_error from None
         raise
-    return [pickled for _, pickled in sorted(found)]
+    return [pickled for _, pickled in sorted(results)]
 
 
 def interruptible(
     call: SpawnCall,
     work: Callable[[], T],
     cancel: Callable[[], None],
-    kind: type[threading.Thread] = threading.Thread,
+    thread_type: type[threading.Thread] = threading.Thread,
 ) -> T:
-    """Return what ``work`` does, in a thread, which ``cancel`` ends when time is up or by Ctrl-C.
+    """Return the result of ``work``, which runs in a thread of type ``thread_type``.
 
-    ``cancel`` is called until that has happened: the work may not have begun at first. ``kind`` is
-    that of the thread. Raises what ``work`` does, or TimeoutError.
+    On timeout or Ctrl-C, ``cancel`` is called repeatedly until the thread ends, because the work
+    may not have started at the first call. Raises the error of ``work``, or TimeoutError.
     """
     outcome: Future[T] = Future()
 
-    def do() -> None:
+    def run_work() -> None:
         try:
             outcome.set_result(work())
-        except Exception as error:  # noqa: BLE001 - the thread that waits raises it
+        except Exception as error:  # noqa: BLE001 - the waiting thread raises it
             outcome.set_exception(error)
 
-    thread = kind(target=do, daemon=True)
+    thread = thread_type(target=run_work, daemon=True)
     thread.start()
     try:
         thread.join(engine.seconds_until(call.ends))
@@ -126,26 +125,26 @@ def interruptible(
 
 
 def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
-    """Be the rank of this task, in a Python worker."""
+    """Run the rank of this task in a Python worker."""
     from pyspark import BarrierTaskContext
 
     task = BarrierTaskContext.get()
-    rank, hosts = task.partitionId(), [engine.host_of(each.address) for each in task.getTaskInfos()]
-    meetings = task.allGather(json.dumps(listen(start.key, hosts[0], hosts)) if rank == 0 else "")
-    outcome = start.serve(rank, Meeting(*json.loads(meetings[0])))
+    rank, hosts = task.partitionId(), [engine.host_of(info.address) for info in task.getTaskInfos()]
+    address = json.dumps(listen_for_ranks(start.key, hosts[0], hosts)) if rank == 0 else ""
+    outcome = start.serve(rank, RendezvousAddress(*json.loads(task.allGather(address)[0])))
     if not isinstance(outcome, Failure):
         return iter([(rank, outcome)])
-    if outcome.follows:  # Spark names the task that fails first, and then ends this one
+    if outcome.follows:  # Spark reports the task that fails first, and then ends this task
         threading.Event().wait(CAUSE_SECONDS)
     report = base64.b64encode(pickle.dumps(outcome)).decode()
-    raise RuntimeError(f"{outcome.what}; flashlight rank {rank} failed: {report}!")
+    raise RuntimeError(f"{outcome.description}; flashlight rank {rank} failed: {report}!")
 
 
 def _failure(call: SpawnCall, text: str) -> Exception | None:
-    """Return the error of the rank that failed, from the text of Spark's exception."""
+    """Return the error of the failed rank, parsed from the text of Spark's exception."""
     if match := _REPORT.search(text):
         failure = pickle.loads(base64.b64decode(match[2]))
         return call.failed(int(match[1]), failure._replace(at=time.monotonic()))
     if match := _LOST.search(text):
-        return call.failed(int(match[1]), engine.lost(match[2]))
+        return call.failed(int(match[1]), engine.lost_rank(match[2]))
     return None

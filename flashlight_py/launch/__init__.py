@@ -1,4 +1,4 @@
-"""Start the ranks of a world on this machine, and end them with all that they have started."""
+"""Start the ranks of a world on this machine, and end them with all processes that they started."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 __all__ = ["spawn"]
 
-# The modules of engines by their public names. Nothing else of this package knows of engines.
+# Engine modules by public name. No other module of this package refers to engines.
 _ENGINES = {"dask": "dask", "ray": "ray", "ray_train": "ray", "spark": "spark"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``spawn`` and the engines when they are used: the launcher needs none of them."""
+    """Import ``spawn`` and the engines at first use, because the launcher needs neither."""
     if name in _ENGINES:
         return import_module(f"flashlight_py.engines.{_ENGINES[name]}")
     if name != "spawn":

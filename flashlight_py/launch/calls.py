@@ -21,10 +21,10 @@ _log = logging.getLogger("flashlight_py")
 
 
 class SpawnCall(NamedTuple):
-    """A call of a function: its words for errors, the number of ranks, and the latest end.
+    """Checked arguments of a call: its name in errors, the number of ranks and the deadline.
 
-    ``ends`` is a time of ``time.monotonic`` for all attempts together, of which there may be
-    ``max_restarts`` more than one.
+    ``ends`` is a ``time.monotonic`` time for all attempts together. There are at most ``1 +
+    max_restarts`` attempts.
     """
 
     name: str
@@ -35,7 +35,7 @@ class SpawnCall(NamedTuple):
     @classmethod
     def checked(
         cls,
-        what: str,
+        operation: str,
         fn: object,
         args: object,
         nprocs: int | None,
@@ -43,41 +43,41 @@ class SpawnCall(NamedTuple):
         timeout: float | None,
         max_restarts: int,
     ) -> SpawnCall:
-        """Return the call of ``fn`` by ``what``, if all arguments make sense."""
+        """Return the call of ``fn``; raise TypeError or ValueError if an argument is invalid."""
         if not callable(fn):
-            raise TypeError(f"{what}: fn must be a function of (rank, *args), got {fn!r}")
+            raise TypeError(f"{operation}: fn must be a function of (rank, *args), got {fn!r}")
         if not isinstance(args, tuple | list):
-            raise TypeError(f"{what}: args must be a tuple such as (x,), got {type(args).__name__}")
-        size = usable_cores() if nprocs is None else _whole(nprocs)
+            raise TypeError(f"{operation}: args must be a tuple, got {type(args).__name__}")
+        size = usable_cores() if nprocs is None else _index(nprocs)
         if not 1 <= size <= MOST_RANKS:
             raise ValueError(
-                f"{what}: nprocs must be an integer from 1 to {MOST_RANKS}, got {nprocs!r}"
+                f"{operation}: nprocs must be an integer from 1 to {MOST_RANKS}, got {nprocs!r}"
             )
         if timeout is not None and not (0 < timeout <= MOST_SECONDS or timeout == math.inf):
             raise ValueError(
-                f"{what}: timeout must be a positive number of seconds, at most {MOST_SECONDS:.0f} "
-                f"(None: no limit), got {timeout!r}"
+                f"{operation}: timeout must be a positive number of seconds, at most "
+                f"{MOST_SECONDS:.0f} (None: no limit), got {timeout!r}"
             )
         if params is not None and "FILE_PATH" in params:
-            raise ValueError(f"{what}: the ranks meet at a path of their own; leave FILE_PATH out")
-        if _whole(max_restarts) < 0:
+            raise ValueError(f"{operation}: params must not contain FILE_PATH. Remove FILE_PATH")
+        if _index(max_restarts) < 0:
             raise ValueError(
-                f"{what}: max_restarts must be an integer from 0 on, got {max_restarts!r}"
+                f"{operation}: max_restarts must be an integer of at least 0, got {max_restarts!r}"
             )
-        name = f"{what} of {getattr(fn, '__qualname__', repr(fn))}"
+        name = f"{operation} of {getattr(fn, '__qualname__', repr(fn))}"
         ends = math.inf if timeout is None else time.monotonic() + timeout
         return cls(name, size, ends, int(max_restarts))
 
     def attempted(self, attempt: Callable[[int], T]) -> T:
-        """Return what ``attempt`` does, called with the number of restarts before it.
+        """Return the result of ``attempt``, called with the number of restarts so far.
 
-        RankFailedErrors of attempts before the last are logged as warnings.
+        RankFailedErrors are logged as warnings, except in the last attempt.
         """
         restarts = 0
         while True:
             try:
                 return attempt(restarts)
-            except RankFailedError as error:  # noqa: PERF203 - each lasts
+            except RankFailedError as error:  # noqa: PERF203 - an attempt takes seconds
                 if restarts == self.max_restarts:
                     raise
                 restarts += 1
@@ -86,35 +86,35 @@ class SpawnCall(NamedTuple):
     def failed(self, rank: int, failure: Failure) -> RankFailedError:
         others = "; the other ranks were ended" if self.size > 1 else ""
         text = f"\n\n{failure.traceback}" if failure.traceback else ""
-        message = f"{self.name}: rank {rank} of {self.size} {failure.what}{others}{text}"
+        message = f"{self.name}: rank {rank} of {self.size} {failure.description}{others}{text}"
         return RankFailedError(message, rank, failure.exit_code)
 
     def late(self, ranks: Iterable[int]) -> TimeoutError:
-        """Return the error that reports that time was up before ``ranks`` had returned."""
+        """Return the error for ``ranks`` that had not returned before the timeout."""
         names = ", ".join(map(str, sorted(ranks)))
         return TimeoutError(
-            f"{self.name}: rank(s) {names} of {self.size} had not returned when the timeout was "
-            "over; all ranks were ended"
+            f"{self.name}: rank(s) {names} of {self.size} did not return before the timeout. All "
+            "ranks were ended. Raise timeout if the function needs more time"
         )
 
     def results(self, pickled: Sequence[bytes]) -> list[Any]:
-        """Return what the ranks returned, from the pickles in rank order."""
+        """Return the unpickled results of all ranks, given in rank order."""
         results = []
         try:
-            for each in pickled:
-                results.append(pickle.loads(each))  # noqa: PERF401 - its length says whose fails
+            for content in pickled:
+                results.append(pickle.loads(content))  # noqa: PERF401 - its length is the rank
         except Exception as error:
             rank = len(results)
             raise RankFailedError(
-                f"{self.name}: what rank {rank} of {self.size} returned cannot be unpickled here: "
-                f"{error}",
+                f"{self.name}: the result of rank {rank} of {self.size} cannot be unpickled: "
+                f"{error}. Return objects whose classes this process can import",
                 rank,
             ) from error
         return results
 
 
-def _whole(number: SupportsIndex) -> int:
-    """Return an integer of any kind, also NumPy's, as an int; -1 for anything else."""
+def _index(number: SupportsIndex) -> int:
+    """Return an integer of any type, including NumPy's, as an int; -1 for other types."""
     try:
         return -1 if isinstance(number, bool) else operator.index(number)
     except TypeError:

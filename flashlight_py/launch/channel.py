@@ -1,15 +1,15 @@
-"""Messages between the launcher and its agents, one line of JSON each, and what descriptors need.
+"""Messages between the launcher and its agents, one line of JSON each, and their descriptors.
 
-To an agent: ``prepare`` for ranks of a ``task``, ``start`` them, send them a ``signal``, ``input``
-for rank 0, ``collect`` flight records, ``finish`` what the ranks have left, ``leave``. The end of
-the connection means leave, too: a launcher that was killed leaves no ranks behind.
-From an agent: it is ``here``, ``ready``, or ``cannot_run`` the program; ``output`` of a rank, a
-rank has ``exited``, ``more`` input can be taken; the ``record`` of a rank, or why it is
-``left_out``; all is ``finished``, but for some processes.
-Both ways: a ``pulse`` of an end that is there.
+Launcher to agent: ``prepare`` for ranks, the ``task`` of the ranks, ``start`` ranks, send them a
+``signal``, ``input`` of rank 0, ``collect`` flight records, ``finish`` the attempt, ``leave``. An
+agent also leaves if the connection ends, so a killed launcher leaves no ranks behind.
+Agent to launcher: the agent is ``here``, it is ``ready``, it ``cannot_run`` the program, ``output``
+of a rank, a rank has ``exited``, rank 0 accepts ``more`` input, a flight ``record``, a record is
+``left_out``, the attempt is ``finished`` except for some processes.
+Both directions: a ``pulse``, which shows that the sender is alive.
 
-An agent waits until the launcher has taken its message; meanwhile its ranks wait to print. The
-launcher never waits for an agent, or each of the two might wait for the other.
+An agent blocks until the launcher has read its message; meanwhile the ranks block when they print.
+The launcher never blocks on an agent. Otherwise the two could wait for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashlight_py import system
 from flashlight_py.launch.loop import BEAT_SECONDS, Poll
 
 _CHUNK = 1 << 16
-_WITH_BYTES = ("output", "input", "record")  # their last value; it travels as text of Latin-1
+_WITH_BYTES = ("output", "input", "record")  # their last value is bytes, sent as Latin-1 text
 _PULSE = b'["pulse"]\n'
 
 
@@ -31,7 +31,7 @@ def message(kind: str, *values: Any) -> bytes:
 
 
 def parsed(line: bytes) -> tuple[str, list[Any]]:
-    """Return what ``message`` was called with."""
+    """Return the arguments of ``message`` from its line."""
     kind, *values = json.loads(line)
     if kind in _WITH_BYTES:
         values[-1] = values[-1].encode("latin-1")
@@ -39,120 +39,120 @@ def parsed(line: bytes) -> tuple[str, list[Any]]:
 
 
 class Reader:
-    """Reads messages from ``descriptor``, which is made not to block; ``heard`` is of each read."""
+    """Reads messages from ``descriptor``, now non-blocking; calls ``on_data`` after each read."""
 
-    def __init__(self, descriptor: int, heard: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, descriptor: int, on_data: Callable[[], object] = lambda: None) -> None:
         system.set_blocking(descriptor, False)
-        self._descriptor, self._heard = descriptor, heard
-        self._rest = b""
+        self._descriptor, self._on_data = descriptor, on_data
+        self._partial_line = b""
         self.received = 0  # bytes
         self.has_ended = False
 
     def lines(self) -> list[bytes]:
-        """Return the messages that are here, without pulses; sets ``has_ended`` at the end."""
+        """Return the messages received so far, without pulses; set ``has_ended`` at the end."""
         try:
             data = system.read(self._descriptor, _CHUNK)
         except BlockingIOError:
             return []
         except OSError:
-            data = b""  # a socket whose other end was killed, or cannot be reached any more
+            data = b""  # the peer of a socket was killed or is unreachable
         self.has_ended = not data
         if data:
             self.received += len(data)
-            self._heard()
-        whole, end, self._rest = (self._rest + data).rpartition(b"\n")
-        return [line for line in (whole + end).splitlines(keepends=True) if line != _PULSE]
+            self._on_data()
+        complete, newline, self._partial_line = (self._partial_line + data).rpartition(b"\n")
+        return [line for line in (complete + newline).splitlines(keepends=True) if line != _PULSE]
 
 
-def write_whole(descriptor: int, data: bytes, waited: Callable[[], object] = lambda: None) -> None:
-    """Write ``data``; blocks until it is written, even if the descriptor does not block.
+def write_whole(descriptor: int, data: bytes, on_wait: Callable[[], object] = lambda: None) -> None:
+    """Write all of ``data``; blocks even if the descriptor is non-blocking.
 
-    A rank that shares our terminal may have made it non-blocking. Then ``waited`` is called every
-    ``BEAT_SECONDS`` until something can be written.
+    A rank that shares our terminal may have made it non-blocking. While nothing can be written,
+    ``on_wait`` is called every ``BEAT_SECONDS``.
 
     Raises:
-        OSError: the system says so; ``BrokenPipeError`` if nobody is at the other end.
+        OSError: If the system call fails. It is ``BrokenPipeError`` if the other end is closed.
     """
     while data:
         try:
             data = data[system.write(descriptor, data) :]
-        except BlockingIOError:  # noqa: PERF203 - where it waits anyway
+        except BlockingIOError:  # noqa: PERF203 - it waits here anyway
             if not system.can_write(descriptor, BEAT_SECONDS):
-                waited()
+                on_wait()
 
 
 class Outgoing:
-    """Writes to a copy of ``descriptor`` without blocking, as the other end reads.
+    """Writes to a duplicate of ``descriptor`` without blocking, and buffers the unsent bytes.
 
-    ``emptied`` is called whenever all is written. Once the other end is closed, bytes are dropped.
+    ``on_empty`` is called whenever all bytes are written. Bytes for a closed end are dropped.
     """
 
     def __init__(
-        self, loop: Poll, descriptor: int, emptied: Callable[[], object] = lambda: None
+        self, loop: Poll, descriptor: int, on_empty: Callable[[], object] = lambda: None
     ) -> None:
-        self._loop, self._emptied, self._rest = loop, emptied, b""
+        self._loop, self._on_empty, self._unsent = loop, on_empty, b""
         self._is_busy = False
-        # A copy, as a socket that is read from as well is watched for that already.
+        # A duplicate, because the original descriptor may already be watched for reading.
         self._descriptor = system.dup(descriptor)
         system.set_blocking(self._descriptor, False)
         self._is_open, self._is_watched = True, False
 
     def put(self, data: bytes) -> None:
-        """Write ``data`` behind what was put before; does not block."""
+        """Append ``data`` to the unsent bytes and write without blocking."""
         if self._is_open:
             self._is_busy = True
-            self._rest += data
+            self._unsent += data
             self._write()
 
     def put_if_idle(self, data: bytes) -> None:
-        """Write ``data`` unless something is being written, as a signal's handler may wish."""
+        """Write ``data`` unless other bytes are unsent. A signal handler may call it."""
         if not self._is_busy:
             self.put(data)
 
     def close(self) -> None:
-        """Drop what is not written yet, and close the copy."""
+        """Drop the unsent bytes and close the duplicate."""
         if self._is_open:
             self._is_open = False
-            self._loop.forget(self._descriptor)
+            self._loop.unwatch(self._descriptor)
             system.close(self._descriptor)
 
     def _write(self) -> None:
         self._is_busy = True
         try:
-            self._rest = self._rest[system.write(self._descriptor, self._rest) :]
+            self._unsent = self._unsent[system.write(self._descriptor, self._unsent) :]
         except BlockingIOError:
             pass
-        except OSError:  # nobody reads it any more
+        except OSError:  # the other end is closed
             self.close()
             return
-        if not self._rest:
-            self._loop.forget(self._descriptor)
+        if not self._unsent:
+            self._loop.unwatch(self._descriptor)
             self._is_watched = self._is_busy = False
-            self._emptied()
+            self._on_empty()
         elif not self._is_watched:
             self._is_watched = True
             self._loop.watch(self._descriptor, self._write, writing=True)
 
 
 class Supply:
-    """Reads ``descriptor`` in chunks, one for each call of ``ask``, and hands them to ``deliver``.
+    """Reads ``descriptor`` in chunks, one per call of ``ask``, and passes them to ``deliver``.
 
-    The other end asks when it can take more. The last chunk, at the end of the input, is empty.
+    The receiver asks when it can accept more. An empty chunk marks the end of the input.
     """
 
     def __init__(self, loop: Poll, descriptor: int, deliver: Callable[[bytes], None]) -> None:
         self._loop, self._descriptor, self._deliver = loop, descriptor, deliver
 
     def ask(self) -> None:
-        """Deliver the next chunk as soon as there is one; at once from a file."""
+        """Deliver the next chunk when it arrives; for a file, deliver it immediately."""
         try:
             self._loop.watch(self._descriptor, self._read)
-        except PermissionError:  # a file: it can be read at any time, and cannot be waited for
+        except PermissionError:  # a regular file: always readable, and poll rejects it
             self._read()
 
     def stop(self) -> None:
-        self._loop.forget(self._descriptor)
+        self._loop.unwatch(self._descriptor)
 
     def _read(self) -> None:
-        self._loop.forget(self._descriptor)
+        self._loop.unwatch(self._descriptor)
         self._deliver(system.read(self._descriptor, _CHUNK))

@@ -1,4 +1,4 @@
-"""``python -m flashlight_py.launch`` and ``flrun``: start ranks, end them all, say who failed."""
+"""``python -m flashlight_py.launch`` and ``flrun``: start ranks, and end all if one fails."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contextlib import closing, suppress
 
 from flashlight_py import system
 from flashlight_py.launch.agent import Agent
-from flashlight_py.launch.front import run_behind
+from flashlight_py.launch.front import run_in_copy
 from flashlight_py.launch.hosts import Hosts
 from flashlight_py.launch.job import Job
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options, read_options
 
-# What ranks elsewhere inherit from here; ssh itself hands on nothing.
+# Prefixes of variables that ranks on other hosts inherit. ssh itself passes no variables.
 _INHERITED = ("FLASHLIGHT_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "GLOO_", "CUDA_")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the launcher with ``arguments``, default those of this process; return its exit code."""
+    """Run the launcher with ``arguments``, by default ``sys.argv``; return its exit code."""
     options = read_options(arguments, sys.executable)
     if options.timeout is not None:
         os.environ["FLASHLIGHT_TIMEOUT"] = f"{options.timeout:g}"
@@ -36,19 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _run(options, folder, stdin)
         finally:
-            if os.getppid() != front:  # it was killed, and cannot remove anything
+            if os.getppid() != front:  # the front was killed and cannot remove the folder
                 remove_folder()
 
-    return run_behind(work, remove_folder)
+    return run_in_copy(work, remove_folder)
 
 
 def _run(options: Options, folder: str, stdin: int | None) -> int:
     try:
-        # The loop is first: from here on no signal ends this process by itself.
+        # The loop comes first: from here on, signals do not kill this process.
         with closing(Loop()) as loop:
             if not options.hosts:
-                here = Hosts(loop, [(system.gethostname(), options.ranks)], Agent(loop, stdin))
-                return Job(loop, here, options, None, os.path.join(folder, "meeting")).run()
+                hosts = Hosts(loop, [(system.gethostname(), options.ranks)], Agent(loop, stdin))
+                return Job(loop, hosts, options, None, os.path.join(folder, "meeting")).run()
             inherited = {
                 name: value
                 for name, value in os.environ.items()
@@ -61,12 +61,12 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
         return 1
 
 
-# Handed on, not copied: a debugger needs the terminal itself.
+# The descriptor is inherited instead of copied, because a debugger needs the terminal itself.
 def _input_for_rank_0() -> int | None:
-    """Return our standard input; None if it is closed, or a terminal that others have in front.
+    """Return our standard input; None if it is closed or a terminal of another foreground job.
 
-    A rank is in a session of its own, so the kernel would not stop it from taking what is typed
-    for somebody else.
+    A rank runs in a separate session, so the kernel would not stop it from reading input that is
+    typed for another program.
     """
     with suppress(OSError, ValueError, AttributeError):
         descriptor = sys.stdin.fileno()

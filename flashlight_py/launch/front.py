@@ -1,8 +1,8 @@
-"""Two processes watch over a job, so that a ``kill -9`` of either leaves nothing behind.
+"""Two processes supervise a job, so that a ``kill -9`` of either one leaves no process behind.
 
-The process that the user has started, the front, hands signals on and waits. A copy of it in a
-session of its own does the work. If the copy is killed, the front ends what it has left; if the
-front is killed, the kernel signals the copy, which ends the job. Both adopt orphans.
+The process that the user started, called the front, forwards signals and waits. A copy in a
+separate session does the work. If the copy is killed, the front ends the remaining processes. If
+the front is killed, the kernel signals the copy, which ends the job. Both adopt orphans.
 """
 
 from __future__ import annotations
@@ -20,81 +20,81 @@ from flashlight_py.launch.loop import FORWARDED
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a process just forked must not load
+_libc = ctypes.CDLL(None, use_errno=True)  # a forked process must not load libraries
 
 
-def run_behind(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
-    """Return the exit code of ``work()``, done in a copy of this process.
+def run_in_copy(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
+    """Run ``work()`` in a copy of this process and return its exit code.
 
-    ``clean_up`` is called here when that has ended, however it did. Descendants that it left are
-    killed. The copy does not return: it exits.
+    After the copy has ended for any reason, this process kills its remaining descendants and calls
+    ``clean_up``. The copy does not return: it exits.
     """
     if not os.path.exists("/proc/self"):
-        text = "without /proc it cannot find, and end, processes that ranks leave behind"
-        print(f"flrun: warning: {text}; mount /proc", file=sys.stderr)
+        text = "/proc is not mounted, so processes that ranks leave behind are not found and ended"
+        print(f"flrun: warning: {text}. Mount /proc", file=sys.stderr)
     adopt_orphans()
     front = os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the kernel would keep no exit code
-    # A shell that started others and then became this process has left them to us.
-    strangers = system.children() if has_children() else []
-    # No signal may arrive between the copy's birth and our readiness to hand it on. Others are
-    # not blocked, also if the parent has blocked them.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, the kernel discards exit codes
+    # A shell that executed this program may have left its children to this process.
+    inherited_children = system.children() if has_children() else []
+    # No signal may arrive between the fork and the installation of the handlers. Other signals are
+    # unblocked, even if the parent has blocked them.
     signal.pthread_sigmask(signal.SIG_SETMASK, FORWARDED)
     pid = os.fork()
     if pid == 0:
-        _be_the_copy(front, work)
+        _run_copy(front, work)
     for number in FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its number is taken while we may signal
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # keeps the pid valid
         for number in FORWARDED:
             signal.signal(number, signal.SIG_IGN)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code < 0:
-            how = describe_exit(code)
-            print(f"flrun: the launcher {how}; its ranks were ended", file=sys.stderr)
+            description = describe_exit(code)
+            print(f"flrun: the launcher {description}; its ranks were ended", file=sys.stderr)
         return code if code >= 0 else 128 - code
     finally:
-        end_children(strangers)
+        end_children(inherited_children)
         clean_up()
 
 
-def _be_the_copy(front: int, work: Callable[[], int]) -> None:
+def _run_copy(front: int, work: Callable[[], int]) -> None:
     code = 1
     try:
-        os.setsid()  # Ctrl-C on the terminal reaches the front alone, which hands it on
-        die_with_parent(front, signal.SIGTERM)
+        os.setsid()  # only the front receives Ctrl-C, and forwards it
+        signal_if_parent_ends(front, signal.SIGTERM)
         adopt_orphans()
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)  # until work() wishes otherwise
+                signal.signal(number, signal.SIG_DFL)  # until work() installs handlers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         code = work()
-    except BaseException:  # noqa: BLE001 - whatever it is, two processes must not go on as one
+    except BaseException:  # noqa: BLE001 - after any error, two processes must not continue as one
         sys.excepthook(*sys.exc_info())
     finally:
         try:
             for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):  # whatever becomes of it: closed, a full disk
+                with suppress(OSError, ValueError):  # a closed stream or a full disk
                     stream.flush()
         finally:
             os._exit(code)
 
 
-# What the kernel does: bind lives together, hand orphans over ---------------------------------
+# Kernel services: signals at the end of a parent, adoption of orphans -----------------------------
 
 
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send us ``number`` when the thread of ``parent`` that started us ends."""
+def signal_if_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel for signal ``number`` when the thread of ``parent`` that started us ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below us whose own parent ends."""
+    """Become the parent of every descendant whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -108,7 +108,7 @@ def has_children() -> bool:
 
 
 def end_children(spare: Collection[int] = ()) -> None:
-    """Kill all children but ``spare``, then those that they leave to us. Blocks until none is."""
+    """Kill all children except ``spare``, and then the orphans that they leave. Blocks."""
     while has_children() and (pids := set(system.children()).difference(spare)):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

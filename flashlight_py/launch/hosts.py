@@ -1,4 +1,4 @@
-"""The hosts of a job. The agent of each, in this process or started over ssh, runs its ranks."""
+"""The hosts of a job. One agent per host, local or started over ssh, runs the ranks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from flashlight_py.launch.channel import Outgoing, Reader, message, parsed
 from flashlight_py.launch.failures import describe_exit
 from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
 
-# Seconds that agents may take to leave.
+# Seconds that agents may take to end their ranks and exit.
 LEAVING_SECONDS = 10.0
 
 
 class StartError(Exception):
-    """A command cannot be run; says which and why."""
+    """A command cannot be run. The message names the command and the reason."""
 
 
 class SshAgent:
-    """The connection to the agent of a host, which ``ssh`` starts in this folder with this Python.
+    """The connection to the agent of a host. ``ssh`` starts it in this folder with this Python.
 
-    ``on_message`` is called with each message, and ``on_lost`` with the reason when ssh has ended.
-    An agent is lost if it sends nothing for ``lost_after`` seconds after its first message.
+    ``on_message`` is called with each message. ``on_lost`` is called with the reason when ssh has
+    ended. The agent is lost if it sends nothing for ``lost_after`` seconds after its first message.
 
     Raises:
-        StartError: the command ``ssh`` cannot be run.
+        StartError: If the ``ssh`` command cannot be run.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class SshAgent:
             self._outgoing = Outgoing(loop, stdin.fileno())
         self._output = self._process.stdout
         beat = partial(self._outgoing.put_if_idle, message("pulse"))
-        self._pulse = Pulse(loop, lost_after, beat, self._on_silence, is_there=False)
-        self._reader = Reader(self._output.fileno(), self._pulse.heard)
+        self._pulse = Pulse(loop, lost_after, beat, self._on_silence, is_connected=False)
+        self._reader = Reader(self._output.fileno(), self._pulse.on_data)
         loop.watch(self._output.fileno(), self._read)
-        loop.child(self._process, self._on_exit, is_ours=True)
+        loop.watch_child(self._process, self._on_exit, is_helper=True)
 
     def put(self, line: bytes) -> None:
-        """Send ``line`` without blocking; an agent that has ended receives nothing."""
+        """Send ``line`` without blocking; drop it if the agent has ended."""
         self._outgoing.put(line)
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class SshAgent:
             self._is_open = False
             self._pulse.stop()
             self._outgoing.close()
-            self._loop.forget(self._output.fileno())
+            self._loop.unwatch(self._output.fileno())
             self._output.close()
             if self._process.returncode is None:
                 self._process.kill()
@@ -83,7 +83,7 @@ class SshAgent:
         for line in self._reader.lines():
             self._on_message(*parsed(line))
         if self._reader.has_ended:
-            self._loop.forget(self._output.fileno())
+            self._loop.unwatch(self._output.fileno())
 
     def _on_exit(self, code: int) -> None:
         if not self._is_open:
@@ -96,17 +96,17 @@ class SshAgent:
         self._on_lost(self._silence or f"ssh to {self._name} {describe_exit(code)}")
 
     def _on_silence(self, since: str) -> None:
-        self._silence = f"nothing has come from host {self._name} {since}"
+        self._silence = f"received nothing from host {self._name} {since}"
         self._process.kill()
 
 
 class Hosts:
-    """The hosts of a job, by number: ``names``, and ``slots`` with the number of ranks of each.
+    """The hosts of a job, by index: ``names``, and ``slots`` with the number of ranks of each host.
 
-    ``local`` is the agent of host 0 if the job runs on this host alone. Otherwise the command
-    ``ssh`` starts an agent on each host. Hosts of agents that have reported are in ``here``. Each
-    report is passed to ``on_message``, and the reason of a lost host to ``on_lost``. ``environ`` is
-    added to the environment of the ranks.
+    If the job runs on this host only, ``local`` is its agent. Otherwise the command ``ssh`` starts
+    an agent on each host. ``connected`` is the set of hosts whose agents have reported. Each
+    message is passed to ``on_message``, and the reason of a lost host to ``on_lost``. ``environ``
+    is added to the environment of the ranks.
     """
 
     on_message: Callable[[int, str, list[Any]], None]
@@ -122,17 +122,17 @@ class Hosts:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.names, self.slots = [name for name, _ in hosts], [slots for _, slots in hosts]
-        self.here, self.environ = {0} if local else set[int](), dict(environ or {})
+        self.connected, self.environ = {0} if local else set[int](), dict(environ or {})
         self._loop, self._local, self._ssh, self._lost_after = loop, local, ssh, lost_after
         self._agents: dict[int, SshAgent] = {}
         if local:
             local.report = lambda kind, *values: self.on_message(0, kind, list(values))
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Start the agents of hosts that are not ``here``, unless they are starting already.
+        """Start the agents of hosts ``numbers`` that are neither connected nor starting.
 
         Raises:
-            StartError: the ssh command cannot be run.
+            StartError: If the ssh command cannot be run.
         """
         for number in numbers:
             if number not in self._agents:
@@ -143,7 +143,7 @@ class Hosts:
                 )
 
     def send(self, number: int, kind: str, *values: Any) -> None:
-        """Send a message to an agent; the local agent acts at once, other agents later."""
+        """Send a message to an agent. A local agent handles it before the call returns."""
         if number in self._agents:
             self._agents[number].put(message(kind, *values))
         elif self._local:
@@ -155,13 +155,13 @@ class Hosts:
             self.send(number, kind, *values)
 
     def drop(self, numbers: Sequence[int], seconds: float) -> None:
-        """Give up the hosts ``numbers``, which have not answered for ``seconds``."""
+        """Declare the hosts ``numbers`` lost, which have not answered for ``seconds``."""
         for number in numbers:
             self._agents[number].close()
             self._lose(number, f"its agent has not answered for {seconds:.3g} s")
 
     def leave(self) -> None:
-        """End all agents and their ranks; blocks until they have left, for at most 10 s."""
+        """End all agents and their ranks; blocks for at most 10 s."""
         self.send_all("leave")
         ends = system.monotonic() + LEAVING_SECONDS
         while self._agents and system.monotonic() < ends:
@@ -172,10 +172,10 @@ class Hosts:
 
     def _on_report(self, number: int, kind: str, values: list[Any]) -> None:
         if kind == "here":
-            self.here.add(number)
+            self.connected.add(number)
         self.on_message(number, kind, values)
 
     def _lose(self, number: int, reason: str) -> None:
-        self.here.discard(number)
+        self.connected.discard(number)
         del self._agents[number]
         self.on_lost(number, f"is lost: {reason}")

@@ -1,6 +1,6 @@
-"""A job from its start to its end: attempts on its hosts, the first cause, and another start.
+"""A job from start to end: attempts on its hosts, the first cause of a failure, and restarts.
 
-The ranks of an attempt start when every host that takes some has reported to be ready.
+The ranks of an attempt start when every host with ranks has reported that it is ready.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from flashlight_py.launch.ranks import (
     ADDRESSES,
     PORT,
     SECRET,
-    counts_of_remaining,
-    for_others,
+    master_variables,
+    remaining_counts,
     slots_of,
 )
 from flashlight_py.launch.records import store_records
 from flashlight_py.launch.supervisor import Supervisor
 
-_CANNOT_RUN = 127  # as shells say
-_FINISHING_SECONDS = 10.0  # that agents may take, besides the ranks' grace, to end all processes
+_CANNOT_RUN = 127  # the exit code of shells for this case
+_FINISHING_SECONDS = 10.0  # for agents to end all processes, in addition to the grace of the ranks
 
 
 class Job:
     """Runs the program of ``options`` as ranks on ``hosts``.
 
-    They meet at paths that begin with ``file``, or, if it is empty, at a port of the first host,
-    which its agent opens, with a secret of that start. ``stdin`` is sent to rank 0 on its host.
+    The ranks rendezvous at paths that begin with ``file``. If it is empty, they connect to a port
+    that the agent of the first host opens, with a secret per attempt. ``stdin`` is sent to rank 0.
     """
 
     _attempt: Supervisor
@@ -49,7 +49,7 @@ class Job:
     ) -> None:
         self._hosts, self._loop, self._options = hosts, loop, options
         self._stdin, self._file = stdin, file
-        self._awaited: set[int] = set()  # hosts that have not finished
+        self._unfinished: set[int] = set()  # hosts that have not finished
         hosts.on_message, hosts.on_lost = self._on_message, self._on_lost
 
     def run(self) -> int:
@@ -80,28 +80,28 @@ class Job:
             self._finish()
             output.end()
             if self._stuck:
-                say(f"processes that the kernel does not let go of are left: {self._stuck}")
+                say(f"the kernel did not end these processes after SIGKILL: {self._stuck}")
             if output.error:
                 say(output.error)
             if number := attempt.interrupted:
                 lost = "the output of the ranks is lost"
-                how = f"interrupted by {signal.Signals(number).name}"
-                say(f"{lost if number == signal.SIGPIPE else how}; all ranks were ended")
+                reason = f"interrupted by {signal.Signals(number).name}"
+                say(f"{lost if number == signal.SIGPIPE else reason}; all ranks were ended")
                 return 128 + number
             if attempt.cause is None:
                 return 0
             rank, failure = attempt.cause
             host = self._hosts.names[self._slots[rank].host]
             file = output.files_of(rank)
-            where = f" (see {file})" if file else ""
+            location = f" (see {file})" if file else ""
             others = "; the other ranks were ended" if size > 1 else ""
-            say(f"rank {rank} of {size} on {host} {failure.what}{where}{others}")
+            say(f"rank {rank} of {size} on {host} {failure.description}{location}{others}")
             for text in sorted(self._left_out):
                 say(text)
-            if where := store_records(self._records, size):
-                say(where)
+            if message := store_records(self._records, size):
+                say(message)
             if options.min_n:
-                counts = counts_of_remaining(counts, attempt.lost)
+                counts = remaining_counts(counts, attempt.lost)
             if not may_restart(restarts, options.max_restarts, sum(counts), options.min_n):
                 code = failure.exit_code or 1
                 return code if code > 0 else 128 - code
@@ -111,45 +111,45 @@ class Job:
     def _start(self, counts: Sequence[int], restarts: int) -> None:
         self._slots, self._restarts = slots_of(counts), restarts
         self._first = self._slots[0].host
-        self._working = {slot.host for slot in self._slots}  # hosts that take ranks
-        self._unready = set(self._working)  # those that are not ready
+        self._working = {slot.host for slot in self._slots}  # hosts with ranks
+        self._unready = set(self._working)  # hosts that are not ready
         self._addresses, self._ports = list[str](), list[int]()  # of the first host
         self._is_started = False
         self._stuck: list[int] = []
-        # By rank, a flight record with the folder it comes from; and which ones stay there, why.
+        # Flight records by rank, with the folder on the rank's host; and why others are missing.
         self._records: dict[int, tuple[str, bytes]] = {}
         self._left_out: list[str] = []
         self._supply: Supply | None = None
         if self._stdin is not None:
             deliver = partial(self._hosts.send, self._first, "input")
             self._supply = Supply(self._loop, self._stdin, deliver)
-        for index in sorted(self._working & self._hosts.here):
+        for index in sorted(self._working & self._hosts.connected):
             self._on_here(index)
         if not self._attempt.is_ending:
-            self._hosts.open(sorted(self._working - self._hosts.here))
+            self._hosts.open(sorted(self._working - self._hosts.connected))
 
     def _signal(self, number: int) -> None:
-        """Send ``number`` to every rank, and to what it has started."""
+        """Send ``number`` to every rank and to the processes that it started."""
         self._hosts.send_all("signal", number)
         if self._attempt.is_ending and not self._is_started:
             self._attempt.on_end(slot.rank for slot in self._slots)
 
     def _finish(self) -> None:
-        """Once all ranks have ended, have the agents end what they have left, and wait for that.
+        """After all ranks have ended, make the agents end leftover processes, and wait for that.
 
-        After a failure, they report flight records of ranks before.
+        After a failure, the agents first send the flight records of the ranks.
         """
         grace = self._options.grace
         if self._supply is not None:
             self._supply.stop()
-        self._awaited = self._working & self._hosts.here
+        self._unfinished = self._working & self._hosts.connected
         if self._attempt.cause:
             self._hosts.send_all("collect")
         self._hosts.send_all("finish", grace)
         ends = system.monotonic() + grace + _FINISHING_SECONDS
-        while self._awaited and system.monotonic() < ends:
+        while self._unfinished and system.monotonic() < ends:
             self._loop.once(ends)
-        self._hosts.drop(sorted(self._awaited), grace + _FINISHING_SECONDS)
+        self._hosts.drop(sorted(self._unfinished), grace + _FINISHING_SECONDS)
 
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
         self.HANDLERS[kind](self, host, *values)
@@ -161,7 +161,7 @@ class Job:
 
     def _on_ready(self, host: int, attempt: int, addresses: list[str], ports: list[int]) -> None:
         if attempt != self._restarts:
-            return  # the agent started while the last attempt ended
+            return  # the agent connected while the previous attempt ended
         if host == self._first:
             self._addresses, self._ports = addresses or [self._hosts.names[host]], ports
         self._unready.discard(host)
@@ -182,22 +182,22 @@ class Job:
                 self._hosts.send(index, "start", list(slots))
 
     def _meeting(self) -> dict[str, str]:
-        """Return the variables that say where the ranks meet."""
-        port, *ours = self._ports
+        """Return the environment variables for the rendezvous of the ranks."""
+        port, *listener_ports = self._ports
         if self._file:
             file = f"{self._file}-{self._restarts}"
-            return {**for_others("127.0.0.1", port), "FLASHLIGHT_FILE": file}
+            return {**master_variables("127.0.0.1", port), "FLASHLIGHT_FILE": file}
         return {
-            **for_others(self._addresses[0], port),
-            # Ranks try them all: which of them a host can reach, only that host knows.
+            **master_variables(self._addresses[0], port),
+            # Ranks try all addresses, because only their own host knows which one it can reach.
             ADDRESSES: ",".join(self._addresses),
-            PORT: f"{ours[0]}:{port}",
-            # It travels inside ssh, and never in a command line, which every user can read.
+            PORT: f"{listener_ports[0]}:{port}",
+            # Sent inside ssh and never in a command line, which every user can read.
             SECRET: system.random_bytes(32).hex(),
         }
 
     def _on_cannot_run(self, host: int, reason: str) -> None:
-        if not self._attempt.is_ending:  # else this host is not the first cause
+        if not self._attempt.is_ending:  # otherwise another failure is the first cause
             raise StartError(reason)
 
     def _on_output(self, host: int, rank: int, stream: str, data: bytes) -> None:
@@ -213,15 +213,15 @@ class Job:
     def _on_record(self, host: int, rank: int, folder: str, data: bytes) -> None:
         self._records[rank] = folder, data
 
-    def _on_left_out(self, host: int, rank: int, path: str, why: str) -> None:
-        where = f"on host {self._hosts.names[host]}, at {path}"
-        self._left_out.append(f"the flight record of rank {rank} stays {where}: {why}")
+    def _on_left_out(self, host: int, rank: int, path: str, reason: str) -> None:
+        location = f"on host {self._hosts.names[host]}, at {path}"
+        self._left_out.append(f"the flight record of rank {rank} remains {location}: {reason}")
 
     def _on_finished(self, host: int, stuck: list[int]) -> None:
-        self._awaited.discard(host)
+        self._unfinished.discard(host)
         self._stuck += stuck
 
-    # The agents' messages, see ``channel``.
+    # Handlers of the agents' messages; see ``channel``.
     HANDLERS: Mapping[str, Callable[..., None]] = {
         "here": _on_here,
         "ready": _on_ready,
@@ -234,22 +234,22 @@ class Job:
         "finished": _on_finished,
     }
 
-    def _on_lost(self, host: int, how: str) -> None:
-        """Nothing will be reported of the ranks of ``host`` any more."""
-        self._awaited.discard(host)
+    def _on_lost(self, host: int, reason: str) -> None:
+        """Record that ``host`` is lost; its ranks send no further reports."""
+        self._unfinished.discard(host)
         ranks = [slot.rank for slot in self._slots if slot.host == host]
-        self._attempt.on_lost(ranks, Failure(how, system.monotonic()))
+        self._attempt.on_lost(ranks, Failure(reason, system.monotonic()))
 
 
-def may_restart(restarts: int, most: int | None, remaining: int, least: int | None) -> bool:
-    """Return whether a job that was started again ``restarts`` times may be so once more.
+def may_restart(restarts: int, limit: int | None, remaining: int, min_ranks: int | None) -> bool:
+    """Return whether a job may restart after ``restarts`` restarts with ``remaining`` ranks.
 
-    At most ``most`` times; None: never, but as often as ranks can be lost where ``least`` says
-    how many are enough. ``remaining`` is how many it would have.
+    ``limit`` is the maximum number of restarts. None: no restart, or with ``min_ranks`` a restart
+    as long as ``min_ranks`` ranks remain.
     """
-    if least is not None and remaining < least:
+    if min_ranks is not None and remaining < min_ranks:
         return False
-    return restarts < (most if most is not None else 0 if least is None else restarts + 1)
+    return restarts < (limit if limit is not None else 0 if min_ranks is None else restarts + 1)
 
 
 def _ordinal(number: int) -> str:

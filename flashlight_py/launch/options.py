@@ -1,4 +1,4 @@
-"""The launcher's command line."""
+"""The command line of the launcher."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from flashlight_py.launch.loop import LOST_SECONDS, MOST_SECONDS
 _EXAMPLES = """examples:
   flrun -n 4 train.py --epochs 10
   flrun -n 4 -m package.train
-  flrun -n 4 bash run.sh   (a program on the PATH that is no file here is run as it is)
+  flrun -n 4 bash run.sh   (bash is on the PATH and no local file, so it runs without Python)
   flrun -n 4 --max-restarts 3 --output-dir logs train.py
   flrun --hosts a:4,b:4 train.py
 """
-# OpenSSH would wait for minutes, or for ever. These leave the first word to our own ``Pulse``.
+# OpenSSH would wait for minutes or for ever. ``Pulse`` detects a lost host before these limits.
 _DEADLINES = ("ConnectTimeout=10", "ServerAliveInterval=5")
 LEAST_SECONDS = 2.0
-# The launcher has a process of ssh and three descriptors for each host.
+# The launcher needs one ssh process and three descriptors per host.
 MOST_HOSTS = 64
-_OTHERS = "Start ranks on more hosts with torchrun, srun or mpirun: see docs/starting-jobs.md"
-# Options of torchrun for a launcher on each host, and the values that mean one host.
-_TORCHRUNS = {
+_REMEDY = "Start ranks on more hosts with torchrun, srun or mpirun: see docs/starting-jobs.md"
+# Options of torchrun for one launcher per host, and the value that means a single host.
+_TORCHRUN_OPTIONS = {
     **dict.fromkeys(("rdzv", "rdzv-endpoint", "rdzv-backend", "rdzv-id"), ""),
     **{"master-addr": "", "master-port": "", "nnodes": "1", "node-rank": "0"},
 }
 
 
 class Options(NamedTuple):
-    """Options of the command line. Times are in seconds; ``hosts`` are names and ranks there."""
+    """Options of the command line. Times are in seconds; ``hosts`` has (name, ranks) pairs."""
 
     ranks: int
     hosts: tuple[tuple[str, int], ...]
@@ -52,32 +52,32 @@ class Options(NamedTuple):
 
 
 def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
-    """Read ``arguments``, by default those of this process; ends it where they make no sense."""
+    """Parse ``arguments``, by default those of this process; exit if they are invalid."""
     parser = _parser()
-    given = parser.parse_args(arguments)
-    # In a rank LOCAL_RANK is set, and its launcher has read the variables.
-    if not (given.hosts or given.standalone or "LOCAL_RANK" in os.environ):
+    namespace = parser.parse_args(arguments)
+    # LOCAL_RANK marks a rank, whose launcher has already read these variables.
+    if not (namespace.hosts or namespace.standalone or "LOCAL_RANK" in os.environ):
         in_pod = {key: os.environ[name] for key, name in _POD_OPTIONS.items() if name in os.environ}
         parser.set_defaults(**in_pod)
-        given = parser.parse_args(arguments)
-    for name, one_host in _TORCHRUNS.items():
-        value = getattr(given, name.replace("-", "_"))
+        namespace = parser.parse_args(arguments)
+    for name, one_host in _TORCHRUN_OPTIONS.items():
+        value = getattr(namespace, name.replace("-", "_"))
         if value not in (None, one_host):
             parser.error(
                 f"--{name} (or PET_*): expected a single launcher, got {value}: flrun starts ranks "
-                f"on this host, or over ssh on --hosts A:4,B:4. {_OTHERS}"
+                f"on this host, or over ssh on --hosts A:4,B:4. {_REMEDY}"
             )
-    given.ranks, given.env = given.n or usable_cores(), tuple(given.env)
-    hosts = given.hosts = _hosts(parser, given)
-    given.program = _program(given, interpreter)
-    options = Options(*(getattr(given, name) for name in Options._fields))
-    if given.standalone and hosts:
-        parser.error("--standalone is for this host alone; leave it out with --hosts")
+    namespace.ranks, namespace.env = namespace.n or usable_cores(), tuple(namespace.env)
+    hosts = namespace.hosts = _hosts(parser, namespace)
+    namespace.program = _program(namespace, interpreter)
+    options = Options(*(getattr(namespace, name) for name in Options._fields))
+    if namespace.standalone and hosts:
+        parser.error("--standalone: expected no --hosts, got both. Remove one of them")
     if len(hosts) > MOST_HOSTS:
-        parser.error(f"--hosts: expected at most {MOST_HOSTS} hosts, got {len(hosts)}. {_OTHERS}")
+        parser.error(f"--hosts: expected at most {MOST_HOSTS} hosts, got {len(hosts)}. {_REMEDY}")
     total = sum(slots for _, slots in hosts) if hosts else options.ranks
     if total > MOST_RANKS:
-        parser.error(f"expected at most {MOST_RANKS} ranks of a job, got {total}")
+        parser.error(f"-n or --hosts: expected at most {MOST_RANKS} ranks in a job, got {total}")
     try:
         if not hosts:
             check_processes("-n", total, 4 if options.output_dir else 2)
@@ -85,8 +85,8 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         parser.error(str(error))
     if options.min_n is not None and options.min_n > total:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {options.min_n}")
-    if given.lost_after < LEAST_SECONDS:
-        parser.error(f"--lost-after: expected {LEAST_SECONDS:g} or more, got {given.lost_after:g}")
+    if (seconds := namespace.lost_after) < LEAST_SECONDS:
+        parser.error(f"--lost-after: expected {LEAST_SECONDS:g} or more, got {seconds:g}")
     if options.output_dir is not None:
         _make_folder(parser, options.output_dir)
     return options
@@ -95,7 +95,7 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flrun",
-        description="Start a program as the ranks of a world, and end them all when one fails.",
+        description="Start a program as the ranks of a world. If one rank fails, end all ranks.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -103,36 +103,36 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--version", action="version", version=f"flrun of flashlight_py {__version__}")
     names = "-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"
-    text = "on this host, or on each; default: its cores"
+    text = "ranks on this host or on each host of --hosts (default: number of cores)"
     add(*names, dest="n", type=_ranks, metavar="RANKS", help=text)
-    text = "start over ssh on these hosts, so many ranks on each"
+    text = "start over ssh: host names, each with its number of ranks"
     add("--hosts", "-H", "--host", metavar="A:4,B:4", help=text)
     ssh = os.environ.get("FLASHLIGHT_SSH", "ssh -T -o BatchMode=yes")
-    add("--ssh", type=_ssh, default=ssh, metavar="COMMAND", help="the ssh command (FLASHLIGHT_SSH)")
-    text = "hand NAME on to --hosts too"
+    add("--ssh", type=_ssh, default=ssh, metavar="COMMAND", help="ssh command (FLASHLIGHT_SSH)")
+    text = "pass the variable NAME to ranks on --hosts, too"
     add("--env", "-x", action="append", default=[], metavar="NAME", help=text)
-    add("--standalone", action="store_true", help="on this host alone, as without --hosts")
-    for name in _TORCHRUNS:
+    add("--standalone", action="store_true", help="run on this host only (the default)")
+    for name in _TORCHRUN_OPTIONS:
         add(f"--{name}", f"--{name.replace('-', '_')}", help=argparse.SUPPRESS)
-    text = "start again at most N times on failure"
+    text = "restart all ranks after a failure, at most N times"
     add("--max-restarts", "--max_restarts", type=_integer, metavar="N", help=text)
-    text = "start again with the ranks that remain, if M"
-    add("--min-n", type=partial(_integer, least=1), metavar="M", help=text)
-    add("--output-dir", type=Path, metavar="DIR", help="write rank-R.out and rank-R.err there")
-    text = "that each call of the ranks may take: sets FLASHLIGHT_TIMEOUT (default 300)"
-    add("--timeout", type=_some_seconds, metavar="SECONDS", help=text)
+    text = "restart with the remaining ranks if at least M remain"
+    add("--min-n", type=partial(_integer, minimum=1), metavar="M", help=text)
+    add("--output-dir", type=Path, metavar="DIR", help="write output to DIR/rank-R.out and .err")
+    text = "time limit of each communication call: sets FLASHLIGHT_TIMEOUT (default 300)"
+    add("--timeout", type=_positive_seconds, metavar="SECONDS", help=text)
     add("--grace", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
-    text = f"of silence, then a host is given up (default {LOST_SECONDS:g})"
+    text = f"time without a message until a host is lost (default {LOST_SECONDS:g})"
     add("--lost-after", type=_seconds, default=LOST_SECONDS, metavar="SECONDS", help=text)
-    text = "PROGRAM is no Python script but a command"
+    text = "PROGRAM is a command and not a Python script"
     add("--no-python", "--no_python", action="store_true", help=text)
-    add("-m", "--module", action="store_true", help="PROGRAM is a module, as of python -m")
+    add("-m", "--module", action="store_true", help="PROGRAM is a module, as in python -m")
     add("program", metavar="PROGRAM")
-    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the program")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of PROGRAM")
     return parser
 
 
-# Variables of torchrun for defaults of options. Kubeflow sets them in each pod.
+# Variables of torchrun with defaults of options. Kubeflow sets them in each pod.
 _POD_OPTIONS = {
     "n": "PET_NPROC_PER_NODE",
     "nnodes": "PET_NNODES",
@@ -141,64 +141,64 @@ _POD_OPTIONS = {
 
 
 def _make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Make ``folder`` unless it exists; end this process if nothing can be written there."""
-    why = "it is not writable"
+    """Create ``folder`` if needed; exit if it is not writable."""
+    reason = "it is not writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = error.strerror or str(error)
+        reason = error.strerror or str(error)
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         parser.error(
-            f"--output-dir: nothing can be written to {folder}: {why}; no rank was started. Name a "
-            "folder of yours, or a path where one can be made"
+            f"--output-dir: expected a writable folder, got {folder}: {reason}. No rank was "
+            "started. Pass a folder that can be created or written"
         )
 
 
-def _program(given: argparse.Namespace, interpreter: str) -> tuple[str, ...]:
-    program = given.program
-    if given.module:
-        return (interpreter, "-m", program, *given.arguments)
-    # No file here but a program on the PATH, as in ``python train.py``.
-    if given.no_python or (not os.path.exists(program) and shutil.which(program)):
-        # If several are installed, python is the one that flrun belongs to.
-        return (interpreter if program in ("python", "python3") else program, *given.arguments)
-    return (interpreter, program, *given.arguments)
+def _program(namespace: argparse.Namespace, interpreter: str) -> tuple[str, ...]:
+    program = namespace.program
+    if namespace.module:
+        return (interpreter, "-m", program, *namespace.arguments)
+    # Run a program on the PATH if no file has its name, as in ``flrun python train.py``.
+    if namespace.no_python or (not os.path.exists(program) and shutil.which(program)):
+        # python is the interpreter of flrun, even if several are installed.
+        return (interpreter if program in ("python", "python3") else program, *namespace.arguments)
+    return (interpreter, program, *namespace.arguments)
 
 
 def _ssh(text: str) -> tuple[str, ...]:
-    """Return the words of the command, with options of OpenSSH that it has not, if it is that."""
-    ssh, said = tuple(shlex.split(text)), text.lower()
+    """Split the ssh command; for OpenSSH, add deadlines that ``text`` does not set."""
+    ssh, lowered = tuple(shlex.split(text)), text.lower()
     if not ssh or os.path.basename(ssh[0]) != "ssh":
         return ssh
-    missing = [each for each in _DEADLINES if each.partition("=")[0].lower() not in said]
-    # In front: what follows may be a host and another command, as in ``ssh jump docker exec``.
-    return (ssh[0], *(word for each in missing for word in ("-o", each)), *ssh[1:])
+    missing = [option for option in _DEADLINES if option.partition("=")[0].lower() not in lowered]
+    # Options come first: a host and a command may follow, as in ``ssh jump docker exec``.
+    return (ssh[0], *(word for option in missing for word in ("-o", option)), *ssh[1:])
 
 
 def _hosts(
-    parser: argparse.ArgumentParser, given: argparse.Namespace
+    parser: argparse.ArgumentParser, namespace: argparse.Namespace
 ) -> tuple[tuple[str, int], ...]:
     hosts = []
-    for entry in given.hosts.split(",") if given.hosts is not None else ():
+    for entry in namespace.hosts.split(",") if namespace.hosts is not None else ():
         name, _, slots = entry.partition(":")
         is_number = slots.isdecimal() and len(slots) < 10
         if not name or name.startswith("-") or (slots and not is_number):
-            wanted = "NAME or NAME:RANKS, separated by commas"
-            parser.error(f"--hosts: expected {wanted}, got {entry!r}")
-        hosts.append((name, int(slots or given.n or 1)))
+            expected = "NAME or NAME:RANKS, separated by commas"
+            parser.error(f"--hosts: expected {expected}, got {entry!r}")
+        hosts.append((name, int(slots or namespace.n or 1)))
     if any(slots < 1 for _, slots in hosts):
-        parser.error("--hosts: a host takes at least one rank")
+        parser.error("--hosts: expected at least one rank per host, got 0")
     return tuple(hosts)
 
 
 def _ranks(text: str) -> int | None:
-    """Return a number of ranks; None: the cores, which torchrun calls "auto" and "cpu"."""
+    """Return a number of ranks; None, for "auto" and "cpu" of torchrun, is the number of cores."""
     return None if text in ("auto", "cpu") else _integer(text, 1)
 
 
-def _integer(text: str, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
+def _integer(text: str, minimum: int = 0) -> int:
+    if not text.isdecimal() or int(text) < minimum:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}, got {text!r}")
     return int(text)
 
 
@@ -213,7 +213,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _some_seconds(text: str) -> float:
+def _positive_seconds(text: str) -> float:
     seconds = _seconds(text)
     if not seconds:
         raise argparse.ArgumentTypeError(f"expected more than 0 seconds, got {text!r}")

@@ -1,4 +1,4 @@
-"""The output of ranks: whole lines under the number of the rank, on the terminal or in files."""
+"""Output of ranks: complete lines prefixed with the rank, on the terminal or in files."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from flashlight_py.launch.failures import Tail
 
 STREAMS = ("out", "err")
 _WORDS = {"out": "standard output", "err": "standard error"}
-PARTIAL_SECONDS = 0.15  # until the beginning of a line, such as a question, is shown on a terminal
-LONGEST_LINE = 1 << 16  # bytes; longer lines are shown in parts
+PARTIAL_SECONDS = 0.15  # until a line without an end, such as a prompt, is shown on a terminal
+LONGEST_LINE = 1 << 16  # bytes; longer lines are split
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class Source(NamedTuple):
-    """Standard output ("out") or error ("err") of a rank."""
+    """Standard output ("out") or standard error ("err") of a rank."""
 
     rank: int
     stream: str
 
 
 class RankOutput:
-    """Takes what ``size`` ranks write, as it arrives, and writes lines.
+    """Receives chunks of output of ``size`` ranks, and writes complete lines.
 
-    Each line goes to the descriptor of its stream, or an object like ``sys.stdout``, behind
-    ``[rank]``. With ``folder``, output is appended to ``rank-R.out`` and ``rank-R.err`` there.
+    Each line is prefixed with ``[rank]`` and written to its descriptor, or to an object like
+    ``sys.stdout``. With ``folder``, output is appended to its ``rank-R.out`` and ``rank-R.err``.
 
-    If something cannot be written (nobody reads it, the disk is full), all that follows is dropped,
-    ``error`` says so, and ``on_error`` is called; nothing is raised.
+    If a write fails (closed pipe, full disk), later output for the same target is dropped,
+    ``error`` describes the failure and ``on_error`` is called. Nothing is raised.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class RankOutput:
             name: isinstance(sink, int) and system.isatty(sink)
             for name, sink in self._sinks.items()
         }
-        self._rests: dict[Source, bytes] = {}
+        self._partial_lines: dict[Source, bytes] = {}
         self._read_at: dict[Source, float] = {}
-        self._open: Source | None = None  # whose line the cursor stands in
+        self._open: Source | None = None  # source of the unfinished line at the cursor
         self.on_error: Callable[[], None] = lambda: None
 
     def take(self, source: Source, data: bytes) -> None:
         if self._folder is not None:
             self._store(source, data)
-        data = self._rests.get(source, b"") + data
+        data = self._partial_lines.get(source, b"") + data
         end = data.rfind(b"\n") + 1
         if len(data) - end > LONGEST_LINE:
             end = len(data)
-        lines, self._rests[source] = data[:end], data[end:]
+        lines, self._partial_lines[source] = data[:end], data[end:]
         self._read_at[source] = system.monotonic()
         if source.stream == "err":
             for line in lines.splitlines():
@@ -74,34 +74,34 @@ class RankOutput:
             self._show(source, lines)
 
     def flush_at(self) -> float:
-        """Return when ``flush`` should be called, of ``time.monotonic``; inf: no need."""
-        return min(self._due().values(), default=math.inf)
+        """Return the ``time.monotonic`` time of the next ``flush``; infinity if none is needed."""
+        return min(self._due_times().values(), default=math.inf)
 
     def flush(self, now: float = math.inf) -> None:
-        """Show, on terminals, also lines that have no end yet: those that are due ``now``."""
-        for source, due in self._due().items():
-            if due <= now:
-                rest, self._rests[source] = self._rests[source], b""
-                self._show(source, rest)
+        """Show unfinished lines on terminals that are due at the time ``now``."""
+        for source, due_time in self._due_times().items():
+            if due_time <= now:
+                partial_line, self._partial_lines[source] = self._partial_lines[source], b""
+                self._show(source, partial_line)
 
     @property
     def error(self) -> str:
-        """The streams that could not be written, and why; "" if all could."""
+        """The streams that could not be written and the reasons; "" if all writes succeeded."""
         return "; ".join(
-            f"{what} cannot be written: {error.strerror}" for what, error in self._failed.items()
+            f"{sink} cannot be written: {error.strerror}" for sink, error in self._failed.items()
         )
 
     def end(self) -> None:
-        """Show what is left, as whole lines, and close the files."""
-        for source, rest in self._rests.items():
-            if rest:
+        """Show the remaining partial lines with a line end, and close the files."""
+        for source, partial_line in self._partial_lines.items():
+            if partial_line:
                 if source.stream == "err":
-                    self._tails[source.rank].read(rest)
-                self._show(source, rest + b"\n")
-        self._rests.clear()
+                    self._tails[source.rank].read(partial_line)
+                self._show(source, partial_line + b"\n")
+        self._partial_lines.clear()
         self._end_open_line()
         for file in self._files.values():
-            with self._noting(str(file.name)):
+            with self._recording_failure(str(file.name)):
                 file.close()
         self._files.clear()
 
@@ -110,19 +110,19 @@ class RankOutput:
         self._put("err", f"flrun: {text}\n".encode())
 
     def last_errors(self, rank: int) -> list[str]:
-        """Return the lines that the last chain of tracebacks of ``rank`` has ended with."""
+        """Return the last lines of the last chain of tracebacks of ``rank``."""
         return self._tails[rank].errors
 
     def files_of(self, rank: int) -> str:
-        """Return where the errors of ``rank`` can be read; "" if not in a file."""
+        """Return the path of the standard error of ``rank``; "" without ``folder``."""
         return "" if self._folder is None else str(self._folder / f"rank-{rank}.err")
 
-    def _due(self) -> dict[Source, float]:
-        """Return when lines on a terminal that have begun and not ended are to be shown."""
+    def _due_times(self) -> dict[Source, float]:
+        """Return the times at which unfinished lines on a terminal must be shown."""
         return {
             source: self._read_at[source] + PARTIAL_SECONDS
-            for source, rest in self._rests.items()
-            if rest and self._is_terminal[source.stream] and self._folder is None
+            for source, partial_line in self._partial_lines.items()
+            if partial_line and self._is_terminal[source.stream] and self._folder is None
         }
 
     def _store(self, source: Source, data: bytes) -> None:
@@ -130,7 +130,7 @@ class RankOutput:
         path = self._folder / f"rank-{source.rank}.{source.stream}"
         if str(path) in self._failed:
             return
-        with self._noting(str(path)):
+        with self._recording_failure(str(path)):
             if source not in self._files:
                 self._files[source] = path.open("ab", buffering=0)
             write_whole(self._files[source].fileno(), data)
@@ -138,7 +138,7 @@ class RankOutput:
     def _put(self, stream: str, data: bytes) -> None:
         sink = self._sinks[stream]
         if _WORDS[stream] not in self._failed:
-            with self._noting(_WORDS[stream]):
+            with self._recording_failure(_WORDS[stream]):
                 if isinstance(sink, int):
                     write_whole(sink, data)
                 else:
@@ -146,11 +146,11 @@ class RankOutput:
                     sink.flush()
 
     @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
+    def _recording_failure(self, sink: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self._failed[what] = error
+            self._failed[sink] = error
             self.on_error()
 
     def _show(self, source: Source, text: bytes) -> None:

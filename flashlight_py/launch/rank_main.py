@@ -1,14 +1,14 @@
-"""The program of a rank of ``spawn``, or a worker: ``python rank_main.py FOLDER TASK LINK PARENT``.
+"""The program of a spawned rank or worker: ``python rank_main.py FOLDER TASK LINK PARENT``.
 
-The ranks meet in FOLDER. TASK and LINK are inherited descriptors: of memory that holds two pickles,
-and of a connection to the parent, whose process number is PARENT. Through the link the parent sends
-the key of multiprocessing, the rank one report, and the parent, when all have returned, a message
-that lets the rank leave the world.
+FOLDER is the rendezvous of the ranks. TASK and LINK are inherited descriptors. TASK is memory with
+two pickles. LINK is a connection to the parent, whose pid is PARENT. Over the link the parent sends
+the key of multiprocessing, and the rank sends one report. After all ranks have returned, the parent
+sends a message that allows the rank to leave the world.
 
-Without a FOLDER it is a worker, in no world: it reports that it has its task, or the failure. Then
-the function that the task has returned is called with the link.
+An empty FOLDER starts a worker, which is in no world. The worker reports that it has its task, or a
+failure. Then it calls the function that the task returned, with the link as argument.
 
-Run by its path, it imports nothing of ours before the parent's ``sys.path`` is in place.
+The program runs by its path. It sets ``sys.path`` of the parent before it imports this package.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _SIG_IGN = 1  # of signal(2)
-_leaving = False  # whether the task has ended
+_is_exiting = False  # whether SIGTERM no longer raises SystemExit
 
 
 def main() -> None:
-    """Do the task, report, and stay until all ranks have returned."""
+    """Run the task, report, and wait until all ranks have returned."""
     folder, task = sys.argv[1], int(sys.argv[2])
     link = Connection(int(sys.argv[3]))
-    os.set_inheritable(link.fileno(), False)  # its end must mean the end of this process
-    os.set_blocking(link.fileno(), True)  # also where gevent has patched the parent's sockets
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # which the parent may have blocked
-    die_with_parent(int(sys.argv[4]))
-    signal.signal(signal.SIGTERM, _leave_in_order)
-    os.register_at_fork(after_in_child=lambda: _be_no_rank(link))
+    os.set_inheritable(link.fileno(), False)  # the parent takes its end as the end of this process
+    os.set_blocking(link.fileno(), True)  # gevent in the parent makes sockets non-blocking
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent may have blocked signals
+    kill_if_parent_ends(int(sys.argv[4]))
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    os.register_at_fork(after_in_child=lambda: _detach_from_parent(link))
     if sys.stderr is not None:
-        faulthandler.enable()  # a crash in native code shows where it was
+        faulthandler.enable()  # print a traceback after a crash in native code
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
+        # Write complete lines immediately, also to a pipe and with PYTHONUNBUFFERED.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     multiprocessing.current_process().authkey = link.recv_bytes()
     try:
         fn, args, params = _load(task)
         result: Any = _call(fn, args, params, Path(folder)) if folder else fn(*args)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
+    except BaseException as error:  # noqa: BLE001 - the parent raises it
         from flashlight_py.launch.failures import Failure
 
         link.send(Failure.of_exception(error, time.monotonic()))
@@ -73,36 +73,36 @@ def main() -> None:
         link.recv_bytes()
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread of ``parent`` that started it ends."""
+def kill_if_parent_ends(parent: int) -> None:
+    """Ask the kernel to kill this process when the thread of ``parent`` that started it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _leave_in_order(number: int, _: object) -> None:
-    """Answer SIGTERM by an exception: half-done work, such as memory with a name, is undone."""
-    if not _leaving:  # else the exception would end, and print, what runs at the exit
+def _exit_on_sigterm(number: int, _: object) -> None:
+    """Raise SystemExit on SIGTERM, so that named shared memory and other state is cleaned up."""
+    if not _is_exiting:  # otherwise the exception would interrupt exit handlers
         sys.exit(128 + number)
 
 
-def _be_no_rank(link: Connection) -> None:
-    """In a process that the rank has forked: the end of the link must mean the end of the rank."""
+def _detach_from_parent(link: Connection) -> None:
+    """Close the link in a forked child: its end must mean the end of the rank itself."""
     link.close()
-    if signal.getsignal(signal.SIGTERM) is _leave_in_order:
+    if signal.getsignal(signal.SIGTERM) is _exit_on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _load(task: int) -> tuple[Any, Any, Any]:
-    """Take over the parent's ``sys.path`` and arguments, import its script, and return the task.
+    """Set the parent's ``sys.path`` and arguments, import its script, and return the task.
 
-    Meanwhile multiprocessing refuses to start processes: a script that does so unconditionally
-    would start them in every process again.
+    During the import, multiprocessing rejects new processes. A script that starts processes
+    unconditionally would otherwise start them again in every process.
     """
     process: Any = multiprocessing.current_process()
-    # Mapped: the ranks share the descriptor, and with it the position up to which it was read.
+    # Mapped, because the ranks share the descriptor and therefore its file position.
     with mmap.mmap(task, 0, prot=mmap.PROT_READ) as file:
         os.close(task)
         process._inheriting = True
@@ -119,23 +119,23 @@ def _call(fn: Any, args: Any, params: Mapping[str, Any], folder: Path) -> bytes:
     import flashlight_py as fl
     from flashlight_py.launch.pickling import dumps
 
-    if not fl.is_distributed_init():  # the script may do so when it is imported
+    if not fl.is_distributed_init():  # the imported script may have done it
         fl.distributed_init(fl.DistributedInit.ENV, params=params)
-    # All have met and have their task, so the folder can go: whatever happens, it is not left.
+    # All ranks have connected and have their task. Removed now, the folder cannot be left behind.
     if fl.get_world_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    os.environ["FLASHLIGHT_FILE"] = f"{folder}-again"  # after a shutdown they may meet anew
+    os.environ["FLASHLIGHT_FILE"] = f"{folder}-again"  # for an initialisation after a shutdown
     result = fn(fl.get_world_rank(), *args)
-    return dumps(result, what=f"the result, of type {type(result).__qualname__}, ")
+    return dumps(result, name=f"the result, of type {type(result).__qualname__}, ")
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(130)  # the parent reports it
+        sys.exit(130)  # the parent reports the interrupt
     finally:
-        _leaving = True
-        # First in the kernel: Python prints an error if a SIGTERM comes while signal() runs.
+        _is_exiting = True
+        # Set in the kernel first: Python prints an error if SIGTERM arrives while signal() runs.
         ctypes.CDLL(None).signal(signal.SIGTERM, _SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

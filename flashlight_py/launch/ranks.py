@@ -1,4 +1,4 @@
-"""Ranks: where each is, the environment it learns that from, and the processes on this host."""
+"""Ranks of a job: their slots on hosts, their environment variables, and their local processes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from flashlight_py.launch.loop import Loop, Poll, await_end
 from flashlight_py.launch.output import STREAMS, Source
 
 _CHUNK = 1 << 16
-_KILLED_SECONDS = 5.0  # to wait for killed processes: one may hang in the kernel
+_KILLED_SECONDS = 5.0  # to wait for killed processes, which may hang in the kernel
 
 # Environment variables of ranks.
-RECORDS = "FLASHLIGHT_RECORDS"  # where they say that they have written a flight record
-LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor at which rank 0 listens
-SECRET = "FLASHLIGHT_SECRET"  # what they prove to know
-ADDRESSES = "FLASHLIGHT_ADDRESSES"  # all of rank 0's host, MASTER_ADDR the first
-PORT = "FLASHLIGHT_PORT"  # of rank 0, there, and the MASTER_PORT with which alone it is meant
-# Where ranks meet; what an outer launch says of it must not reach a rank.
-_MEETINGS = (
+RECORDS = "FLASHLIGHT_RECORDS"  # a pipe for the paths of flight records
+LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor of rank 0's listening socket
+SECRET = "FLASHLIGHT_SECRET"  # the secret that ranks prove to know
+ADDRESSES = "FLASHLIGHT_ADDRESSES"  # addresses of rank 0's host; MASTER_ADDR is the first
+PORT = "FLASHLIGHT_PORT"  # of rank 0, and the MASTER_PORT for which it is valid
+# Rendezvous variables. A rank must not inherit the values of an outer launcher.
+_RENDEZVOUS = (
     *("MASTER_ADDR", "MASTER_PORT", "FLASHLIGHT_FILE"),
     *(ADDRESSES, PORT, LISTENER, SECRET, RECORDS, "TORCHELASTIC_USE_AGENT_STORE"),
 )
 
 
 class Slot(NamedTuple):
-    """A rank, its number on its host, how many are there, and which host it is."""
+    """A rank: its number in the world and on its host, the ranks of the host, the host index."""
 
     rank: int
     local_rank: int
@@ -41,36 +41,36 @@ class Slot(NamedTuple):
 
 
 def slots_of(counts: Sequence[int]) -> list[Slot]:
-    """Return the slots of all ranks, where host h has ``counts[h]`` of them; maybe none."""
-    found = [Slot(0, i, count, host) for host, count in enumerate(counts) for i in range(count)]
-    return [each._replace(rank=rank) for rank, each in enumerate(found)]
+    """Return the slots of all ranks if host h has ``counts[h]`` ranks, which may be 0."""
+    slots = [Slot(0, i, count, host) for host, count in enumerate(counts) for i in range(count)]
+    return [slot._replace(rank=rank) for rank, slot in enumerate(slots)]
 
 
-def counts_of_remaining(counts: Sequence[int], lost: Collection[int]) -> list[int]:
-    """Return how many ranks each host has without those that are ``lost``."""
+def remaining_counts(counts: Sequence[int], lost: Collection[int]) -> list[int]:
+    """Return the number of ranks of each host without the ``lost`` ranks."""
     remaining = Counter(slot.host for slot in slots_of(counts) if slot.rank not in lost)
     return [remaining[host] for host in range(len(counts))]
 
 
 def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
-    """Return the variables of ``rank`` of ``size`` on one host, which meet at the path ``file``."""
+    """Return the variables of ``rank`` in a world on one host with rendezvous path ``file``."""
     return {**_numbers(Slot(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
 
 
-def for_others(address: str, port: int) -> dict[str, str]:
-    """Return the variables by which ranks of other libraries meet, at a port of their own."""
+def master_variables(address: str, port: int) -> dict[str, str]:
+    """Return rendezvous variables for other libraries in the ranks, with a separate port."""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
-def environ_of(
+def rank_environ(
     environ: Mapping[str, str], slot: Slot, size: int, restarts: int, meeting: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a rank, made from ``environ`` of the launcher on its host.
+    """Return the environment of a rank, based on ``environ`` of the launcher on its host.
 
-    ``meeting`` says where the ranks meet. Unless ``environ`` says otherwise, output is unbuffered,
-    and a crash in native code prints a traceback.
+    ``meeting`` has the rendezvous variables. Defaults: output is unbuffered, and a crash in native
+    code prints a traceback. ``environ`` can override both.
     """
-    inherited = {name: value for name, value in environ.items() if name not in _MEETINGS}
+    inherited = {name: value for name, value in environ.items() if name not in _RENDEZVOUS}
     return {
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -82,10 +82,10 @@ def environ_of(
     }
 
 
-def without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without what says which rank a process is, and where the ranks meet."""
-    of_ranks = (*_numbers(Slot(0, 0, 0, 0), 0), *_MEETINGS)
-    return {name: value for name, value in environ.items() if name not in of_ranks}
+def unranked(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` without the variables for rank numbers and rendezvous."""
+    removed = (*_numbers(Slot(0, 0, 0, 0), 0), *_RENDEZVOUS)
+    return {name: value for name, value in environ.items() if name not in removed}
 
 
 def _numbers(slot: Slot, size: int) -> dict[str, str]:
@@ -98,10 +98,10 @@ def _numbers(slot: Slot, size: int) -> dict[str, str]:
 
 
 class RankProcesses:
-    """Processes by rank; ``on_output`` is called with what they write to ``streams``.
+    """Processes by rank. ``on_output`` is called with their output on ``streams``.
 
-    They inherit other streams. Each leads a session: signals reach its children as well, and Ctrl-C
-    on a terminal reaches this process alone.
+    The processes inherit the remaining streams. Each process leads a session. A signal therefore
+    reaches its children as well, and Ctrl-C on a terminal reaches only the launcher.
     """
 
     def __init__(
@@ -125,59 +125,59 @@ class RankProcesses:
     ) -> system.Popen[bytes]:
         """Start ``rank`` with the input ``stdin``; it inherits ``descriptors``.
 
-        ``before`` runs in the new process, which is safe where this one has a single thread.
+        ``before`` runs in the new process. That is safe only if this process has a single thread.
         """
-        theirs: dict[str, int] = {}
+        write_ends: dict[str, int] = {}
         try:
             for stream in self._streams:
                 source = Source(rank, stream)
-                self._pipes[source], theirs[stream] = system.pipe()
+                self._pipes[source], write_ends[stream] = system.pipe()
                 system.set_blocking(self._pipes[source], False)
                 self._loop.watch(self._pipes[source], partial(self._read, source))
             process = system.Popen(
                 command,
                 env=environ,
                 stdin=stdin,
-                stdout=theirs.get("out"),
-                stderr=theirs.get("err"),
+                stdout=write_ends.get("out"),
+                stderr=write_ends.get("err"),
                 start_new_session=True,
                 pass_fds=descriptors,
                 preexec_fn=before,
             )
         finally:
-            for end in theirs.values():
+            for end in write_ends.values():
                 system.close(end)
         self._processes[rank] = process
         return process
 
     def signal(self, number: int) -> None:
-        """Send ``number`` to every rank that is not reaped yet, and to what is in its group."""
+        """Send ``number`` to every rank that is not reaped, and to its process group."""
         for process in self._processes.values():
-            if process.returncode is None:  # its number cannot be another's before it is reaped
+            if process.returncode is None:  # its pid cannot be reused before it is reaped
                 with suppress(ProcessLookupError):
                     system.killpg(process.pid, number)
 
     def drain(self, rank: int) -> None:
-        """Read what ``rank`` has written before now: call it when the rank has ended."""
+        """Read the output that ``rank`` has written so far. Call it after the rank has ended."""
         for stream in self._streams:
             self._drain(Source(rank, stream))
 
     def exit_code(self, rank: int) -> int | None:
-        """Wait for the end of ``rank``, which is not reaped; return its code; see ``await_end``."""
+        """Wait for the end of ``rank`` without reaping it; return the result of ``await_end``."""
         return await_end(self._processes[rank])
 
     def wait(self) -> list[int]:
-        """Wait for the end of each rank and return their exit codes, or minus the signals."""
+        """Wait for the end of each rank and return the exit codes, or minus the signals."""
         return [process.wait() for process in self._processes.values()]
 
     def close(self) -> None:
-        """Read what can be read now, and close the pipes, also where others hold their ends."""
+        """Read the available output and close the pipes, even if children still hold their ends."""
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)
 
     def _read(self, source: Source) -> bool:
-        """Pass on what can be read at once; False if nothing can."""
+        """Pass the available output to ``on_output``; return False if there is none."""
         try:
             data = system.read(self._pipes[source], _CHUNK)
         except BlockingIOError:
@@ -189,7 +189,7 @@ class RankProcesses:
         return True
 
     def _drain(self, source: Source) -> None:
-        """Read what was written before now: at most what a pipe holds, others may write on."""
+        """Read earlier output, at most the capacity of a pipe: children may continue to write."""
         for _ in range(16):
             if source not in self._pipes or not self._read(source):
                 return
@@ -197,30 +197,30 @@ class RankProcesses:
     def _close(self, source: Source) -> None:
         descriptor = self._pipes.pop(source, None)
         if descriptor is not None:
-            self._loop.forget(descriptor)
+            self._loop.unwatch(descriptor)
             system.close(descriptor)
 
 
 def end_leftovers(loop: Loop, grace: float) -> list[int]:
-    """End what ranks have started and left behind: SIGTERM, and SIGKILL after ``grace`` seconds.
+    """End processes that ranks left behind: SIGTERM, and SIGKILL after ``grace`` seconds.
 
-    Returns the processes that still exist, because the kernel does not end them.
+    Returns the pids of processes that still exist because the kernel does not end them.
     """
 
-    def left() -> set[int]:
-        return set(system.children()) - loop.ours() if loop.reap() else set()
+    def remaining_processes() -> set[int]:
+        return set(system.children()) - loop.helpers() if loop.reap() else set()
 
-    asked: set[int] = set()
+    terminated: set[int] = set()
     ends = system.monotonic() + grace
-    while (found := left()) and system.monotonic() < ends:
-        for pid in found - asked:
-            asked.add(pid)
+    while (remaining := remaining_processes()) and system.monotonic() < ends:
+        for pid in remaining - terminated:
+            terminated.add(pid)
             system.kill(pid, signal.SIGTERM)
-            system.kill(pid, signal.SIGCONT)  # one that is stopped would not notice it
+            system.kill(pid, signal.SIGCONT)  # a stopped process would not handle SIGTERM
         loop.once(ends)
     ends = system.monotonic() + _KILLED_SECONDS
-    while (found := left()) and system.monotonic() < ends:
-        for pid in found:  # again and again: killed ones leave theirs to us
+    while (remaining := remaining_processes()) and system.monotonic() < ends:
+        for pid in remaining:  # repeated: orphans of killed processes become ours
             system.kill(pid, signal.SIGKILL)
         loop.once(ends)
-    return sorted(left())
+    return sorted(remaining_processes())

@@ -1,4 +1,4 @@
-"""One run of all ranks: until all have ended, one has failed, or somebody interrupts."""
+"""One attempt of all ranks, until all have ended, one has failed, or a signal interrupts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.loop import HARMLESS, Poll
 from flashlight_py.launch.output import RankOutput
 
-# Seconds to wait for the cause, once a rank has failed because of another one: ranks that wait for
-# the failed rank notice first.
+# Seconds to wait for the cause after a rank failed because of another rank. Ranks that wait for the
+# failed rank may report before it does.
 CAUSE_SECONDS = 3.0
-STAYING_SECONDS = 10.0  # after the last end of a rank, until ranks that still run are reported
+STAYING_SECONDS = 10.0  # from the last end of a rank until the running ranks are reported
 
 
 class Supervisor:
-    """Follows ``ranks``; ends all of them by SIGTERM when one fails, by SIGKILL ``grace`` s later.
+    """Supervises ``ranks``. If one fails, all receive SIGTERM, and SIGKILL ``grace`` seconds later.
 
-    ``send`` sends a signal to every rank and to its children. ``failures`` are those from before
-    the end began, ``undecided`` the ranks that have neither failed nor returned. ``interrupted`` is
-    the signal that was sent to the launcher, SIGPIPE if output could not be written, or 0. ``say``
-    is called once if some ranks still run long after others: one may hang at its exit.
+    ``send`` sends a signal to every rank and its children. ``failures`` has the failures from
+    before the end began, ``undecided`` the ranks that have neither failed nor returned.
+    ``interrupted`` is the signal that the launcher received, SIGPIPE if output could not be
+    written, or 0. ``say`` is called once if ranks run long after the others: they may hang at exit.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class Supervisor:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.failures: dict[int, Failure] = {}
-        self._gone: set[int] = set()  # with their host
+        self._ranks_of_lost_hosts: set[int] = set()  # ranks of lost hosts
         self.interrupted = 0
         self.is_ending = False
         self._loop, self._send, self._output, self._grace = loop, send, output, grace
         self._running = set(ranks)
         self.undecided = set(self._running)
         self._cause_until = self._kill_at = self._report_at = math.inf
-        self._say = say  # None once it was called
+        self._say = say  # None after its call
         output.on_error = self.on_lost_output
 
     def run(self, until: float = math.inf) -> None:
-        """Block until all ranks have ended, or the time ``until`` while some are undecided."""
+        """Block until all ranks have ended, or until ``until`` while some ranks are undecided."""
         while self._running and (not self.undecided or system.monotonic() < until):
             times = (self._cause_until, self._kill_at, self._report_at, self._output.flush_at())
             self._loop.once(min(*times, until if self.undecided else math.inf))
@@ -59,35 +59,35 @@ class Supervisor:
 
     @property
     def lost(self) -> set[int]:
-        """The ranks that failed of themselves, or whose host is lost; the first one at least."""
-        own = {rank for rank, failure in self.failures.items() if not failure.follows}
-        return own | self._gone or ({self.cause[0]} if self.cause else set())
+        """The ranks that caused the failure or whose host is lost; at least the first cause."""
+        causes = {rank for rank, failure in self.failures.items() if not failure.follows}
+        return causes | self._ranks_of_lost_hosts or ({self.cause[0]} if self.cause else set())
 
     def on_failure(self, failures: Mapping[int, Failure]) -> None:
-        """Record how ranks failed that are undecided; end all, unless the cause may be another."""
-        new = {rank: failure for rank, failure in failures.items() if rank in self.undecided}
-        self.undecided.difference_update(new)
-        if self.is_ending or not new:
-            return  # by our signal, as far as anybody can know
-        self.failures.update(new)
-        if self.undecided and all(failure.follows for failure in new.values()):
+        """Record failures of undecided ranks; end all unless another rank may be the cause."""
+        first = {rank: failure for rank, failure in failures.items() if rank in self.undecided}
+        self.undecided.difference_update(first)
+        if self.is_ending or not first:
+            return  # probably caused by our signal
+        self.failures.update(first)
+        if self.undecided and all(failure.follows for failure in first.values()):
             self._cause_until = min(self._cause_until, system.monotonic() + CAUSE_SECONDS)
         else:
             self.end(signal.SIGTERM)
 
     def on_lost(self, ranks: Collection[int], failure: Failure) -> None:
-        """Record that the host of ``ranks``, which are all that it has, is lost.
+        """Record that the host of ``ranks`` is lost; ``ranks`` are all ranks of that host.
 
-        Also while all are being ended: that others have lost these ranks is often noticed first.
+        Recorded even while the job ends: other ranks often report the loss of a peer first.
         """
-        self._gone.update(ranks)
+        self._ranks_of_lost_hosts.update(ranks)
         lost = {rank: failure for rank in ranks if rank in self.undecided}
         self.on_failure(lost)
         self.failures.update(lost)
         self.on_end(ranks)
 
     def on_return(self, rank: int) -> None:
-        """Record that ``rank`` has done its work; end all if it was waited for in vain."""
+        """Record that ``rank`` has returned; end all if no other rank can be the cause."""
         self.undecided.discard(rank)
         if self.failures and not self.undecided:
             self.end(signal.SIGTERM)
@@ -101,18 +101,18 @@ class Supervisor:
         self.on_end([rank])
 
     def on_end(self, ranks: Iterable[int]) -> None:
-        """Record that ``ranks`` do not run, or not any more."""
+        """Record that ``ranks`` do not run, either any more or at all."""
         self._running.difference_update(ranks)
         self._report_at = system.monotonic() + STAYING_SECONDS
 
     def on_lost_output(self) -> None:
-        """End all, as nobody can see what they write."""
+        """End all ranks, because their output cannot be written."""
         if not self.is_ending:
             self.interrupted = signal.SIGPIPE
             self.end(signal.SIGTERM)
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Hand on a signal to the ranks; all but SIGUSR1 and 2 also end them, a second one now."""
+        """Forward a signal to the ranks. Except SIGUSR1 and 2, it ends the job; a second kills."""
         if number in HARMLESS:
             self._send(number)
             return
@@ -127,7 +127,7 @@ class Supervisor:
         self.is_ending = True
         self._cause_until, self._kill_at = math.inf, system.monotonic() + self._grace
         self._send(number)
-        self._send(signal.SIGCONT)  # one that is stopped would not notice it
+        self._send(signal.SIGCONT)  # a stopped process would not handle the signal
 
     def _check_times(self) -> None:
         now = system.monotonic()
@@ -139,12 +139,12 @@ class Supervisor:
         if now >= self._report_at:
             self._report_at = math.inf
             if self._say is not None and (ranks := sorted(self._running)) and not self.is_ending:
-                named = ", ".join(map(str, ranks))
-                who = f"ranks {named} still run" if len(ranks) > 1 else f"rank {named} still runs"
+                numbers = ", ".join(map(str, ranks))
+                text = f"ranks {numbers} still run" if ranks[1:] else f"rank {numbers} still runs"
                 self._say(
-                    f"{who if len(ranks) <= 8 else f'{len(ranks)} ranks still run'}, "
-                    f"{STAYING_SECONDS:g} s after the last of the others has ended with exit code "
-                    "0; Ctrl-C ends the job"
+                    f"{text if len(ranks) <= 8 else f'{len(ranks)} ranks still run'}, "
+                    f"{STAYING_SECONDS:g} s after the last other rank exited with code 0. Press "
+                    "Ctrl-C to end the job"
                 )
                 self._say = None
         if now >= self._output.flush_at():

@@ -8,7 +8,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.normalization import few_values
 from flashlight_py.device import array_module
-from flashlight_py.distributed.internal import group_or_world, refusing
+from flashlight_py.distributed.internal import group_or_world, reject_together
 from flashlight_py.nn.normalization import LocalBatchNorm
 from flashlight_py.parallel.functional import all_reduce
 from flashlight_py.structure import require
@@ -44,7 +44,7 @@ class BatchNorm(LocalBatchNorm):
         """Return ``x`` normalized; in training, running statistics are changed in place."""
         if not self.sync or (self.track_statistics and not self.training):
             return super().forward(x)
-        with refusing(group_or_world(None), "BatchNorm", given=[x], first=True):
+        with reject_together(group_or_world(None), "BatchNorm", arrays=[x], first=True):
             return self._synchronized(self._of_channels(x))
 
     def _synchronized(self, x: Variable) -> Variable:

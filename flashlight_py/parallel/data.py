@@ -8,7 +8,7 @@ import numpy as np
 from flashlight_py.dataset import Dataset, shares
 from flashlight_py.dataset.dataset import Indices, Sample
 from flashlight_py.distributed import ProcessGroup, get_world_rank, get_world_size
-from flashlight_py.distributed.internal import group_or_world, in_step, whole_number
+from flashlight_py.distributed.internal import check_integer, group_or_world, in_step
 from flashlight_py.errors import NotInitializedError
 from flashlight_py.parallel.agreement import check_settings_agree
 
@@ -30,7 +30,7 @@ class Share:
                 f"{what}: pass both rank and size, or neither of them and a group (default: the "
                 f"world); got rank={rank}, size={size}{' and a group' * bool(group)}"
             )
-        self.rank, self.size = whole_number(what, "rank", rank), whole_number(what, "size", size)
+        self.rank, self.size = check_integer(what, "rank", rank), check_integer(what, "size", size)
         if self.rank >= self.size:
             raise ValueError(f"{what}: rank must be in [0, size), got rank={rank}, size={size}")
 
@@ -178,8 +178,8 @@ class InEpochs:
         self, n: int, shuffle: bool, seed: int, drop_last: bool, share: Share, **others: int
     ) -> None:
         self._share = share
-        self._n = whole_number(self._what, "n", n)
-        seed = whole_number(self._what, "seed", seed)
+        self._n = check_integer(self._what, "n", n)
+        seed = check_integer(self._what, "seed", seed)
         self._settings = {"n": self._n, "shuffle": bool(shuffle), "seed": seed}
         self._drop_last = bool(drop_last)
         self._others = {**others, "drop_last": self._drop_last}
@@ -207,7 +207,7 @@ class InEpochs:
             NotInitializedError: the world is another one than when this was made.
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        epoch = whole_number(self._what, "epoch", epoch)
+        epoch = check_integer(self._what, "epoch", epoch)
         self._agree(epoch)
         if epoch != self._epoch:
             self._go_to(epoch, 0)
@@ -227,7 +227,7 @@ class InEpochs:
             TypeError: ``samples`` is not an integer.
             ValueError: ``samples`` is not in [0, number of samples].
         """
-        samples = whole_number(self._what, "samples", samples)
+        samples = check_integer(self._what, "samples", samples)
         if samples > self._n:
             raise ValueError(
                 f"{self._what}: at most n={self._n} samples can be consumed, got {samples}"
@@ -296,7 +296,7 @@ class InEpochs:
                 f"has {sorted(state)}"
             )
         value = int(state[name]) if isinstance(state[name], bool) else state[name]  # of shuffle
-        return whole_number(self._what, f"the state's {name}", value)
+        return check_integer(self._what, f"the state's {name}", value)
 
     def _agree(self, epoch: int, consumed: int = 0) -> None:
         self._share.require_world()
@@ -446,7 +446,7 @@ class ShardedDataset(InEpochs, Dataset):
                 f"{self._what}: expected a flashlight_py.dataset.Dataset, got "
                 f"{type(dataset).__name__}; arrays become one by TensorDataset([...])"
             )
-        batch = whole_number(self._what, "global_batch_size", global_batch_size, least=1)
+        batch = check_integer(self._what, "global_batch_size", global_batch_size, least=1)
         share = Share(self._what, rank, size, group)
         super().__init__(len(dataset), shuffle, seed, drop_last, share, global_batch_size=batch)
         self._dataset = dataset

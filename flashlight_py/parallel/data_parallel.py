@@ -18,10 +18,10 @@ from flashlight_py.distributed.internal import (
     CommunicationHook,
     EagerReducer,
     check_hook,
+    check_integer,
     group_or_world,
     in_step,
     plan_buckets,
-    whole_number,
 )
 from flashlight_py.nn import Module
 from flashlight_py.parallel import agreement
@@ -114,7 +114,7 @@ def distribute_module_grads(
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     beside = [name for name, value in (*given.items(), ("reducer", reducer)) if value is not None]
     if leaves is not None:
-        leaves = whole_number("distribute_module_grads", "leaves", leaves, least=1)
+        leaves = check_integer("distribute_module_grads", "leaves", leaves, least=1)
         for name in (*beside, *(["check_finite"] if check_finite else ())):
             if name != "group":
                 raise ValueError(

@@ -18,7 +18,7 @@ from flashlight_py.distributed.internal import (
     abort,
     meet,
     reason_of,
-    refusing,
+    reject_together,
 )
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
 
@@ -44,12 +44,12 @@ def fail(group: ProcessGroup, error: BaseException | None, given: Iterable[Array
     told = getattr(error, _FAILED, ())
     if group.journal.name in told:
         return True
-    if group.journal.has_noted(error):
+    if group.journal.has_recorded(error):
         calls = error.calls if isinstance(error, MismatchError) and error.group_lives else ()
         return any(call.startswith((_WORDS, PASS_FAILED)) for call in calls)
     setattr(error, _FAILED, (*told, group.journal.name))
     with contextlib.suppress(GroupClosedError):  # the others know why
-        refusing(group, "backward", given=given, how="failed").refuse(error)
+        reject_together(group, "backward", arrays=given, outcome="failed").refuse(error)
     return True
 
 

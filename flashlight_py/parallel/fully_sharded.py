@@ -7,7 +7,7 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.internal import group_or_world, in_step, refusing
+from flashlight_py.distributed.internal import group_or_world, in_step, reject_together
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
@@ -83,7 +83,7 @@ def fully_shard(
         if across_hosts:
             how = "on GPUs each rank has a part of everything in any case"
             raise ValueError(f"fully_shard: across_hosts is for parameters on the CPU; {how}")
-        with refusing(members, "fully_shard"):
+        with reject_together(members, "fully_shard"):
             sync = shard_by_gathering(module, members)
             install(module, sync, before_forward)
         return
@@ -97,7 +97,7 @@ def fully_shard(
             param.placement.shards.check("fully_shard")
     nbytes = sum(param.data.nbytes for param in named.values())
     if nbytes < SMALL_BYTES and not across_hosts:
-        with refusing(members, "fully_shard"):  # each rank has its own again, of all or none
+        with reject_together(members, "fully_shard"):  # each rank has its own again, of all or none
             own = {p: np.array(p.data) for p in named.values() if p.placement is not None}
             for param, data in own.items():
                 param.placement, param.data = None, data
@@ -105,7 +105,7 @@ def fully_shard(
         broadcast_parameters(module, group=members)
         distribute_module_grads(module, group=members)
         return
-    with refusing(members, "fully_shard"):
+    with reject_together(members, "fully_shard"):
         for name, param in named.items():
             if not param.data.flags.c_contiguous:  # BLAS would round otherwise
                 raise ValueError(

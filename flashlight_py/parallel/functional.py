@@ -40,12 +40,12 @@ from flashlight_py.distributed.internal import (
     LinearOp,
     ReduceOp,
     Verb,
+    as_integer,
     check_rank,
     group_or_world,
     parse_op,
-    refusing,
+    reject_together,
     scale_in_place,
-    whole,
 )
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel.failing import fail, refuse_message
@@ -106,9 +106,9 @@ def reduce_scatter(
     factor = scale / call.group.size if call.op is ReduceOp.AVG else scale
 
     def gather(grad: Array) -> Array:
-        whole: Array = call.group.all_gather(grad)
-        scale_in_place(whole, factor)
-        return whole
+        gathered: Array = call.group.all_gather(grad)
+        scale_in_place(gathered, factor)
+        return gathered
 
     part = call.group.reduce_scatter(v.data, scale=scale, op=op)
     return call.record(v, part, vjp=gather)
@@ -139,8 +139,8 @@ def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:
         summed: Array = call.group.all_reduce(copy_of(grad))
         return summed[start : start + rows[rank]].reshape(shape)
 
-    whole = call.group.all_gather(v.data)
-    return call.record(v, whole, vjp=own_rows, rows=[shape[0] if shape else 1])
+    gathered = call.group.all_gather(v.data)
+    return call.record(v, gathered, vjp=own_rows, rows=[shape[0] if shape else 1])
 
 
 def all_to_all(
@@ -194,7 +194,7 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
         summed: Array = call.group.reduce(copy_of(grad), root)
         return summed if call.group.rank == root else array_module(grad).zeros_like(grad)
 
-    with refusing(call.group, "functional.broadcast", given=[v]):
+    with reject_together(call.group, "functional.broadcast", arrays=[v]):
         root = check_rank(call.group.size, "functional.broadcast", "root", root)
     # The ranks meet first: from a broadcast the root may return before another rank has raised.
     result = copy_of(v.data)
@@ -218,7 +218,7 @@ class DifferentiableCall(InPasses):
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
     ) -> None:
         self.group, self._verb = group_or_world(group), verb
-        with refusing(self.group, f"functional.{verb}", given=[v]):
+        with reject_together(self.group, f"functional.{verb}", arrays=[v]):
             require_variable(verb, v)
             self.op = parse_op(f"functional.{verb}", op)
             if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -323,7 +323,7 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
     """
     group = group_or_world(group)
     tag = _checked_tag("send", tag)
-    with refusing(group, "functional.send", [P2POp("send", v, dst, tag)], [v]):
+    with reject_together(group, "functional.send", [P2POp("send", v, dst, tag)], [v]):
         require_variable("send", v)
     array = v.data
     group.send(array, dst, tag)
@@ -356,7 +356,7 @@ def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = Non
     """
     group = group_or_world(group)
     tag = _checked_tag("recv", tag)
-    with refusing(group, "functional.recv", [P2POp("recv", like, src, tag)], [like]):
+    with reject_together(group, "functional.recv", [P2POp("recv", like, src, tag)], [like]):
         array = _receive(group, like, src, tag)
     answer = _Answer(group, SEND, src, tag)
     if not is_floating(array.dtype):
@@ -366,7 +366,7 @@ def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = Non
 
 
 def _checked_tag(verb: str, tag: int) -> int:
-    number = whole(tag)
+    number = as_integer(tag)
     if number is None or not 0 <= number < _TAGS:
         raise ValueError(
             f"functional.{verb}: tag must be an integer from 0 to {_TAGS - 1} (the others belong "

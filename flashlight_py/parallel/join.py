@@ -13,7 +13,7 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce
-from flashlight_py.distributed.internal import whole_number
+from flashlight_py.distributed.internal import check_integer
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
@@ -57,7 +57,7 @@ class Joined:
             TypeError: ``samples`` is no whole number.
             ValueError: it is negative.
         """
-        number = whole_number("join: count", "samples", samples)
+        number = check_integer("join: count", "samples", samples)
         self._count = self._count + number if self._counting else number
         self._counting = True
 

@@ -8,7 +8,7 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import (
     ReduceOp,
     as_array,
-    check_reduction,
+    check_op_and_scale,
     group_or_world,
     in_step,
     reduce_all,
@@ -149,7 +149,7 @@ class DistributedOptimizer:
         what, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
         arrays = [as_array(what, update) for update in updates]
         for array in arrays:
-            check_reduction(what, array.dtype, op, 1.0)
+            check_op_and_scale(what, array.dtype, op, 1.0)
         if len({id(array) for array in arrays}) < len(arrays):
             raise ValueError(f"{what}: the same array was given twice")
         agreement.check_arrays_agree(f"{what}: updates", arrays, group_or_world(self._group))

@@ -12,7 +12,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.device import Array, array_module, device_of, to_device
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.internal import group_or_world, in_step, refusing, whole
+from flashlight_py.distributed.internal import as_integer, group_or_world, in_step, reject_together
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
 from flashlight_py.optim.optimizer import Placement, Shards
@@ -114,7 +114,7 @@ class ShardedLinear(Linear):
                 x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))
             return F.linear(x, self.weight, self.bias)
         size, bias = self.weight.shape[1], self.bias
-        with refusing(members, "shard_linear", given=[x]):
+        with reject_together(members, "shard_linear", arrays=[x]):
             if x.shape[-1:] != (size,):
                 raise ValueError(
                     f"a row layer of shard_linear expects this rank's part of its input, of shape "
@@ -219,7 +219,7 @@ class CutParameter(Placement):
 def _sizes(sizes: Sequence[int] | None, extent: int, ranks: int) -> tuple[int, ...]:
     if sizes is None:
         return tuple(extent // ranks + (rank < extent % ranks) for rank in range(ranks))
-    numbers = [whole(size) for size in sizes]
+    numbers = [as_integer(size) for size in sizes]
     found = tuple(number for number in numbers if number is not None and number >= 0)
     if len(found) < len(numbers) or len(found) != ranks or sum(found) != extent:
         raise ValueError(

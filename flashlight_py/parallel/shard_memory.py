@@ -27,7 +27,7 @@ from flashlight_py.distributed.internal import (
     hosts_of,
     map_zeros,
     meet,
-    refusing,
+    reject_together,
     scale_in_place,
 )
 from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEverywhereError
@@ -175,7 +175,7 @@ class HostMemory:
         """Return a block that either ends on all ranks or raises on all of them. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
-            with refusing(self.local, "fully_shard", how="failed"):
+            with reject_together(self.local, "fully_shard", outcome="failed"):
                 yield
                 self.local.barrier()
         except Exception as error:

@@ -22,7 +22,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, is_last_contribution
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.distributed import InlineReducer, ProcessGroup
-from flashlight_py.distributed.internal import meet, refusing
+from flashlight_py.distributed.internal import meet, reject_together
 from flashlight_py.errors import DistributedError
 from flashlight_py.optim.cpu import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, Shards
@@ -309,7 +309,7 @@ class HostSharder(Shards, GradientPass[HostUnit]):
         """Return what ends the pass here, if no other rank knows of it."""
         error, group = sys.exc_info()[1], self.group
         if isinstance(error, Exception):
-            return None if group.size == 1 or group.journal.has_noted(error) else error
+            return None if group.size == 1 or group.journal.has_recorded(error) else error
         fail(group, error)
         return None
 
@@ -334,7 +334,7 @@ class HostSharder(Shards, GradientPass[HostUnit]):
         if error is not None:
             with contextlib.suppress(DistributedError):
                 self.memory.sum_between_hosts()
-                refusing(self.group, "backward", how="failed").refuse(error)
+                reject_together(self.group, "backward", outcome="failed").refuse(error)
 
 
 def _places(units: Iterable[HostUnit]) -> Iterator[tuple[Variable, HostPlace]]:

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
 from flashlight_py.distributed.internal import (
+    check_integer,
     check_rank,
     group_or_world,
     in_step,
     reduce_all,
-    refusing,
-    whole_number,
+    reject_together,
 )
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
@@ -163,7 +163,7 @@ class PeriodicAveraging(Structured):
     def __init__(self, module: Module, every: int, *, group: ProcessGroup | None = None) -> None:
         require_module(module)
         agreement.refuse_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
-        self._every = whole_number("PeriodicAveraging", "every", every, least=1)
+        self._every = check_integer("PeriodicAveraging", "every", every, least=1)
         self._module = module
         self._group = group
         self._steps = 0
@@ -199,7 +199,7 @@ class PeriodicAveraging(Structured):
             TypeError: it is no integer.
             ValueError: it is negative.
         """
-        self._steps = whole_number("PeriodicAveraging", "steps", state["steps"])
+        self._steps = check_integer("PeriodicAveraging", "steps", state["steps"])
 
 
 # Of modules, which give their buffers before each forward pass. Plans of other trees are not kept:
@@ -222,7 +222,7 @@ def give_state(
                 _plans[module] = plan
         return plan
 
-    with refusing(group_or_world(group), "synchronize", first=True):
+    with reject_together(group_or_world(group), "synchronize", first=True):
         given = synchronize_for("synchronize", "tree", dict(state), root, group, plan_of_state)
     for name, value in given.items():
         if value is not state[name]:  # a number, which cannot be changed in place
@@ -293,7 +293,7 @@ def synchronize_for(
             break
     else:
         raise MismatchError(f"{where}: {_what_differs(noun, tree, root, members)}")
-    with refusing(members, verb, how="failed"):
+    with reject_together(members, verb, outcome="failed"):
         buffers = packed or _buffers_for(plan, number_bytes)
     for buffer in buffers.used:
         broadcast(buffer, root, group=members)

@@ -31,7 +31,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.internal import as_array, is_of
+from flashlight_py.distributed.internal import as_array, is_instance
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
 from flashlight_py.parallel.agreement import refuse_sharded
@@ -294,9 +294,9 @@ def _state(value: Any) -> dict[str, Any] | None:
     if isinstance(value, Module):
         refuse_sharded("synchronize", value.params())
         return dict(value.state_dict())
-    if is_of(value, "torch.nn", "Module"):
+    if is_instance(value, "torch.nn", "Module"):
         state = value.state_dict().items()  # with what is no tensor
-        return {name: entry for name, entry in state if is_of(entry, "torch", "Tensor")}
+        return {name: entry for name, entry in state if is_instance(entry, "torch", "Tensor")}
     if isinstance(value, DistributedOptimizer):
         return {"optimizer": value.optimizer}
     if isinstance(value, FirstOrderOptimizer):

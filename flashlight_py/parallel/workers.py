@@ -29,7 +29,7 @@ from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.cores import check_processes, thread_variables, usable_cores
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import get_local_size
-from flashlight_py.distributed.internal import blas, reserve_memory, whole_number
+from flashlight_py.distributed.internal import blas, check_integer, reserve_memory
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps, main_can_be_imported
@@ -379,7 +379,7 @@ class Team:
         shares = zip(self._workers, received, self._boxes, self._grads, strict=True)
         for worker, (failure, answer, _), box, grads in shares:
             if failure is not None:
-                error = worker.error(failure.what, failure.traceback)
+                error = worker.error(failure.description, failure.traceback)
                 with suppress(Exception):  # runs its code; the message has its traceback
                     error.__cause__ = pickle.loads(answer)
                 self._answers.append(error)
@@ -453,7 +453,7 @@ class DataParallel(Module):
         if any(isinstance(each, DataParallel) for _, each in module._walk()):
             raise ValueError(f"{WHAT}: the module contains a {WHAT} already; wrap the outermost")
         self._cores = max(1, usable_cores() // get_local_size())
-        self.nprocs = self._cores if nprocs is None else whole_number(WHAT, "nprocs", nprocs, 1)
+        self.nprocs = self._cores if nprocs is None else check_integer(WHAT, "nprocs", nprocs, 1)
         check_processes(f"{WHAT}: nprocs", self.nprocs, 3)
         self.module = module
         self._team: Team | None = None

@@ -1,7 +1,7 @@
-"""TAGI: networks of Gaussian weights and activations that learn without gradients.
+"""TAGI (tractable approximate Gaussian inference): networks that learn without gradients.
 
-The names, orders of arguments and defaults are pytagi's: a script that imports from here instead
-runs on. See ``docs/tagi.md``.
+Weights and activations are Gaussian. Names, argument orders and defaults are those of pytagi, so a
+pytagi script runs with this import. See ``docs/tagi.md``.
 """
 
 from __future__ import annotations

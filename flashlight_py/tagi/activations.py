@@ -1,7 +1,7 @@
-"""Activations: moments of a function of a Gaussian unit, and the slope that leads back.
+"""Activations: moments of a function of a Gaussian unit, and its slope for the backward pass.
 
-The slope of ``a(z)`` is cov(a, z) / var(z). Functions that no bound cuts off are linearised at the
-mean: ``a(m)``, ``a'(m)^2 v``, ``a'(m)``.
+The slope of ``a(z)`` is cov(a, z) / var(z). Unbounded functions are linearised at the mean: mean
+``a(m)``, variance ``a'(m)^2 v``, slope ``a'(m)``.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 Moments: TypeAlias = tuple[Array, Array, Array]
 
-FLOOR = np.float32(1e-6)  # of means and variances of mixtures, where it is said
+FLOOR = np.float32(1e-6)  # minimum of means and variances of mixtures
 SMALLEST = float(np.finfo(REAL).tiny)
 LEAK = REAL.type(0.1)
-HIGHEST = 88.0  # of exponents: e^88 is near float32's largest number
+HIGHEST = 88.0  # limit of exponents: e^88 is close to the largest float32
 LARGEST = float(np.finfo(REAL).max)
-WIDEST = 80.0  # of variances of exponents: from here on e^v is beyond float32
+WIDEST = 80.0  # limit of variances of exponents: e^v overflows float32 above
 
 
 class Activation(BaseLayer):
-    """The base of activations: the same shape, no parameters."""
+    """Base class of activations, which keep the shape and have no parameters."""
 
     has_state = False
     keeps_input = False
 
     def connect(self, shape: Shape) -> Shape:
-        """Take inputs of any shape."""
+        """Accept inputs of any shape."""
         self.input_shape = self.output_shape = shape
         return shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return moments of the same shape, with the slope of this activation.
+        """Return moments of the same shape with the slope of this activation.
 
-        Of units that another activation made, the slope is the product of both.
+        If another activation made the input, the slope is the product of both slopes.
         """
         variance = array_module(x.mean).zeros_like(x.mean) if x.variance is None else x.variance
         mean, variance, slope = self._moments(x.mean, variance)
         return BaseHiddenStates(mean, variance, slope if x.slope is None else slope * x.slope)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas:
-        """Return the deltas as they are: the layer before multiplies them by the slope."""
+        """Return the deltas unchanged; the previous layer multiplies them by the slope."""
         return d, e
 
     def _sizes(self) -> tuple[()]:
@@ -58,7 +58,7 @@ class Activation(BaseLayer):
 
     @abc.abstractmethod
     def _moments(self, mean: Array, variance: Array) -> Moments:
-        """Return means, variances and slopes: new float32 arrays of one shape."""
+        """Return means, variances and slopes: new float32 arrays of the same shape."""
 
 
 class ReLU(Activation):
@@ -91,13 +91,13 @@ class Tanh(Activation):
     def _moments(self, mean: Array, variance: Array) -> Moments:
         xp = array_module(mean)
         small = xp.exp(-2 * abs(mean))
-        whole = 1 / (1 + small)
-        slope = 4 * small * whole * whole  # 1 - tanh(m)^2, and exact where this is near 0
+        inverse = 1 / (1 + small)
+        slope = 4 * small * inverse * inverse  # 1 - tanh(m)^2, also exact near 0
         return xp.tanh(mean), variance * (slope * slope), slope
 
 
 class Softplus(Activation):
-    """``ln(1 + e^z)``, linearised at the mean: its slope is the sigmoid."""
+    """``ln(1 + e^z)``, linearised at the mean. The slope is the sigmoid."""
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
         xp = array_module(mean)
@@ -107,34 +107,34 @@ class Softplus(Activation):
 
 
 class MixtureReLU(Activation):
-    """``max(z, 0)``, with the exact moments of a Gaussian that is cut off."""
+    """``max(z, 0)``, with the exact moments of a truncated Gaussian."""
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
         return mixture_relu(mean, variance)
 
 
 class MixtureSigmoid(Activation):
-    """``max(0, min((z + 1) / 2, 1))``, with the exact moments of a Gaussian that is cut off."""
+    """``max(0, min((z + 1) / 2, 1))``, with the exact moments of a truncated Gaussian."""
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
         return mixture_tanh(mean, variance, 0.5, 0.5)
 
 
 class MixtureTanh(Activation):
-    """``max(-1, min(z, 1))``, with the exact moments of a Gaussian that is cut off."""
+    """``max(-1, min(z, 1))``, with the exact moments of a truncated Gaussian."""
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
         return mixture_tanh(mean, variance)
 
 
 class EvenExp(Activation):
-    """``e^z`` of every second unit of a sample, from the second on; the others stay as they are.
+    """``e^z`` for units 1, 3, 5, ... of a sample; units 0, 2, 4, ... are unchanged.
 
-    So a network says for each value (the first of a pair) also the variance of its error.
+    The network then outputs pairs of a value and its positive error variance.
 
     Args:
-        slope_times_variance: False: the slope is cov / var, E. True: it is v E, as in pytagi
-            0.2.1, by which the deltas are v times too large, of the variances v^2 times.
+        slope_times_variance: False: the slope is cov / var = E. True: v E, as in pytagi 0.2.1.
+            Deltas of means are then too large by v, and deltas of variances by v^2.
     """
 
     def __init__(self, slope_times_variance: bool = False) -> None:
@@ -142,9 +142,9 @@ class EvenExp(Activation):
         self.slope_times_variance = slope_times_variance
 
     def connect(self, shape: Shape) -> Shape:
-        """Take samples of an even number of units."""
+        """Accept samples with an even number of units."""
         if int(np.prod(shape)) % 2:
-            raise ValueError(f"expected pairs, an even number of units, got samples of {shape}")
+            raise ValueError(f"expected an even number of units, got samples of {shape}")
         return super().connect(shape)
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
@@ -160,15 +160,15 @@ class EvenExp(Activation):
 def _logistic(mean: Array) -> tuple[Array, Array]:
     """Return 1 / (1 + e^-m) and its derivative."""
     xp = array_module(mean)
-    small = xp.exp(-abs(mean))  # at most 1, of either sign
-    whole = 1 / (1 + small)
-    return xp.where(mean > 0, whole, small * whole), small * whole * whole
+    small = xp.exp(-abs(mean))  # at most 1 for either sign
+    inverse = 1 / (1 + small)
+    return xp.where(mean > 0, inverse, small * inverse), small * inverse * inverse
 
 
 def exponential(mean: Array, variance: Array) -> Moments:
-    """Return the exact moments of e^z: E = exp(m + v/2), E^2 (e^v - 1); the slope is E.
+    """Return the exact moments of e^z: E = exp(m + v/2), E^2 (e^v - 1), and the slope E.
 
-    Exponents above 88 count as 88, and variances above float32's largest number as this.
+    Exponents are limited to 88, and variances to the largest float32.
     """
     xp = array_module(mean)
     m, v = mean.astype(np.float64), variance.astype(np.float64)
@@ -179,17 +179,17 @@ def exponential(mean: Array, variance: Array) -> Moments:
 
 
 class _Shares(Activation):
-    """The base of activations that make the units of a sample shares of a whole.
+    """Base class of activations that divide each unit by the sum over its sample.
 
-    They take all units of a sample, of any shape, as one class each, and compute in float64; the
-    largest number is float32's.
+    Each unit of a sample, of any shape, is one class. The computation uses float64, limited to the
+    largest float32.
     """
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
         xp, rows = array_module(mean), (len(mean), -1)
         m, v, slope = (
-            xp.minimum(each, LARGEST).astype(REAL).reshape(mean.shape)
-            for each in self._shares(mean.reshape(rows), variance.reshape(rows))
+            xp.minimum(array, LARGEST).astype(REAL).reshape(mean.shape)
+            for array in self._shares(mean.reshape(rows), variance.reshape(rows))
         )
         return m, v, slope
 
@@ -199,7 +199,7 @@ class _Shares(Activation):
 
 
 class Softmax(_Shares):
-    """``e^z`` over its sum, linearised at the means; the slope is that of each unit alone.
+    """``e^z`` divided by its sum, linearised at the means. Slopes ignore other units.
 
     p = softmax(m), variances ``J^2 (v + v of the largest m)``, J = p (1 - p).
     """
@@ -215,54 +215,54 @@ class Softmax(_Shares):
 
 
 class Remax(_Shares):
-    """``max(z, 0)`` over its sum: probabilities in closed form, which stay in bounds.
+    """``max(z, 0)`` divided by its sum: probabilities in closed form, between 0 and 1.
 
-    ReLU's moments and their sums over the classes are both taken as log-normal. M, V, P are those
-    of ``MixtureReLU``; with sums M', V' and (lambda, kappa) of each as :func:`_log_normal`, c =
-    ln(1 + V / (M M')), w = lambda + lambda' - 2c: means A = exp(kappa - kappa' + w / 2), at least
-    1e-6, then over their sum; variances (e^w - 1) A^2; slopes (e^(lambda - c) - 1) A M / (P v), by
-    which no correlation is above 1, and 0 where v is.
+    The moments of ReLU and of their sum over the classes are treated as log-normal. M, V, P are the
+    moments of ``MixtureReLU``; M', V' are their sums. :func:`_log_normal` gives (lambda, kappa) of
+    both. With c = ln(1 + V / (M M')) and w = lambda + lambda' - 2c: means A = exp(kappa - kappa' +
+    w / 2), at least 1e-6, divided by their sum; variances (e^w - 1) A^2; slopes (e^(lambda - c) -
+    1) A M / (P v), limited to a correlation of 1, and 0 if v is 0.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:
         xp = array_module(mean)
-        positive, spread, above = (each.astype(np.float64) for each in mixture_relu(mean, variance))
+        positive, spread, above = (a.astype(np.float64) for a in mixture_relu(mean, variance))
         v = xp.maximum(variance.astype(np.float64), SMALLEST)
-        total, total_spread = (each.sum(axis=1, keepdims=True) for each in (positive, spread))
+        total, total_spread = (array.sum(axis=1, keepdims=True) for array in (positive, spread))
         log_variance, log_mean = _log_normal(positive, spread)
         total_log_variance, total_log_mean = _log_normal(total, total_spread)
-        together = xp.log1p(spread / (positive * total))
-        width = xp.maximum(log_variance + total_log_variance - 2 * together, 0)
+        log_cross = xp.log1p(spread / (positive * total))
+        width = xp.maximum(log_variance + total_log_variance - 2 * log_cross, 0)
         shares = xp.maximum(xp.exp(log_mean - total_log_mean + width / 2), 1e-6)
         shares /= shares.sum(axis=1, keepdims=True)
         variances = xp.expm1(width) * shares * shares
-        covariance = xp.expm1(log_variance - together) * shares * positive
+        covariance = xp.expm1(log_variance - log_cross) * shares * positive
         slope = xp.minimum(xp.sqrt(variances * v), covariance / xp.maximum(above, SMALLEST)) / v
         return shares, variances, xp.where(variance > 0, slope, 0)
 
 
 class ClosedFormSoftmax(_Shares):
-    """``e^z`` over its sum in closed form; less stable than ``Remax`` where variances are large.
+    """``e^z`` divided by its sum in closed form; less stable than ``Remax`` for large variances.
 
-    The exponentials and their sum over the classes are both taken as log-normal: E = exp(m + v/2),
-    V = E^2 (e^v - 1); with sums E', V' and (lambda', kappa') of these as :func:`_log_normal`, c =
-    ln(1 + V / (E E')), w = v + lambda' - 2c: means A = exp(m - kappa' + w / 2); variances (e^w - 1)
-    A^2; slopes A (v - c) / v. Variances above 80 count as 80.
+    The exponentials and their sum over the classes are treated as log-normal: E = exp(m + v/2), V =
+    E^2 (e^v - 1), with sums E', V' and (lambda', kappa') from :func:`_log_normal`. With c = ln(1 +
+    V / (E E')) and w = v + lambda' - 2c: means A = exp(m - kappa' + w / 2); variances (e^w - 1)
+    A^2; slopes A (v - c) / v. Variances are limited to 80.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:
         xp = array_module(mean)
         v = xp.clip(variance.astype(np.float64), SMALLEST, WIDEST)
         m = mean.astype(np.float64)
-        m -= (m + v / 2).max(axis=1, keepdims=True)  # shares stay, and no exponent is above 0
+        m -= (m + v / 2).max(axis=1, keepdims=True)  # same shares, with exponents of at most 0
         exponential = xp.exp(m + v / 2)
         total = exponential.sum(axis=1, keepdims=True)
         spread = exponential * exponential * xp.expm1(v)
         total_log_variance, total_log_mean = _log_normal(total, spread.sum(axis=1, keepdims=True))
-        together = xp.log1p(exponential * xp.expm1(v) / total)
-        width = xp.maximum(v + total_log_variance - 2 * together, 0)
+        log_cross = xp.log1p(exponential * xp.expm1(v) / total)
+        width = xp.maximum(v + total_log_variance - 2 * log_cross, 0)
         shares = xp.exp(m - total_log_mean + width / 2)
-        return shares, xp.expm1(width) * shares * shares, shares * (v - together) / v
+        return shares, xp.expm1(width) * shares * shares, shares * (v - log_cross) / v
 
 
 def _log_normal(mean: Array, variance: Array) -> tuple[Array, Array]:
@@ -272,18 +272,18 @@ def _log_normal(mean: Array, variance: Array) -> tuple[Array, Array]:
     return log_variance, xp.log(mean) - log_variance / 2
 
 
-# Mixtures of the part of a Gaussian that is kept and of the bound where it is cut off: those of
-# pytagi 0.2.1, written with the tail of the normal distribution, so that nothing is a difference of
-# numbers that are nearly equal. Variances below the smallest normal number count as this.
+# Mixtures of a truncated Gaussian and a point mass at the bound, as in pytagi 0.2.1. They are
+# written with the tail of the normal distribution, so that no nearly equal numbers are subtracted.
+# Variances below the smallest normal number are replaced by it.
 
 
 def mixture_relu(mean: Array, variance: Array) -> Moments:
-    """Return the moments of max(z, 0), means and variances at least 1e-6; the slope is P(z > 0)."""
+    """Return the moments of max(z, 0), at least 1e-6 for means and variances; slope P(z > 0)."""
     if is_cupy(mean):
         return kernels.mixture_relu(mean, variance)
     module = native_for(mean)
     if module is not None:
-        return _natively(module, "relu", mean, variance)
+        return _call_kernel(module, "relu", mean, variance)
     m, v, s = _wide(mean, variance)
     q, g, h = tails(abs(m) / s)
     xp, above = array_module(m), m > 0
@@ -292,15 +292,15 @@ def mixture_relu(mean: Array, variance: Array) -> Moments:
 
 
 def mixture_tanh(mean: Array, variance: Array, share: float = 1, shift: float = 0) -> Moments:
-    """Return the moments of max(-1, min(z, 1)), variances at least 1e-6; slopes are P(|z| < 1).
+    """Return the moments of max(-1, min(z, 1)); variances at least 1e-6, slopes P(|z| < 1).
 
-    Then times ``share`` plus ``shift``. In NumPy, for a mean of at least 0, as the rest is
-    symmetric: z is cut off at 1, much or little of it, and in the tail at -1. The covariance of z
-    and of what one cut takes away is v P(it cuts), by Stein's lemma.
+    The result is multiplied by ``share``, then ``shift`` is added. The NumPy code uses the symmetry
+    and computes for means of at least 0: z is cut at 1, and in the tail at -1. The covariance of z
+    and the part removed by a cut is v P(cut), by Stein's lemma.
     """
     module = native_for(mean)
     if module is not None:
-        return _natively(module, "between", mean, variance, share, shift)
+        return _call_kernel(module, "between", mean, variance, share, shift)
     m, v, s = _wide(mean, variance)
     xp = array_module(m)
     far, near = (1 + abs(m)) / s, (1 - abs(m)) / s
@@ -308,22 +308,22 @@ def mixture_tanh(mean: Array, variance: Array, share: float = 1, shift: float = 
     q, g, h = tails(abs(near))
     far_q, far_g, far_h = tails(far)
     moments = xp.where(inside, abs(m), 1) + s * (far_g - g)
-    cut = xp.where(inside, g, g - near)  # how much the cut at 1 takes, on average
+    cut = xp.where(inside, g, g - near)  # mean of the part that the cut at 1 removes
     kept = xp.where(inside, 1 - 2 * q, 0) + h + (far_h - 2 * far_q) + 2 * cut * far_g
     slope = xp.where(inside, 1 - q, q) - far_q
     mean = xp.sign(m) * moments * share + shift
     return mean.astype(REAL), _floored(v * kept * share**2), (slope * share).astype(REAL)
 
 
-def _natively(module: Any, kind: str, mean: Array, variance: Array, *options: float) -> Moments:
-    """Call the kernel with flat arrays as they lie; results lie as ``mean`` does."""
-    lies_right = mean.flags.c_contiguous and variance.flags.c_contiguous
-    if not (lies_right and mean.dtype == variance.dtype == REAL):
-        # Such as images with the channels first: another order of dimensions, without gaps.
+def _call_kernel(module: Any, kind: str, mean: Array, variance: Array, *options: float) -> Moments:
+    """Call the kernel with flat arrays; results have the memory layout of ``mean``."""
+    is_dense = mean.flags.c_contiguous and variance.flags.c_contiguous
+    if not (is_dense and mean.dtype == variance.dtype == REAL):
+        # For example channels-first images: another order of dimensions without gaps.
         order = sorted(range(mean.ndim), key=lambda axis: -mean.strides[axis])
-        back = [order.index(axis) for axis in range(mean.ndim)]
-        m, v = (np.ascontiguousarray(each.transpose(order), REAL) for each in (mean, variance))
-        m, v, slope = (each.transpose(back) for each in _natively(module, kind, m, v, *options))
+        inverse = [order.index(axis) for axis in range(mean.ndim)]
+        m, v = (np.ascontiguousarray(array.transpose(order), REAL) for array in (mean, variance))
+        m, v, slope = (a.transpose(inverse) for a in _call_kernel(module, kind, m, v, *options))
         return m, v, slope
     moments = np.empty_like(mean), np.empty_like(mean), np.empty_like(mean)
     flat = [floats(module, array) for array in (mean, variance, *moments)]
@@ -332,7 +332,7 @@ def _natively(module: Any, kind: str, mean: Array, variance: Array, *options: fl
 
 
 def _wide(mean: Array, variance: Array) -> Moments:
-    """Return means, variances and standard deviations, float64."""
+    """Return means, variances and standard deviations in float64."""
     v = array_module(mean).maximum(variance.astype(np.float64), SMALLEST)
     return mean.astype(np.float64), v, array_module(mean).sqrt(v)
 
@@ -341,13 +341,13 @@ def _floored(values: Array) -> Array:
     return array_module(values).maximum(values.astype(REAL), FLOOR)  # type: ignore[no-any-return]
 
 
-# Mean and probability follow from one fitted quotient of a normal tail without cancelling digits,
-# in float32 as well; the erf of a libm would differ between machines.
+# Mean and probability follow from one fitted quotient of a normal tail without cancellation, also
+# in float32. The erf of a libm would differ between machines.
 def tails(a: Array) -> tuple[Array, Array, Array]:
-    """Return, of a standard normal z, P(z > a), and mean and variance of ``max(z - a, 0)``.
+    """Return P(z > a), and mean and variance of ``max(z - a, 0)``, for standard normal z.
 
     Args:
-        a: float64, at least 0; any shape.
+        a: Float64 array of any shape with elements of at least 0.
     """
     xp, x = array_module(a), a * math.sqrt(0.5)
     near, middle, far = xp.minimum(x, SPLIT), xp.clip(x, SPLIT, 4), xp.maximum(x, 4)
@@ -356,6 +356,6 @@ def tails(a: Array) -> tuple[Array, Array, Array]:
     large = (1 / math.sqrt(math.pi) - inverse * quotient(FAR, inverse)) / far
     scaled = xp.where(x <= SPLIT, small, xp.where(x <= 4, quotient(MIDDLE, middle), large))
     p = xp.exp(-0.5 * a * a) * (1 / math.sqrt(2 * math.pi))  # the density
-    ratio = math.sqrt(math.pi / 2) * scaled  # of P(z > a) to p
+    ratio = math.sqrt(math.pi / 2) * scaled  # P(z > a) / p
     mean = p * (1 - a * ratio)
     return p * ratio, mean, p * (ratio - a * (1 - a * ratio)) - mean * mean

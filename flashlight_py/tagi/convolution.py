@@ -1,4 +1,4 @@
-"""Convolutions of Gaussian images with Gaussian kernels, as products of matrices."""
+"""Convolutions of Gaussian images with Gaussian kernels, as matrix products."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from flashlight_py.tagi.windows import (
     readable,
 )
 
-# How many bytes of columns are made before they are used: what the cache of a core holds; on a GPU,
-# what keeps it busy. But at least so many columns, as each part reads all weights.
+# Bytes of columns made before they are used: the size of a core's cache, or enough to occupy a GPU;
+# and the minimum number of columns, because each chunk reads all weights.
 CACHED, CACHED_ON_GPU, COLUMNS = 1 << 21, 1 << 28, 256
 
 
 class _Convolution(ImageLayer):
-    """The base of a convolution and its transpose: parameters, and the shape of images."""
+    """Base class of a convolution and its transpose: parameters and image shapes."""
 
     transposed = False
 
@@ -46,13 +46,13 @@ class _Convolution(ImageLayer):
             )
         if in_width < 0 or in_height < 0 or bool(in_width) != bool(in_height):
             raise ValueError(
-                f"{name}: in_width and in_height are both sizes of the images, or both 0, got "
+                f"{name}: in_width and in_height must be both positive or both 0, got "
                 f"{in_width} and {in_height}"
             )
         self.in_channels, self.out_channels = in_channels, out_channels
-        self._stated = (in_height, in_width) if in_width else None
-        if self._stated is not None:
-            self.input_shape = (in_channels, *self._stated)
+        self._declared = (in_height, in_width) if in_width else None
+        if self._declared is not None:
+            self.input_shape = (in_channels, *self._declared)
         deviation = spread(init_method, kernel_size**2 * in_channels, kernel_size**2 * out_channels)
         channels = (in_channels, out_channels) if self.transposed else (out_channels, in_channels)
         shape = (*channels, kernel_size, kernel_size)
@@ -63,18 +63,18 @@ class _Convolution(ImageLayer):
 
     def _input_images(self, shape: Shape) -> tuple[int, int, int]:
         """Return the shape of input images for samples of ``shape``."""
-        known = self.input_shape
-        if len(shape) == 1 and known is not None:
+        declared = self.input_shape
+        if len(shape) == 1 and declared is not None:
             if shape[0] != self.input_size:
                 raise ValueError(
-                    f"expected {self.input_size} elements a sample, images of {known}, got {shape}"
+                    f"expected {self.input_size} elements per sample for {declared}, got {shape}"
                 )
-            return images_of(known)
+            return images_of(declared)
         images = images_of(shape)
         if images[0] != self.in_channels:
             raise ValueError(f"expected {self.in_channels} channels, got images of shape {shape}")
-        if self._stated not in (None, images[1:]):
-            raise ValueError(f"in_height and in_width are {self._stated}, got images of {images}")
+        if self._declared not in (None, images[1:]):
+            raise ValueError(f"expected height and width {self._declared}, got images of {images}")
         return images
 
     def _add_biases(self, mean: Array, variance: Array) -> None:
@@ -82,63 +82,61 @@ class _Convolution(ImageLayer):
             mean += self.biases.mean[:, None]
             variance += self.biases.variance[:, None]
 
-    def _take_sums(self, sums: Array, d: Array, e: Array) -> None:
-        """Set the sums of the weights, and those of the biases from deltas channel by channel."""
-        for home, found in zip((self.weight.mean_sum, self.weight.variance_sum), sums, strict=True):
-            home[...] = found.reshape(home.shape)
+    def _set_sums(self, sums: Array, d: Array, e: Array) -> None:
+        """Set the sums of the weights, and the sums of the biases from channel-first deltas."""
+        for array, values in zip(
+            (self.weight.mean_sum, self.weight.variance_sum), sums, strict=True
+        ):
+            array[...] = values.reshape(array.shape)
         self._sum_biases(d, e, 1)
 
     def _matrices(self) -> tuple[Array, Array]:
-        """Return means and variances of the weights as matrices; views."""
+        """Return views of the means and variances of the weights as matrices."""
         mean, variance = self.weight.mean, self.weight.variance
         return mean.reshape(len(mean), -1), variance.reshape(len(mean), -1)
 
 
 class Conv2d(_Convolution):
-    """Each output is the sum over a window, of all channels, of inputs times weights, plus a bias:
-    ``[batch, in_channels, height, width]`` to ``[batch, out_channels, out_height, out_width]``.
+    """A convolution: each output is a sum over a window of inputs times weights, plus a bias.
 
-    The moments are those of :class:`Linear` for the inputs of each window; around the images, where
-    windows reach over them, units are 0 for certain. An output image has ``(size + padding -
-    kernel_size) / stride + 1`` rows and columns, with the padding of both sides.
+    It maps ``[batch, in_channels, height, width]`` to ``[batch, out_channels, out_height,
+    out_width]``. Moments are those of :class:`Linear` for each window; padding is exactly 0. An
+    output has ``(size + padding - kernel_size) / stride + 1`` rows and columns, with both paddings.
 
     Args:
-        in_channels, out_channels: at least 1.
-        kernel_size: height and width of the window.
-        bias: whether there is a bias for each output channel.
-        stride, padding, padding_type: see :class:`ImageLayer`.
-        in_width, in_height: of the input images; needed where the samples that the layer is passed
-            are flat, otherwise 0.
-        gain_weight, gain_bias: factors of the standard deviations that the parameters start with.
-        init_method: ``"He"``: means of N(0, 1 / fan_in); ``"Xavier"``: of N(0, 2 / (fan_in +
-            fan_out)), with ``fan_in = in_channels * kernel_size**2``, ``fan_out`` alike.
+        in_channels, out_channels: Numbers of channels, at least 1.
+        kernel_size: Height and width of the window.
+        bias: Whether each output channel has a bias.
+        stride, padding, padding_type: See :class:`ImageLayer`.
+        in_width, in_height: Size of the input images. Required for flat samples, otherwise 0.
+        gain_weight, gain_bias: Factors of the initial standard deviations of the parameters.
+        init_method: ``"He"``: means from N(0, 1 / fan_in). ``"Xavier"``: from N(0, 2 / (fan_in +
+            fan_out)). ``fan_in = in_channels * kernel_size**2``, and ``fan_out`` likewise.
 
     Attributes:
         weight: ``[out_channels, in_channels, kernel_size, kernel_size]``.
 
     Raises:
-        ValueError: a size is out of range; one of ``in_width`` and ``in_height`` is 0 and the other
-            is not; ``init_method`` is neither.
+        ValueError: If a size is out of range, only one of ``in_width`` and ``in_height`` is 0, or
+            ``init_method`` is unknown.
     """
 
     def connect(self, shape: Shape) -> Shape:
-        """Take images, or flat samples where the layer knows width and height, that the windows
-        cover exactly.
-        """
+        """Accept images, or flat samples of a declared image size, that the windows cover."""
         return self._cover(self._input_images(shape), self.out_channels)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, *output_shape]``, which lie channel by channel."""
+        """Return ``[batch, *output_shape]`` in channel-first memory order."""
         x = x.shaped(self.input_shape)
         xp, shape = array_module(x.mean), self.shape_of_outputs(len(x.mean))
         weight, variance = self._matrices()
         means, variances = readable(x.mean, x.variance)
         square = xp.square(weight)
-        # With the columns of variances above those of mean^2 + variance: one product for both.
+        # Stacked columns of variances and of mean^2 + variance: one product for both.
         both = variance if variances is None else xp.concatenate((square, variance), axis=1)
         z, zv = (xp.empty((len(weight), shape[0] * shape[2] * shape[3]), REAL) for _ in range(2))
-        kinds = 2 if variances is None else 3
-        for part, columns in _columns(self._over, len(means), weight.shape[1], kinds, means):
+        matrices = 2 if variances is None else 3
+        for part, columns in _columns(self._over, len(means), weight.shape[1], matrices, means):
             patches(self._over, part, means, variances, tuple(columns))
             xp.matmul(weight, columns[0], out=z[:, part.columns])
             xp.matmul(both, columns[1:].reshape(-1, columns.shape[2]), out=zv[:, part.columns])
@@ -148,59 +146,58 @@ class Conv2d(_Convolution):
         return BaseHiddenStates(batch_first(z, shape), batch_first(zv, shape))
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        """Set the sums over windows of ``d`` times means, of ``e`` times their squares; return the
-        windows' ``d @ W`` and ``e @ W**2``, added where they overlap, times slopes.
+        """Set the sums over windows of ``d`` times means and ``e`` times squared means. Return the
+        windows' ``d @ W`` and ``e @ W**2``, added where windows overlap, times slopes.
         """
         x, over = self._x, self._over
         xp, batch = array_module(x.mean), len(x.mean)
         weight, _ = self._matrices()
         inputs = weight.shape[1]
         shape = self.shape_of_outputs(batch)
-        d, e = (channel_first(each.reshape(shape)) for each in (d, e))
+        d, e = (channel_first(array.reshape(shape)) for array in (d, e))
         sums = xp.zeros((2, inputs, len(weight)), REAL)
         for part, columns in _columns(over, batch, inputs, 2, x.mean):
             patches(over, part, x.mean, None, tuple(columns))
             sums[0] += columns[0] @ d[:, part.columns].T
             sums[1] += columns[1] @ e[:, part.columns].T
-        self._take_sums(sums.transpose(0, 2, 1), d, e)
+        self._set_sums(sums.transpose(0, 2, 1), d, e)
         if not wanted:
             return None
         back, back_e = xp.zeros_like(x.mean), xp.zeros_like(x.mean)
         for part, columns in _columns(over, batch, inputs, 1, x.mean):
-            for matrix, deltas, to in ((weight, d, back), (self._square, e, back_e)):
+            for matrix, deltas, target in ((weight, d, back), (self._square, e, back_e)):
                 xp.matmul(matrix.T, deltas[:, part.columns], out=columns[0])
-                add_patches(over, part, columns[0], to)
+                add_patches(over, part, columns[0], target)
         return times_slope(back, back_e, x.slope)
 
 
 class ConvTranspose2d(_Convolution):
-    """The transpose of :class:`Conv2d`: each input is spread over a window of the output, times
-    weights, and added where windows overlap: ``[batch, in_channels, height, width]`` to ``[batch,
-    out_channels, out_height, out_width]``.
+    """The transpose of :class:`Conv2d`: each input is spread over a window of the output.
 
-    An output image has ``(size - 1) * stride + kernel_size - padding`` rows and columns, with the
-    padding of both sides: the images that a convolution makes the input's size of.
+    It maps ``[batch, in_channels, height, width]`` to ``[batch, out_channels, out_height,
+    out_width]`` and adds overlapping windows. An output has ``(size - 1) * stride + kernel_size -
+    padding`` rows and columns, with the padding of both sides.
 
-    Args: those of :class:`Conv2d`.
+    Args: See :class:`Conv2d`.
 
     Attributes:
         weight: ``[in_channels, out_channels, kernel_size, kernel_size]``.
 
     Raises:
-        ValueError: as :class:`Conv2d`.
+        ValueError: See :class:`Conv2d`.
     """
 
     transposed = True
 
     def connect(self, shape: Shape) -> Shape:
-        """Take images, or flat samples where the layer knows width and height."""
+        """Accept images, or flat samples if the image size is declared."""
         images = self._input_images(shape)
         less = (2 if self.padding_type == 1 else 1) * self.padding
         height, width = ((size - 1) * self.stride + self.kernel_size - less for size in images[1:])
         if height < 1 or width < 1:
             raise ValueError(
-                f"nothing is left of images of {images} with padding {self.padding}: outputs would "
-                f"have {height} rows and {width} columns"
+                f"padding {self.padding} is too large for images of {images}: outputs would have "
+                f"{height} rows and {width} columns. Pass a smaller padding"
             )
         self._over = self._windows(height, width)
         self.input_shape = images
@@ -208,7 +205,7 @@ class ConvTranspose2d(_Convolution):
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, *output_shape]``, which lie channel by channel."""
+        """Return ``[batch, *output_shape]`` in channel-first memory order."""
         x = x.shaped(self.input_shape)
         over, batch = self._over, len(x.mean)
         xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
@@ -222,66 +219,67 @@ class ConvTranspose2d(_Convolution):
         z, zv = (xp.zeros((self.out_channels, batch * shape[2] * shape[3]), REAL) for _ in range(2))
         images, images_v = batch_first(z, shape), batch_first(zv, shape)
         for part, columns in _columns(over, batch, weight.shape[1], 1, x.mean):
-            for matrix, moments, to in ((weight, m, images), (both, second, images_v)):
+            for matrix, moments, target in ((weight, m, images), (both, second, images_v)):
                 xp.matmul(matrix.T, moments[:, part.columns], out=columns[0])
-                add_patches(over, part, columns[0], to)
+                add_patches(over, part, columns[0], target)
         self._add_biases(z, zv)
         if self.training:
             self._x, self._square = BaseHiddenStates(x.mean, None, x.slope), square
         return BaseHiddenStates(images, images_v)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        """Set the sums of means times windows of ``d``, of squares times those of ``e``; return
-        the windows' sums of ``d`` times W and ``e`` times W**2, times slopes.
+        """Set the sums of means times windows of ``d``, and of squares times windows of ``e``.
+        Return the windows' sums of ``d`` times W and ``e`` times W**2, times slopes.
         """
         x, over, batch = self._x, self._over, len(self._x.mean)
         xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
         weight, _ = self._matrices()
-        d, e = (readable(each.reshape(shape))[0] for each in (d, e))
+        d, e = (readable(array.reshape(shape))[0] for array in (d, e))
         m = channel_first(x.mean)
         sums, back = xp.zeros((2, *weight.shape), REAL), xp.empty((2, *m.shape), REAL)
         for part, columns in _columns(over, batch, weight.shape[1], 1, x.mean):
-            at = part.columns
-            units = m[:, at]
+            span = part.columns
+            units = m[:, span]
             for number, (matrix, deltas) in enumerate(((weight, d), (self._square, e))):
                 patches(over, part, deltas, None, tuple(columns))
                 sums[number] += (units * units if number else units) @ columns[0].T
                 if wanted:
-                    xp.matmul(matrix, columns[0], out=back[number, :, at])
-        self._take_sums(sums, channel_first(d), channel_first(e))
+                    xp.matmul(matrix, columns[0], out=back[number, :, span])
+        self._set_sums(sums, channel_first(d), channel_first(e))
         if not wanted:
             return None
-        back_d, back_e = (batch_first(each, x.mean.shape) for each in back)
+        back_d, back_e = (batch_first(array, x.mean.shape) for array in back)
         return times_slope(back_d, back_e, x.slope)
 
 
 def _columns(
-    windows: Windows, batch: int, inputs: int, kinds: int, like: Array
+    windows: Windows, batch: int, inputs: int, matrices: int, like: Array
 ) -> list[tuple[WindowPart, Array]]:
-    """Divide the windows into parts; with each, memory for ``kinds`` matrices of its columns,
-    ``[kinds, inputs, columns]``, which all parts share, until the next call on this thread.
+    """Divide the windows into chunks, each with memory for ``matrices`` matrices of columns.
+
+    All chunks share this ``[matrices, inputs, columns]`` until the thread's next call.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
-    columns = max(COLUMNS, memory // (REAL.itemsize * inputs * kinds))
+    columns = max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))
     parts = list(windows.parts(batch, columns))
     counts = [part.columns.stop - part.columns.start for part in parts]
-    size = kinds * inputs * max(counts)
+    size = matrices * inputs * max(counts)
     if is_cupy(like):
-        shared = array_module(like).empty(size, REAL)  # CuPy keeps memory itself
+        shared = array_module(like).empty(size, REAL)  # CuPy caches memory
     else:
-        if _kept.memory.size < size:
-            _kept.memory = np.empty(size, REAL)
-        shared = _kept.memory
+        if _scratch.memory.size < size:
+            _scratch.memory = np.empty(size, REAL)
+        shared = _scratch.memory
     return [
-        (part, shared[: kinds * inputs * count].reshape(kinds, inputs, count))
+        (part, shared[: matrices * inputs * count].reshape(matrices, inputs, count))
         for part, count in zip(parts, counts, strict=True)
     ]
 
 
-class _Kept(threading.local):
-    """Memory that a thread keeps: to map its pages each time takes as long as to fill them."""
+class _Scratch(threading.local):
+    """Memory kept per thread: mapping new pages takes as long as filling them."""
 
     memory = np.empty(0, REAL)
 
 
-_kept = _Kept()
+_scratch = _Scratch()

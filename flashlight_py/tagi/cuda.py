@@ -1,4 +1,4 @@
-"""The CUDA devices here. Nothing raises without a driver, a device or CuPy."""
+"""Queries of CUDA devices. No function raises if the driver, a device or CuPy is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Return whether NCCL's library can be loaded, and this package's binding of it is built."""
+    """Return whether NCCL can be loaded and the package's binding of NCCL is built."""
     try:
         _native.load("nccl")
     except BackendUnavailableError:
@@ -23,18 +23,18 @@ def is_nccl_available() -> bool:
 
 
 def get_device_count() -> int:
-    """Return how many CUDA devices CuPy finds; 0 without CuPy, too."""
+    """Return the number of CUDA devices; 0 without CuPy."""
     return _cupy()[1]
 
 
 def get_current_device() -> int:
-    """Return the index of the device that CuPy uses in this thread; -1: there is none."""
+    """Return the index of CuPy's current device in this thread; -1 without a device."""
     cupy, count = _cupy()
     return int(cupy.cuda.runtime.getDevice()) if count else -1
 
 
 def set_device(device_index: int) -> bool:
-    """Let CuPy use this device in this thread; return whether there is one of this index."""
+    """Make a device current for CuPy in this thread; return False if it does not exist."""
     cupy, count = _cupy()
     if 0 <= device_index < count:
         cupy.cuda.runtime.setDevice(device_index)
@@ -42,21 +42,21 @@ def set_device(device_index: int) -> bool:
 
 
 def is_device_available(device_index: int) -> bool:
-    """Return whether there is a device of this index."""
+    """Return whether the device exists."""
     return 0 <= device_index < get_device_count()
 
 
 def get_device_properties(device_index: int) -> str:
-    """Return the device's name and compute capability; empty: there is no such device."""
+    """Return name and compute capability of a device; "" if it does not exist."""
     cupy, count = _cupy()
     if not 0 <= device_index < count:
         return ""
-    found = cupy.cuda.runtime.getDeviceProperties(device_index)
-    return f"{found['name'].decode()}, compute capability {found['major']}.{found['minor']}"
+    info = cupy.cuda.runtime.getDeviceProperties(device_index)
+    return f"{info['name'].decode()}, compute capability {info['major']}.{info['minor']}"
 
 
 def get_device_memory(device_index: int) -> tuple[int, int]:
-    """Return the device's memory in bytes: total, free. Zeros: there is no such device."""
+    """Return total and free memory of a device in bytes; zeros if it does not exist."""
     cupy, count = _cupy()
     if not 0 <= device_index < count:
         return 0, 0

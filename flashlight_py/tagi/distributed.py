@@ -1,7 +1,7 @@
-"""Data-parallel training of TAGI networks: ranks add up what their batches teach each parameter.
+"""Data-parallel training of TAGI networks.
 
-Each rank computes the sums of a backward pass over its own samples. The ranks add up these sums,
-bucket by bucket in shared memory, and all take the step of one process with all samples.
+Each rank computes the sums of a backward pass over its samples. The ranks add these sums bucket by
+bucket in shared memory. Each rank then takes the step of one process with all samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.network import StateDict
 from flashlight_py.tagi.normalization import BatchNorm2d
-from flashlight_py.tagi.parameters import ParameterBucket, on_device
+from flashlight_py.tagi.parameters import ParameterBucket, zeros_on
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
 
@@ -34,16 +34,16 @@ _BACKENDS = ("auto", "nccl", "gloo", "shm", "mpi")
 
 
 class DDPConfig:
-    """The configuration of pytagi's DDPSequential; no argument is required here.
+    """The configuration of pytagi's DDPSequential. No argument is required here.
 
     Args:
-        device_ids: the GPU of each rank; empty: the network stays where it is.
-        backend: accepted for pytagi's sake. Arrays decide: those of CuPy are added up by NCCL,
-            NumPy's by what ``distributed_init`` has found.
-        rank, world_size: checked against the world's where they are not the defaults.
+        device_ids: The GPU of each rank. Empty: the network stays on its device.
+        backend: Accepted for compatibility. CuPy arrays use NCCL, and NumPy arrays use the backend
+            of ``distributed_init``.
+        rank, world_size: If they are not the defaults, they must match the world.
 
     Raises:
-        ValueError: ``backend`` is none of auto, nccl, gloo, shm, mpi.
+        ValueError: If ``backend`` is not auto, nccl, gloo, shm or mpi.
     """
 
     def __init__(
@@ -58,48 +58,48 @@ class DDPConfig:
         self.world_size = world_size
 
 
-def _of_model(name: str) -> Any:
-    """Return an attribute of a DDPSequential that is its network's."""
+def _model_attribute(name: str) -> Any:
+    """Return a property that reads the attribute ``name`` of the wrapped network."""
     doc = f"The network's own ``{name}``: of this rank's samples, and without messages."
     return property(lambda ddp: getattr(ddp.model, name), doc=doc)
 
 
 class DDPSequential:
-    """A network that is trained by all ranks together, each on its own samples.
+    """A network that all ranks train together, each with different samples.
 
-    Collective, blocking: every rank passes the same network. All ranks receive the parameters and
-    running statistics of rank 0. From then on ``backward()`` is collective: during the pass, the
-    sums of every parameter, also inside blocks, are added up over the ranks. When it returns, they
-    have the same bits on every rank. Therefore ``step()`` has the same result on every rank.
+    The constructor is collective and blocks. Every rank passes the same network and receives the
+    parameters and running statistics of rank 0. ``backward()`` is collective as well: it adds the
+    sums of every parameter, including blocks, over the ranks. Afterwards the sums have the same
+    bits on every rank, and so does the result of ``step()``.
 
-    With ``average=False`` training is that of one process with all ranks' samples in one batch,
-    however unequal their shares; the step's bound is that of all samples together. (An LSTM that
-    carries states from call to call, by batches of one sample, goes by each rank's own batch.) With
-    ``average=True``, as in pytagi by default, the sums are divided by the number of ranks: evidence
-    is lost, and the more ranks the slower the network learns.
+    With ``average=False``, training equals that of one process with the samples of all ranks in one
+    batch, whatever their shares; the bound of the step is that of all samples together. (An LSTM
+    that carries states between calls with one sample uses each rank's batch.) With
+    ``average=True``, pytagi's default, the sums are divided by the number of ranks. Evidence is
+    lost, and the network learns more slowly the more ranks there are.
 
     The buffers of outputs and deltas, ``step``, ``train``, ``eval``, ``get_outputs``,
-    ``output_to_host``, ``state_dict`` and ``load_state_dict`` are the network's own, and send
-    nothing: the state is the same on every rank but for running statistics, and a state that is
-    loaded must be.
+    ``output_to_host``, ``state_dict`` and ``load_state_dict`` are those of the network, without
+    communication. The state is equal on all ranks except for running statistics. Load the same
+    state on every rank.
 
     Args:
-        model: a ``fl.tagi.Sequential``; used as it is, in place.
-        config: pytagi's; None: nothing is needed.
-        average: divide the sums by the number of ranks.
-        sync: let batch normalisation take the statistics of all ranks' samples: one ``all_reduce``
-            for each such layer in each forward pass in training, which then is collective. False:
-            of each rank's own, and so are running statistics (:meth:`average_statistics`).
-        group: the process group, default the world.
-        bucket_bytes: how large a bucket may become, default
+        model: The ``fl.tagi.Sequential`` to wrap. It is used in place.
+        config: Configuration in the form of pytagi, or None.
+        average: Whether to divide the sums by the number of ranks.
+        sync: Whether batch normalisation uses the samples of all ranks: one ``all_reduce`` per such
+            layer in each forward pass of training, which is then collective. False: each rank uses
+            its samples and has different running statistics; see :meth:`average_statistics`.
+        group: Process group. Default: the world.
+        bucket_bytes: Maximum size of a bucket. Default:
             ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB).
 
     Raises:
-        TypeError: ``model`` is no Sequential.
-        ValueError: ``config`` says another rank or size than the world; ``bucket_bytes`` is not
-            positive; the network has no parameters.
-        MismatchError: ranks' networks or arguments differ; names the first layer that does.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``model`` is not a Sequential.
+        ValueError: If rank or size in ``config`` differ from the world, ``bucket_bytes`` is not
+            positive, or the network has no parameters.
+        MismatchError: If networks or arguments differ between ranks. It names the first such layer.
+        DistributedError: See :func:`flashlight_py.all_reduce`.
 
     Example:
         >>> net = fl.tagi.Sequential(fl.tagi.Linear(1, 50), fl.tagi.ReLU(), fl.tagi.Linear(50, 1))
@@ -119,18 +119,18 @@ class DDPSequential:
         self.model = model
         self.config = config or DDPConfig()
         if self.config.world_size > 1 and not is_distributed_init():
-            distributed_init()  # scripts of pytagi do not call it
+            distributed_init()  # pytagi scripts do not call it
         members, devices = group_or_world(group), self.config.device_ids
-        where = f"DDPSequential: rank {members.rank} of {members.size}"
-        given = (self.config.rank, self.config.world_size)
-        if given not in ((0, 1), (members.rank, members.size)):
+        location = f"DDPSequential: rank {members.rank} of {members.size}"
+        configured = (self.config.rank, self.config.world_size)
+        if configured not in ((0, 1), (members.rank, members.size)):
             raise ValueError(
-                f"{where}: the config says rank {given[0]} of {given[1]}. Leave both out: the "
-                "world knows them"
+                f"{location}: the config has rank {configured[0]} of {configured[1]}. Remove rank "
+                "and world_size from the config"
             )
         if devices and len(devices) < members.size:  # the same on every rank
             raise ValueError(
-                f"{where}: device_ids has {len(devices)} entries; pass one for each rank, or none"
+                f"{location}: device_ids must have one entry per rank or 0, got {len(devices)}"
             )
         limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
         if limit <= 0:
@@ -149,37 +149,37 @@ class DDPSequential:
         self.sync = DeltaSync(model, limit, average, sync, group)
         self.synchronize(0)
 
-    output_z_buffer: BaseHiddenStates = _of_model("output_z_buffer")
-    input_delta_z_buffer: BaseDeltaStates = _of_model("input_delta_z_buffer")
-    output_delta_z_buffer: BaseDeltaStates = _of_model("output_delta_z_buffer")
-    step: Callable[[], None] = _of_model("step")
-    train: Callable[[], None] = _of_model("train")
-    eval: Callable[[], None] = _of_model("eval")
-    get_outputs: Callable[[], tuple[Array, Array]] = _of_model("get_outputs")
-    output_to_host: Callable[[], Array] = _of_model("output_to_host")
-    state_dict: Callable[[], StateDict] = _of_model("state_dict")
-    load_state_dict: Callable[[Any], None] = _of_model("load_state_dict")
+    output_z_buffer: BaseHiddenStates = _model_attribute("output_z_buffer")
+    input_delta_z_buffer: BaseDeltaStates = _model_attribute("input_delta_z_buffer")
+    output_delta_z_buffer: BaseDeltaStates = _model_attribute("output_delta_z_buffer")
+    step: Callable[[], None] = _model_attribute("step")
+    train: Callable[[], None] = _model_attribute("train")
+    eval: Callable[[], None] = _model_attribute("eval")
+    get_outputs: Callable[[], tuple[Array, Array]] = _model_attribute("get_outputs")
+    output_to_host: Callable[[], Array] = _model_attribute("output_to_host")
+    state_dict: Callable[[], StateDict] = _model_attribute("state_dict")
+    load_state_dict: Callable[[Any], None] = _model_attribute("load_state_dict")
 
     def __call__(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
         """Return means and variances of the outputs for this rank's samples; see ``Sequential``.
 
-        Collective in training with ``sync`` and a network that has batch normalisation.
+        The call is collective in training with ``sync`` if the network has batch normalisation.
         """
         return self.forward(mu_x, var_x)
 
     @in_step(lambda arguments: arguments["self"].sync.ranks_of_forward())
     def forward(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
-        """Return means and variances of the outputs, as by calling it."""
+        """Return means and variances of the outputs, like calling the network."""
         self.sync.begin_forward()
         return self.model.forward(mu_x, var_x)
 
     def backward(self) -> None:
-        """Go back, and add up the sums of every parameter over the ranks. Collective, blocking.
+        """Run the backward pass and add all sums over the ranks. Collective, blocking.
 
         Raises:
-            RuntimeError, ValueError: as ``Sequential.backward``, before anything is sent; or the
-                network's parameters have been moved since.
-            DistributedError: as :func:`flashlight_py.all_reduce`; nothing was stepped.
+            RuntimeError: If there are no deltas, or the parameters were moved after wrapping.
+            ValueError: If the deltas have a wrong shape.
+            DistributedError: See :func:`flashlight_py.all_reduce`. No step was taken.
         """
         self.sync.backward()
 
@@ -188,45 +188,45 @@ class DDPSequential:
         barrier(group=self.sync.reducer.group)
 
     def get_device_with_index(self) -> str:
-        """Return where the network is: ``"cpu"`` or ``"cuda:<index>"``."""
+        """Return the device of the network: ``"cpu"`` or ``"cuda:<index>"``."""
         return self.model.device
 
     def synchronize(self, root: int = 0) -> None:
-        """Make parameters and running statistics those of rank ``root``. Collective, blocking.
+        """Copy parameters and running statistics of ``root`` to all ranks. Collective, blocking.
 
         Raises:
-            ValueError: ``root`` is no rank of the group.
-            DistributedError: as :func:`flashlight_py.all_reduce`.
+            ValueError: If ``root`` is not a rank of the group.
+            DistributedError: See :func:`flashlight_py.all_reduce`.
         """
-        own = [each for bucket in self.model.buckets for each in (bucket.mean, bucket.variance)]
-        synchronize([*own, *_statistics(self.model)], root, group=self.sync.reducer.group)
+        arrays = [x for bucket in self.model.buckets for x in (bucket.mean, bucket.variance)]
+        synchronize([*arrays, *_statistics(self.model)], root, group=self.sync.reducer.group)
 
     def average_statistics(self) -> None:
-        """Make running statistics the mean of the ranks', in place. Collective, blocking.
+        """Replace running statistics by their mean over the ranks. Collective, blocking.
 
-        Before evaluation or a checkpoint, where ranks have taken them of their own samples.
+        Call it before evaluation or a checkpoint if the ranks have different statistics.
         """
         for array in _statistics(self.model):
             all_reduce(array, op="avg", group=self.sync.reducer.group)
 
 
 class DeltaUnit(Unit):
-    """A bucket of sums of so many layers."""
+    """A bucket of sums of ``layers`` layers."""
 
     def __init__(self, bucket: ParameterBucket, layers: int) -> None:
         super().__init__((), layers)
         self.bucket = bucket
 
 
-# Ranks add up the sums without the factor of the variance, which is the same on every rank and
-# which the step multiplies: so the bits are, and one kernel takes the whole step. The number of
-# samples travels at the end of the last bucket: the bound of a step is that of all samples, also
-# where shares are unequal, and a message of its own would cost a small network a round trip.
+# The ranks add sums without the factor of the variance, which is equal on every rank. The step
+# multiplies by it, so the bits are equal and one kernel computes the step. The number of samples is
+# sent at the end of the last bucket: the bound of a step is that of all samples, even with unequal
+# shares, and a separate message would cost a small network a round trip.
 class DeltaSync(GradientPass[DeltaUnit]):
-    """Adds up the sums of a network's backward passes over the ranks, bucket by bucket.
+    """Adds the sums of a network's backward passes over the ranks, bucket by bucket.
 
-    The network's ``learnt`` becomes how many samples the last pass had on all ranks together; where
-    sums are averaged, on the mean rank.
+    It sets ``learnt`` of the network to the number of samples of the last pass on all ranks, or,
+    with averaging, to their mean per rank.
     """
 
     ends_with_message = False
@@ -239,7 +239,7 @@ class DeltaSync(GradientPass[DeltaUnit]):
         self.averages = average
         self._model = model
         norms = [layer for _, layer in model.named_layers() if isinstance(layer, BatchNorm2d)]
-        for norm in norms:  # also those that were wrapped with sync before
+        for norm in norms:  # including norms of an earlier wrapper with sync
             norm.add_up = functools.partial(all_reduce, group=group) if sync else None
         self._norms = norms if sync else []
         model.gather_parameters(functools.partial(self._make_buckets, limit))
@@ -247,29 +247,29 @@ class DeltaSync(GradientPass[DeltaUnit]):
         self._weight = 1.0
 
     def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[ParameterBucket]:
-        """Plan the buckets, and have each layer report when its sums are complete. Collective."""
+        """Plan the buckets, and make each layer report when its sums are complete. Collective."""
         if not layers:
-            raise ValueError("DDPSequential: the network has no parameters")
+            raise ValueError("DDPSequential: expected a network with parameters, got one without")
         device, group = self._model.device, self.reducer.group
         shared = functools.partial(shared_zeros, dtype=REAL, group=group)
-        sums = shared if device == "cpu" else on_device(device)
-        sizes = [2 * REAL.itemsize * (each.num_weights + each.num_biases) for each in layers]
+        sums = shared if device == "cpu" else zeros_on(device)
+        sizes = [2 * REAL.itemsize * (layer.num_weights + layer.num_biases) for layer in layers]
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
         for bucket in planned:
-            parameters = [each for layer in bucket for each in layer.parameters_in_use]
-            has_samples = int(bucket is planned[-1])  # the last element is their number
-            room = ParameterBucket(parameters, on_device(device), sums, has_samples)
-            self._units.append(DeltaUnit(room, len(bucket)))
+            parameters = [parameter for layer in bucket for parameter in layer.parameters_in_use]
+            has_samples = int(bucket is planned[-1])  # the last element is the number of samples
+            storage = ParameterBucket(parameters, zeros_on(device), sums, has_samples)
+            self._units.append(DeltaUnit(storage, len(bucket)))
             for layer in bucket:
                 layer.on_sums = functools.partial(self._on_sums, self._units[-1])
         return [unit.bucket for unit in self._units]
 
     def ranks_of_forward(self) -> ProcessGroup | None:
-        """Return the ranks that add up statistics in a forward pass now, if any do."""
+        """Return the ranks whose statistics are added in a forward pass now, or None."""
         return self._all if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
-        """Begin the pass here if the ranks add up statistics in the forward pass."""
+        """Begin the pass here if the forward pass adds statistics over the ranks."""
         if self.ranks_of_forward() is not None and self.weigh is not None:
             self._weight = self.weigh(True)
 
@@ -288,14 +288,14 @@ class DeltaSync(GradientPass[DeltaUnit]):
     def _begin_backward(self) -> None:
         if self._model.buckets is not self._buckets:
             raise RuntimeError(
-                "backward: the network's parameters were moved after DDPSequential was made; move "
-                "it before, or wrap it again on every rank"
+                "backward: the parameters were moved after DDPSequential was created. Move the "
+                "network before, or wrap it again on every rank"
             )
         ranks = group_or_world(self.reducer.group).size
         if ranks != self._ranks:
             raise RuntimeError(
-                f"backward: there are {ranks} ranks, and there were {self._ranks} when "
-                "DDPSequential was made; call distributed_init before it, or wrap the network again"
+                f"backward: expected {self._ranks} ranks, as when DDPSequential was created, got "
+                f"{ranks}. Call distributed_init before, or wrap the network again"
             )
         self._model.check_deltas()
         if self.weigh is None:
@@ -305,11 +305,11 @@ class DeltaSync(GradientPass[DeltaUnit]):
         self._running = True
 
     def _on_sums(self, unit: DeltaUnit, _: BaseLayer) -> None:
-        """A layer's sums are complete: pass on each bucket that is, in order."""
+        """Record that the sums of a layer are complete; send each complete bucket in order."""
         if not self._running:
             raise RuntimeError(
-                "backward: this network is trained by a DDPSequential; call its backward(), "
-                "as it adds up over the ranks"
+                "backward: a DDPSequential trains this network. Call its backward(), which adds "
+                "sums over the ranks"
             )
         self._on_ready(unit)
 
@@ -330,11 +330,11 @@ class DeltaSync(GradientPass[DeltaUnit]):
         self._model.learnt = round(float(self._buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return 1, or what turns the mean over all ranks into that over those with data."""
+        """Return 1, or the factor from the mean over all ranks to the mean over ranks with data."""
         return ranks / training if self.averages else 1.0
 
     def give_zeros(self) -> None:
-        """Take part with no samples, on the way forward and on the way back."""
+        """Participate in the forward and backward pass without samples."""
         for norm in self._norms:
             norm.forward_nothing()
         super().give_zeros()
@@ -345,13 +345,13 @@ def _statistics(model: Sequential) -> list[Array]:
 
 
 def _describe(name: str, layer: BaseLayer) -> str:
-    """Return what must be the same on every rank: not the sizes of images, which one rank may know
-    already, and another not yet.
+    """Return the settings that must agree on all ranks: not image sizes, which a rank may not know
+    yet.
     """
     settings = [
         f"{key}={value}"
         for key, value in vars(layer).items()
         if not key.startswith("_") and key != "training" and isinstance(value, int | float | str)
     ]
-    shapes = [str(each.mean.shape) for each in layer.parameters_in_use]
+    shapes = [str(parameter.mean.shape) for parameter in layer.parameters_in_use]
     return f"{name}: {' '.join([*settings, *shapes])}"

@@ -1,6 +1,6 @@
-"""The layer: moments in, moments out; deltas in, sums for its parameters and deltas out.
+"""Base classes of layers, and layers that combine layers: a chain, and a sum of two paths.
 
-And layers made of layers: some in a row, and two paths whose results are added.
+Forward: moments to moments. Backward: output deltas to input deltas and sums of the parameters.
 """
 
 from __future__ import annotations
@@ -17,60 +17,60 @@ from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy, unmasked
 
 Shape: TypeAlias = tuple[int, ...]
-Deltas: TypeAlias = tuple[Array, Array]  # of the means and of the variances
+Deltas: TypeAlias = tuple[Array, Array]  # deltas of means and of variances
 
 
 class _Flat:
-    """An attribute of a layer: an array of its weights or biases, as a flat copy on the CPU.
+    """Attribute of a layer: a flat copy on the CPU of one array of its weights or biases.
 
-    Assigning as many finite values, of any shape, sets them in place. It is empty where the layer
-    has none.
+    Assigning the same number of finite values, of any shape, sets the array in place. The copy is
+    empty if the layer has no such parameter.
     """
 
-    def __init__(self, of: str, which: str) -> None:
-        self._of, self._which = of, which
+    def __init__(self, name: str, moment: str) -> None:
+        self._name, self._moment = name, moment
 
     def __get__(self, layer: BaseLayer | None, owner: object = None) -> Any:
         if layer is None:
             return self
-        parameter: Parameter | None = getattr(layer, self._of)
+        parameter: Parameter | None = getattr(layer, self._name)
         if parameter is None:
             return np.empty(0, REAL)
-        return host_copy(getattr(parameter, self._which)).reshape(-1)
+        return host_copy(getattr(parameter, self._moment)).reshape(-1)
 
     def __set__(self, layer: BaseLayer, values: Array) -> None:
-        parameter: Parameter | None = getattr(layer, self._of)
-        name, had = f"{layer}: {self._of}", 0 if parameter is None else parameter.mean.size
-        if np.size(values) != had:
-            raise ValueError(f"{name} has {had} elements, got {np.size(values)}")
+        parameter: Parameter | None = getattr(layer, self._name)
+        label, size = f"{layer}: {self._name}", 0 if parameter is None else parameter.mean.size
+        if np.size(values) != size:
+            raise ValueError(f"{label}: expected {size} elements, got {np.size(values)}")
         if parameter is not None:
-            found = np.asarray(unmasked(name, values), REAL)
-            if not np.isfinite(found).all():  # could be saved, and never loaded
-                raise ValueError(f"{name}: {self._which} is not finite")
-            parameter.put(self._which, found)
+            array = np.asarray(unmasked(label, values), REAL)
+            if not np.isfinite(array).all():  # otherwise it could be saved, but not loaded
+                raise ValueError(f"{label}: {self._moment} must be finite, got NaN or infinity")
+            parameter.put(self._moment, array)
 
 
 class BaseLayer(abc.ABC):
-    """The base of all layers.
+    """Base class of all layers.
 
-    A subclass sets ``weight`` and ``biases`` if it has some, and writes ``connect``, ``forward``
-    and ``backward``. Arrays have the batch first and are float32; those that a layer is passed
-    may have any strides, and must not be changed.
+    A subclass sets ``weight`` and ``biases`` if it has them, and defines ``connect``, ``forward``
+    and ``backward``. Arrays are float32 with the batch first. Input arrays may have any strides and
+    must not be changed.
 
     Attributes:
-        weight, biases: its parameters; None: it has none.
-        input_shape, output_shape: of one sample; None until :meth:`connect`. A layer that is made
-            with all it needs to know of its input has its ``input_shape`` from then on.
-        training: whether statistics of batches are taken, and inputs kept for a backward pass.
-        on_sums: is called with the layer, in each backward pass, when the sums of its parameters
-            are complete; before the deltas of its input are computed, where that can be.
+        weight, biases: Parameters of the layer, or None.
+        input_shape, output_shape: Shapes of one sample; None before :meth:`connect`. A layer whose
+            arguments determine its input has its ``input_shape`` from the start.
+        training: Whether the layer takes batch statistics and keeps inputs for a backward pass.
+        on_sums: Function of the layer that each backward pass calls when the sums of its parameters
+            are complete; if possible, before the deltas of the input are computed.
     """
 
-    # Layers without parameters are left out of files and dictionaries of parameters.
+    # Layers without parameters have no entry in files and dictionaries of parameters.
     has_state: ClassVar[bool] = True
-    # Those that keep nothing for the backward pass may stand in several places.
+    # A layer that keeps nothing for the backward pass may occur several times in a network.
     keeps_input: ClassVar[bool] = True
-    # Whether its inputs are no units, such as indices, which no other layer can make.
+    # Whether the inputs are not units, but for example indices, which no layer outputs.
     first_only: ClassVar[bool] = False
 
     mu_w, var_w = _Flat("weight", "mean"), _Flat("weight", "variance")
@@ -87,111 +87,111 @@ class BaseLayer(abc.ABC):
         self.on_sums: Callable[[BaseLayer], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is no part of the training that the layer takes part in."""
+        """Return the state without ``on_sums``: a copy does not belong to the same training."""
         return self.__dict__ | {"on_sums": None}
 
     @abc.abstractmethod
     def connect(self, shape: Shape) -> Shape:
-        """Return the shape of a sample of the output for inputs of ``shape``.
+        """Return the output shape of a sample with the input shape ``shape``.
 
         Raises:
-            ValueError: the layer cannot take such inputs; says what it expects.
+            ValueError: If the layer cannot accept this shape. The message has the expected shape.
         """
 
     @abc.abstractmethod
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         """Return the moments of the output: ``[batch, *input_shape]`` to ``[batch,
-        *output_shape]``. Keeps ``x`` for the backward pass, if ``training``.
+        *output_shape]``. Keeps ``x`` for the backward pass in training.
         """
 
     @abc.abstractmethod
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        """Set the sums of the parameters, call ``on_sums``; return the deltas of the input.
+        """Set the sums of the parameters, call ``on_sums``, and return the deltas of the input.
 
         Args:
-            d, e: deltas of the output's means and variances, ``[batch, *output_shape]`` or another
-                shape of as many elements, float32. They may be changed.
-            wanted: whether the deltas of the input are needed; if not, it returns None. They are
-                those of the units *before* the activation that made the input: multiplied by its
-                slope and its square.
+            d, e: Deltas of the means and variances of the output: float32, ``[batch,
+                *output_shape]`` or another shape of this size. They may be overwritten.
+            wanted: Whether to return the deltas of the input; otherwise None is returned. They are
+                the deltas of the units *before* the activation that made the input: multiplied by
+                its slope and the square of its slope.
         """
 
-    def forward_nothing(self) -> None:  # noqa: B027  (most do nothing together)
-        """Take part in the collective work of a forward pass, without any sample."""
+    def forward_nothing(self) -> None:  # noqa: B027 (most layers have no collective work)
+        """Join the collective work of a forward pass without a sample."""
 
     def backward_nothing(self) -> None:
-        """Set the sums of the parameters for a batch without samples; call ``on_sums``."""
+        """Set the sums of the parameters to 0, for a batch without samples; call ``on_sums``."""
         for parameter in self.parameters_in_use:
             parameter.mean_sum[...] = parameter.variance_sum[...] = 0
         self._sums_are_complete()
 
     @property
     def parameters_in_use(self) -> list[Parameter]:
-        """The parameters that the layer has, the weight first."""
+        """The parameters of the layer, the weight first."""
         return [each for each in (self.weight, self.biases) if each is not None]
 
     def statistics(self) -> list[Array]:
-        """Return the rest of its state beside its parameters, such as running means; not copies."""
+        """Return state other than parameters, such as running means; not copies."""
         return []
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield the layers that it consists of with the names that pytagi gives them."""
+        """Yield this layer, or the layers inside, with the names that pytagi uses."""
         yield f"{self.get_layer_name()}.{suffix}", self
 
     def set_training(self, training: bool) -> None:
         """Switch between training and evaluation."""
         self.training = training
 
-    def to_device(self, device: str) -> None:  # noqa: B027  (most have nothing but parameters)
-        """Move the arrays that the layer keeps beside its parameters to ``device``."""
+    def to_device(self, device: str) -> None:  # noqa: B027 (most layers have only parameters)
+        """Move arrays other than parameters to ``device``."""
 
     def get_layer_name(self) -> str:
-        """Return the name of its kind, as in the keys of ``state_dict()``."""
+        """Return the class name, as in the keys of ``state_dict()``."""
         return type(self).__name__
 
     def get_layer_info(self) -> str:
-        """Return its kind and sizes, such as ``"Linear(784,128)"`` and ``"ReLU()"``."""
+        """Return class name and sizes, such as ``"Linear(784,128)"`` and ``"ReLU()"``."""
         return f"{self.get_layer_name()}({','.join(map(str, self._sizes()))})"
 
     def _sizes(self) -> Sequence[int]:
         return self.input_size, self.output_size
 
     def get_max_num_states(self) -> int:
-        """Return how many units a sample has, before it or after it, whichever are more."""
+        """Return the number of units of a sample, of input or output, whichever is larger."""
         return max(self.input_size, self.output_size)
 
     @property
     def input_size(self) -> int:
-        """How many units a sample of the input has; 0 until it is known."""
+        """Number of units of an input sample; 0 until it is known."""
         return 0 if self.input_shape is None else math.prod(self.input_shape)
 
     @property
     def output_size(self) -> int:
-        """How many units a sample of the output has; 0 until it is known."""
+        """Number of units of an output sample; 0 until it is known."""
         return 0 if self.output_shape is None else math.prod(self.output_shape)
 
     def shape_of_outputs(self, batch: int) -> Shape:
-        """Return the shape of the outputs for so many samples; the layer is connected."""
+        """Return the output shape for ``batch`` samples of a connected layer."""
         assert self.output_shape is not None
         return (batch, *self.output_shape)
 
     @property
     def bias(self) -> bool:
-        """Whether it has biases."""
+        """Whether the layer has biases."""
         return self.biases is not None
 
     @property
     def num_weights(self) -> int:
-        """How many weights it has."""
+        """Number of weights."""
         return 0 if self.weight is None else int(self.weight.mean.size)
 
     @property
     def num_biases(self) -> int:
-        """How many biases it has."""
+        """Number of biases."""
         return 0 if self.biases is None else int(self.biases.mean.size)
 
     def _sum_biases(self, d: Array, e: Array, axis: int) -> None:
-        """Set the sums of the biases, over an axis of their units' deltas; the others are set."""
+        """Set the sums of the biases over ``axis`` of deltas; the weights' sums must be set."""
         if self.biases is not None:
             d.sum(axis=axis, out=self.biases.mean_sum)
             e.sum(axis=axis, out=self.biases.variance_sum)
@@ -206,7 +206,7 @@ class BaseLayer(abc.ABC):
 
 
 def times_slope(d: Array, e: Array, slope: Array | None) -> Deltas:
-    """Return the deltas of an activation's input from those of its output, in place."""
+    """Turn deltas of an activation's output into deltas of its input, in place."""
     if slope is not None:
         d *= slope
         e *= slope
@@ -215,7 +215,7 @@ def times_slope(d: Array, e: Array, slope: Array | None) -> Deltas:
 
 
 class _Block(BaseLayer):
-    """The base of both blocks, of ``layers``."""
+    """Base class of blocks made of ``layers``."""
 
     has_state = False
 
@@ -223,7 +223,7 @@ class _Block(BaseLayer):
         super().__init__()
         name = self.get_layer_name()
         if not layers:
-            raise TypeError(f"{name}: a block needs at least one layer")
+            raise TypeError(f"{name}: expected at least one layer, got 0")
         for layer in layers:
             if not isinstance(layer, BaseLayer):
                 raise TypeError(f"{name}: expected layers of fl.tagi, got {type(layer).__name__}")
@@ -244,28 +244,28 @@ class _Block(BaseLayer):
 
 
 class LayerBlock(_Block):
-    """Layers in a row, as one layer: a path of a :class:`ResNetBlock`.
+    """A chain of layers as one layer, for example a path of a :class:`ResNetBlock`.
 
     Attributes:
-        layers: as passed; blocks may be among them.
+        layers: The layers. Blocks are allowed.
 
     Raises:
-        TypeError: something is no layer of ``fl.tagi``, or there is none.
+        TypeError: If an argument is not a layer of ``fl.tagi``, or there is no argument.
     """
 
     def connect(self, shape: Shape, within: str = " of the block") -> Shape:
         """Connect the layers one after the other.
 
-        A ValueError names one that cannot take the output of the one before, and that.
+        ValueError names a layer that cannot accept the output of its predecessor, and both layers.
         """
-        self.input_shape, before = shape, f"the input{within}"
+        self.input_shape, previous = shape, f"the input{within}"
         for number, layer in enumerate(self.layers):
             try:
                 shape = layer.connect(shape)
             except ValueError as error:
                 name = f"layer {number}{within}, {layer}"
-                raise ValueError(f"{name}, after {before}: {error}") from error
-            before = f"layer {number}, {layer}"
+                raise ValueError(f"{name}, after {previous}: {error}") from error
+            previous = f"layer {number}, {layer}"
         self.output_shape = shape
         return shape
 
@@ -282,48 +282,48 @@ class LayerBlock(_Block):
         return (d, e) if wanted else None
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield the layers that it consists of, such as ``"Linear.main.3.0"``."""
+        """Yield the layers of the block, with names such as ``"Linear.main.3.0"``."""
         for number, layer in enumerate(self.layers):
             yield from layer.named_layers(f"{suffix}.{number}")
 
 
 class ResNetBlock(_Block):
-    """The sum of two paths from one input: ``main_block(x) + shortcut(x)``, or ``+ x`` itself.
+    """The sum of two paths from one input: ``main_block(x) + shortcut(x)``, or ``+ x``.
 
-    Means are added, and variances are, as those of independent units (He, Zhang, Ren and Sun, Deep
-    residual learning for image recognition, CVPR 2016, for the block).
+    Means and variances are added, as for independent units. The block: He, Zhang, Ren and Sun, Deep
+    residual learning for image recognition, CVPR 2016.
 
     Args:
-        main_block: a layer, often a :class:`LayerBlock`; blocks may contain blocks.
-        shortcut: the same; None: the input is added as it is.
+        main_block: A layer, often a :class:`LayerBlock`. Blocks may be nested.
+        shortcut: A layer. None: the input itself is added.
 
     Raises:
-        TypeError: one is no layer of ``fl.tagi``.
+        TypeError: If an argument is not a layer of ``fl.tagi``.
     """
 
     def __init__(self, main_block: BaseLayer, shortcut: BaseLayer | None = None) -> None:
         super().__init__(main_block, *([] if shortcut is None else [shortcut]))
         self.main_block, self.shortcut = main_block, shortcut
-        self._shape: Shape = ()  # of the output, with the batch
-        self._slopes: tuple[Array | None, Array | None] = (None, None)  # that the paths end with
+        self._shape: Shape = ()  # output shape with the batch
+        self._slopes: tuple[Array | None, Array | None] = (None, None)  # slopes of both results
 
     def connect(self, shape: Shape) -> Shape:
-        """Connect both paths; their results have one shape, or one size where one is flat."""
+        """Connect both paths. Results have the same shape, or the same size if one is flat."""
         self.input_shape = shape
         main = _connect("main block", self.main_block, shape)
         other = shape if self.shortcut is None else _connect("shortcut", self.shortcut, shape)
         flat = len(main) == 1 or len(other) == 1
         if main != other and not (flat and math.prod(main) == math.prod(other)):
-            second = "its input" if self.shortcut is None else f"the shortcut, {self.shortcut},"
+            name = "the input" if self.shortcut is None else f"the shortcut, {self.shortcut},"
             raise ValueError(
-                f"the main block, {self.main_block}, makes samples of shape {main}, {second} has "
-                f"{other}: they are added, and must have the same"
+                f"the main block, {self.main_block}, has outputs of shape {main}, and {name} of "
+                f"shape {other}. Use layers with the same output shape"
             )
         self.output_shape = main
         return main
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return the sums of both paths' means and variances."""
+        """Return the sums of the means and of the variances of both paths."""
         main = self.main_block.forward(x)
         other = x if self.shortcut is None else self.shortcut.forward(x)
         other = other.shaped(main.mean.shape[1:])
@@ -336,13 +336,13 @@ class ResNetBlock(_Block):
         return BaseHiddenStates(main.mean + other.mean, variance)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        """Go back through both paths, the shortcut first; return the sums of their deltas.
+        """Run both paths backward, the shortcut first, and return the sums of their deltas.
 
-        Of an input that is added as it is, they are ``d`` and ``e`` themselves, times its slope and
-        the slope's square.
+        Without a shortcut, the second path contributes ``d`` times the slope and ``e`` times the
+        squared slope.
         """
         d, e = d.reshape(self._shape), e.reshape(self._shape)
-        copies = d.copy(), e.copy()  # each path may change what it is passed
+        copies = d.copy(), e.copy()  # each path may overwrite its arguments
         other: Deltas | None = times_slope(*copies, self._slopes[1])
         if self.shortcut is not None:
             other = self.shortcut.backward(*copies, wanted)
@@ -355,7 +355,7 @@ class ResNetBlock(_Block):
         return d, e
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield the layers of both paths, such as ``"Conv2d.shortcut.3"``, the main one first."""
+        """Yield the layers of both paths, such as ``"Conv2d.shortcut.3"``, the main path first."""
         yield from self.main_block.named_layers(f"main.{suffix}")
         if self.shortcut is not None:
             yield from self.shortcut.named_layers(f"shortcut.{suffix}")

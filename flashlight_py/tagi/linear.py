@@ -1,4 +1,4 @@
-"""The layers of a matrix of Gaussians: sums of products with units, and its rows by index."""
+"""Layers with a matrix of Gaussian weights: ``Linear`` and ``Embedding``."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from flashlight_py.tagi.parameters import Parameter, gaussian, spread
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 FEW = 100  # samples
-EXACT = 2**24  # whole numbers up to here are exact in float32, as which indices arrive
+EXACT = 2**24  # integers up to this value are exact in float32, the dtype of indices
 
 
 class Linear(BaseLayer):
     """``z = x @ W.T + b`` of independent Gaussians: ``[batch, input_size]`` to ``[batch,
-    output_size]``; inputs of other shapes are flattened, sample by sample.
+    output_size]``.
 
-    With means m and variances v of the input, W and S of the weights:
-    ``mean = m @ W.T + b``; ``variance = v @ (W**2 + S).T + m**2 @ S.T + Sb`` (Goulet, Nguyen and
-    Amiri, JMLR 2021, equations 8 to 10).
+    Samples of other shapes are flattened. With input means m and variances v, and weight means W
+    and variances S: ``mean = m @ W.T + b``; ``variance = v @ (W**2 + S).T + m**2 @ S.T + Sb``.
+    Source: Goulet, Nguyen and Amiri, JMLR 2021, equations 8 to 10.
 
     Args:
-        input_size, output_size: at least 1.
-        bias: whether there are biases.
-        gain_weight, gain_bias: factors of the standard deviations that the parameters start with.
-        init_method: ``"He"``: means of N(0, 1 / input_size); ``"Xavier"``: of N(0, 2 /
-            (input_size + output_size)). Variances are theirs times the squares of the gains.
+        input_size, output_size: Numbers of units, at least 1.
+        bias: Whether the layer has biases.
+        gain_weight, gain_bias: Factors of the initial standard deviations of the parameters.
+        init_method: ``"He"``: means from N(0, 1 / input_size). ``"Xavier"``: from N(0, 2 /
+            (input_size + output_size)). Variances: that variance times the squared gain.
 
     Raises:
-        ValueError: a size is below 1, or ``init_method`` is neither.
+        ValueError: If a size is below 1 or ``init_method`` is unknown.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Linear(BaseLayer):
         self.weight: Parameter = gaussian((output_size, input_size), deviation, gain_weight)
         self.biases = gaussian((output_size,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, input_size)))
-        self._squares = self._x.mean  # of the inputs' means
+        self._squares = self._x.mean  # of the input means
         self._square: Array | None = None  # of the weights' means, until the backward pass
 
     def connect(self, shape: Shape) -> Shape:
-        """Take inputs of ``input_size`` elements of any shape."""
+        """Accept samples of ``input_size`` elements in any shape."""
         if int(np.prod(shape)) != self.input_size:
-            raise ValueError(f"expected {self.input_size} features a sample, got shape {shape}")
+            raise ValueError(f"expected {self.input_size} features per sample, got shape {shape}")
         return (self.output_size,)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
@@ -89,30 +89,28 @@ class Linear(BaseLayer):
 
 
 def _times_transposed(x: Array, matrix: Array) -> Array:
-    """Return ``x @ matrix.T``, the other way round where BLAS is faster so: for small batches."""
+    """Return ``x @ matrix.T``; small batches use the transpose, which is faster in BLAS."""
     if len(x) < FEW:
         return (matrix @ x.T).T
     return x @ matrix.T
 
 
 class Embedding(BaseLayer):
-    """A table of vectors: indices ``[batch, input_size]`` to ``[batch, input_size *
-    embedding_dim]``, of each index its row. It is the first layer of a network.
+    """A table of vectors: replaces each index by a row; the first layer of a network.
 
-    Indices are whole numbers of any dtype. The deltas of a row are the sums over all places of the
-    batch where its index stands.
+    It maps indices ``[batch, input_size]`` of any dtype to ``[batch, input_size * embedding_dim]``.
+    The deltas of a row are summed over all its occurrences in the batch.
 
     Args:
-        num_embeddings: how many rows there are, 1 to 2**24.
-        embedding_dim: how many elements a row has, at least 1.
-        input_size: how many indices a sample has; 0: what the first batch has.
-        scale: the rows' means are of N(0, scale), their variances scale**2.
-        padding_idx: the index that stands for nothing: its row is 0, exactly, and learns nothing.
-            -1: there is none.
+        num_embeddings: Number of rows, 1 to 2**24.
+        embedding_dim: Elements of a row, at least 1.
+        input_size: Indices of a sample. 0: the number in the first batch.
+        scale: Standard deviation of the rows' means around 0. Their variances are scale**2.
+        padding_idx: Index of a row that is exactly 0 and does not learn. -1: no such row.
 
     Raises:
-        ValueError: when made: a size is out of range, or ``padding_idx`` is no index. In a forward
-            pass: something is no index, or known with a variance.
+        ValueError: If a size is out of range or ``padding_idx`` is not an index; in a forward pass,
+            if an element is not an index or has a variance.
     """
 
     first_only: ClassVar[bool] = True
@@ -129,12 +127,12 @@ class Embedding(BaseLayer):
             )
         if not -1 <= padding_idx < num_embeddings:
             raise ValueError(
-                f"Embedding: padding_idx is an index below {num_embeddings}, or -1 for none, got "
-                f"{padding_idx}"
+                f"Embedding: padding_idx must be from 0 to {num_embeddings - 1}, or -1 for none, "
+                f"got {padding_idx}"
             )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx
-        self._fixed = input_size
+        self._size = input_size
         if input_size:
             self.connect((input_size,))
         self.weight: Parameter = gaussian((num_embeddings, embedding_dim), scale, 1.0)
@@ -143,10 +141,10 @@ class Embedding(BaseLayer):
         self._indices = np.empty((0, input_size), np.int64)
 
     def connect(self, shape: Shape) -> Shape:
-        """Take ``input_size`` indices; any number, if that is 0."""
+        """Accept ``input_size`` indices, or any number if it is 0."""
         size = int(np.prod(shape))
-        if self._fixed and size != self._fixed:
-            raise ValueError(f"expected {self._fixed} indices a sample, got shape {shape}")
+        if self._size and size != self._size:
+            raise ValueError(f"expected {self._size} indices per sample, got shape {shape}")
         self.input_shape = (size,)
         self.output_shape = (size * self.embedding_dim,)
         return self.output_shape
@@ -155,49 +153,49 @@ class Embedding(BaseLayer):
         """Return ``[batch, input_size * embedding_dim]``.
 
         Raises:
-            ValueError: as the class says, before anything else.
+            ValueError: See the class; raised before the state changes.
         """
-        xp, given = array_module(x.mean), x.mean.reshape(len(x.mean), -1)
+        xp, values = array_module(x.mean), x.mean.reshape(len(x.mean), -1)
         if x.variance is not None and x.variance.any():
-            raise ValueError(f"{self}: indices are known exactly; they have no variances")
-        valid = (given >= 0) & (given < self.num_embeddings) & (given == xp.floor(given))
+            raise ValueError(f"{self}: expected indices without variances, got variances above 0")
+        valid = (values >= 0) & (values < self.num_embeddings) & (values == xp.floor(values))
         if not valid.all():
             raise ValueError(
-                f"{self}: indices are whole numbers from 0 to {self.num_embeddings - 1}, got "
-                f"{float(given[~valid][0]):g}"
+                f"{self}: indices must be integers from 0 to {self.num_embeddings - 1}, got "
+                f"{float(values[~valid][0]):g}"
             )
-        indices = given.astype(np.int64)
+        indices = values.astype(np.int64)
         mean, variance = self.weight.mean[indices], self.weight.variance[indices]
         if self.padding_idx >= 0:
-            nothing = indices == self.padding_idx
-            mean[nothing] = 0
-            variance[nothing] = 0
+            is_padding = indices == self.padding_idx
+            mean[is_padding] = 0
+            variance[is_padding] = 0
         if self.training:
             self._indices = indices
-        return BaseHiddenStates(mean.reshape(len(given), -1), variance.reshape(len(given), -1))
+        return BaseHiddenStates(mean.reshape(len(values), -1), variance.reshape(len(values), -1))
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        """Set the sums of d and of e of each row; the indices themselves learn nothing."""
+        """Set the sums of d and e of each row. The deltas of the indices are 0."""
         indices = self._indices
         xp = array_module(indices)
-        d, e = (each.reshape(-1, self.embedding_dim) for each in (d, e))
+        d, e = (array.reshape(-1, self.embedding_dim) for array in (d, e))
         rows = indices.reshape(-1, 1)
         if self.padding_idx >= 0:
             learning = rows[:, 0] != self.padding_idx
             d, e, rows = d[learning], e[learning], rows[learning]
-        places = (rows * self.embedding_dim + xp.arange(self.embedding_dim)).reshape(-1)
+        positions = (rows * self.embedding_dim + xp.arange(self.embedding_dim)).reshape(-1)
         for deltas, sums in ((d, self.weight.mean_sum), (e, self.weight.variance_sum)):
-            found = xp.bincount(places, deltas.reshape(-1), self.num_weights)
-            sums[...] = found.reshape(sums.shape)
+            totals = xp.bincount(positions, deltas.reshape(-1), self.num_weights)
+            sums[...] = totals.reshape(sums.shape)
         self._sums_are_complete()
         if not wanted:
             return None
         return xp.zeros(indices.shape, REAL), xp.zeros(indices.shape, REAL)
 
     def to_device(self, device: str) -> None:
-        """Keep nothing: indices are where the inputs are."""
+        """Drop the kept indices, which are on the device of the inputs."""
         self._indices = np.empty((0, 0), np.int64)
 
     def get_layer_info(self) -> str:
-        """Return its kind and the sizes of its table, such as ``"Embedding(10->4)"``."""
+        """Return class name and table sizes, such as ``"Embedding(10->4)"``."""
         return f"{self.get_layer_name()}({self.num_embeddings}->{self.embedding_dim})"

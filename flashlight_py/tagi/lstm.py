@@ -1,18 +1,18 @@
-"""The time steps of an LSTM, forward and back through time: in NumPy or CuPy, or natively.
+"""The time steps of an LSTM, forward and backward, in NumPy, CuPy or native code.
 
-Both take samples ``[rows, steps * width]``, time steps one after the other. Native code computes
-sample by sample, with loops of its own for matrices, where they are small; otherwise the time steps
-of all samples are computed together, one after the other, and matrices are the BLAS's.
+Samples are ``[rows, steps * width]``, one time step after the other. For small matrices, native
+code computes sample by sample with its own matrix loops. Otherwise each time step is computed for
+all samples at once with BLAS.
 
-Gates are in pytagi's order f, i, g, o. Of the matrices a step needs sums over the inputs ``x_j`` of
-products of two gates' weights, ``sum_j W_p[k, j] W_q[k, j] var(x_j)``: for a gate with itself it is
-a part of the variance, for two gates the covariance before their functions. ``PAIRS`` are these p
-and q, in the order in which arrays have them:
+Gates are in pytagi's order f, i, g, o. A step needs sums over the inputs ``x_j`` of products of two
+gates' weights, ``sum_j W_p[k, j] W_q[k, j] var(x_j)``. For p = q the sum is a part of the gate's
+variance. For two gates it is the covariance before their functions. ``PAIRS`` has these p and q in
+the order of the arrays:
 
-    ff ii gg oo   the variances of the gates, to which the variances of the weights are added
-    ig            for the mean and variance of i g
-    fo io go      for the mean and variance of o tanh(c); over the layer's inputs only, as in pytagi
-    fi fg         only for the backward pass
+    ff ii gg oo   variances of the gates, to which the weights' variances are added
+    ig            mean and variance of i g
+    fo io go      mean and variance of o tanh(c); over the layer's inputs only, as in pytagi
+    fi fg         backward pass only
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAIRS = [0, 1, 2, 3, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 2, 3, 3, 3, 1, 2]
 
 
 class States(NamedTuple):
-    """Moments of the hidden states h and of the cells c, all of one shape."""
+    """Moments of the hidden states h and of the cells c, all of the same shape."""
 
     mean_h: Array
     variance_h: Array
@@ -40,17 +40,17 @@ class States(NamedTuple):
 
 
 def cell_forward(z: Array, u: Array, states: States | None, slopes: Array) -> States:
-    """Return means and variances of h, then of c, ``[rows, n]`` each.
+    """Return means and variances of h, then of c, each ``[rows, n]``.
 
     Args:
-        z: means of the inputs of the gates, ``[rows, 4, n]``.
-        u: their variances and covariances, ``[rows, 8, n]``: the first eight of ``PAIRS``.
-        states: the result for the previous step; None means zeros.
-        slopes: ``[rows, 6, n]``, overwritten: for the inputs of f, i and g the covariance with c
-            over the variance of the input; the same for o with h and for c with h; then f.
+        z: Means of the gate inputs, ``[rows, 4, n]``.
+        u: Their variances and covariances, ``[rows, 8, n]``: the first eight of ``PAIRS``.
+        states: Result of the previous step. None: zeros.
+        slopes: ``[rows, 6, n]``, overwritten. For the inputs of f, i and g: covariance with c
+            divided by variance of the input. Then the same for o with h, for c with h; then f.
     """
     xp = array_module(z)
-    # sigmoid(z) = 1/2 + tanh(z/2) / 2, so all four gates are one tanh.
+    # sigmoid(z) = 1/2 + tanh(z/2) / 2, so one tanh computes all four gates.
     half = xp.array([[0.5], [0.5], [1], [0.5]], REAL)
     t = xp.tanh(z * half)
     gates = t * half + (1 - half)
@@ -91,17 +91,17 @@ def cell_backward(
     dh: Array, eh: Array, dc: Array | None, ec: Array | None, slopes: Array, dz: Array,
     coefficients: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Write the deltas of the gates' inputs; return those of the c of the step before.
+    """Write the deltas of the gate inputs; return the deltas of c of the previous step.
 
     Args:
-        dh, eh: the deltas of h, ``[rows, n]``. They come from the output and from the next step.
-        dc, ec: the deltas of c from the next step, or None if there is no next step. This function
-            adds the deltas from h to c.
-        slopes: the array that :func:`cell_forward` wrote.
-        dz: receives the deltas of the gates' means, ``[rows, 4, n]``.
-        coefficients: ``[rows, 10, n]``, written. The first four are the deltas of the gates'
-            variances. All ten, with the products of weights of ``PAIRS``, give the deltas of the
-            variances of the gates' inputs.
+        dh, eh: Deltas of h from the output and from the next step, ``[rows, n]``.
+        dc, ec: Deltas of c from the next step, or None without a next step. This function adds the
+            deltas from h to c.
+        slopes: The array that :func:`cell_forward` wrote.
+        dz: Output: deltas of the gates' means, ``[rows, 4, n]``.
+        coefficients: Output, ``[rows, 10, n]``. The first four are the deltas of the gates'
+            variances. All ten, times the weight products of ``PAIRS``, give the deltas of the
+            variances of the gate inputs.
     """
     k, k_o, r, f = slopes[:, :3], slopes[:, 3], slopes[:, 4], slopes[:, 5]
     to_c = r * dh
@@ -123,19 +123,19 @@ def cell_backward(
     return f * to_c, f * f * var_c
 
 
-# Up to so many weights one native call does all time steps and samples, where calls of NumPy would
-# cost five times what they compute. Larger matrices need the blocking of the BLAS, step by step.
+# Maximum number of weights for which one native call computes all time steps and samples. NumPy
+# calls would cost five times the arithmetic. Larger matrices need the blocking of BLAS.
 SMALL = 2**14
 
 
 class Pass(NamedTuple):
-    """The memory of a forward pass for the way back.
+    """Arrays of a forward pass that the backward pass needs.
 
     Attributes:
-        joined: means of each time step's inputs and of h before it, ``[steps, rows, ni + no]``;
-            ``[rows, steps, ...]`` where native code has computed them.
-        slopes: as of :func:`flashlight_py.tagi.lstm.cell_forward`, ``[steps, rows, 6, no]``.
-        by_sample: whether it was native code.
+        joined: Means of each step's inputs and of h before it, ``[steps, rows, ni + no]``; from
+            native code ``[rows, steps, ni + no]``.
+        slopes: See :func:`flashlight_py.tagi.lstm.cell_forward`, ``[steps, rows, 6, no]``.
+        by_sample: Whether native code made them.
     """
 
     joined: Array
@@ -144,7 +144,7 @@ class Pass(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gates of an LSTM, for windows of ``steps`` time steps.
+    """The gates of an LSTM for windows of ``steps`` time steps.
 
     ``weight``: ``[4, no, ni + no]``; ``biases``: ``[4, no]``, or None.
     """
@@ -157,12 +157,12 @@ class Gates(NamedTuple):
         self, x: Array, x_variance: Array | None, states: States | None, carry: bool
     ) -> tuple[Array, Array, States | None, Pass]:
         """Return means and variances of h at all time steps, ``[rows, steps * no]``, the last
-        states, and the memory for the way back.
+        states, and the arrays for the backward pass.
 
         Args:
-            x, x_variance: ``[rows, steps * ni]``; None: all variances are 0.
-            states: what to begin with, ``[1, no]`` each, of one row; None: 0.
-            carry: whether to return the last states, of one row.
+            x, x_variance: ``[rows, steps * ni]``. None: all variances are 0.
+            states: Initial states of a single row, each ``[1, no]``. None: 0.
+            carry: Whether to return the last states of the single row.
         """
         kernels = None if self.weight.mean.size > SMALL else native_for(x)
         if kernels is not None:
@@ -176,11 +176,11 @@ class Gates(NamedTuple):
         )
         products = self._products(8)
 
-        # What the inputs contribute to all gates of all time steps.
+        # Contribution of the inputs to all gates of all time steps.
         joined = xp.zeros((steps, rows, n), REAL)
         joined[..., :ni] = _by_step(x, steps)
-        own = joined[..., :ni].reshape(-1, ni)
-        z, moment = own @ matrix[:, :ni].T, own * own
+        inputs = joined[..., :ni].reshape(-1, ni)
+        z, moment = inputs @ matrix[:, :ni].T, inputs * inputs
         u = xp.zeros((steps * rows, 8 * no), REAL)
         if x_variance is not None:
             variance = _by_step(x_variance, steps).reshape(-1, ni)
@@ -210,16 +210,16 @@ class Gates(NamedTuple):
         return _by_sample(h[0]), _by_sample(h[1]), last, Pass(joined, slopes, False)
 
     def backward(
-        self, kept: Pass, d: Array, e: Array, wanted: bool
+        self, memory: Pass, d: Array, e: Array, wanted: bool
     ) -> tuple[Array, Array, Deltas | None]:
-        """Return the deltas that those of h, ``[rows, steps * no]``, send back.
+        """Return deltas for the deltas ``d``, ``e`` of h, ``[rows, steps * no]``.
 
-        Of the gates' inputs, ``[rows * steps, 4 * no]`` in the order of ``joined``, and of the
-        layer's, ``[rows, steps * ni]``, if wanted.
+        Two arrays for the gate inputs, ``[rows * steps, 4 * no]`` in the order of ``joined``, and,
+        if wanted, the deltas of the layer's inputs, ``[rows, steps * ni]``.
         """
-        if kept.by_sample:
-            return self._backward_natively(kept, d, e, wanted)
-        joined, slopes, _ = kept
+        if memory.by_sample:
+            return self._backward_natively(memory, d, e, wanted)
+        joined, slopes, _ = memory
         xp = array_module(joined)
         steps, rows, n = joined.shape
         no = slopes.shape[3]
@@ -251,17 +251,17 @@ class Gates(NamedTuple):
         last = None
         if carry:
             last = np.zeros((4, 1, no), REAL) if states is None else np.stack(states)
-        known = (None, None) if self.biases is None else (self.biases.mean, self.biases.variance)
-        arrays = (self.weight.mean, self.weight.variance, *known, x, x_variance)
+        biases = (None, None) if self.biases is None else (self.biases.mean, self.biases.variance)
+        arrays = (self.weight.mean, self.weight.variance, *biases, x, x_variance)
         self._call(kernels, "forward", rows, *arrays, h, v_h, joined, slopes, last)
         after = None if last is None else States(*last)
         return h, v_h, after, Pass(joined, slopes, True)
 
     def _backward_natively(
-        self, kept: Pass, d: Array, e: Array, wanted: bool
+        self, memory: Pass, d: Array, e: Array, wanted: bool
     ) -> tuple[Array, Array, Deltas | None]:
         kernels: Any = native()
-        joined, slopes, _ = kept
+        joined, slopes, _ = memory
         rows, steps, n = joined.shape
         no = slopes.shape[3]
         dz, ez = np.empty((2, rows * steps, 4 * no), REAL)
@@ -274,19 +274,19 @@ class Gates(NamedTuple):
         sizes = kernels.ffi.new("fl_tagi_lstm *", (rows, self.steps, n - no, no))
         call = getattr(kernels.lib, f"fl_tagi_lstm_{name}")
         if call(sizes, *(floats(kernels, each) for each in arrays)):
-            raise MemoryError(f"LSTM.{name}: no memory is left for the weights of all gates")
+            raise MemoryError(f"LSTM.{name}: not enough memory for the weights of all gates")
 
     def _products(self, pairs: int) -> Array:
-        """Return products of two gates' weights, the first of ``PAIRS``, one below another."""
+        """Return weight products of the first ``pairs`` of ``PAIRS``, stacked as rows."""
         mean, (left, right) = self.weight.mean, (each[:pairs] for each in PAIRS)
         return (mean[left] * mean[right]).reshape(-1, mean.shape[2])
 
 
 def _by_step(array: Array, steps: int) -> Array:
-    """Return ``[steps, rows, width]`` of ``[rows, steps * width]``."""
+    """Convert ``[rows, steps * width]`` to ``[steps, rows, width]``."""
     return array.reshape(len(array), steps, -1).swapaxes(0, 1)
 
 
 def _by_sample(array: Array) -> Array:
-    """Return ``[rows, steps * width]`` of ``[steps, rows, width]``."""
+    """Convert ``[steps, rows, width]`` to ``[rows, steps * width]``."""
     return array.swapaxes(0, 1).reshape(array.shape[1], -1)

@@ -1,8 +1,8 @@
-"""How good predictions are, of arrays of one shape, or flat, of any dtype.
+"""Quality measures of predictions. Arrays have the same shape or are flat, of any dtype.
 
-Values that are NaN or masked (``np.ma``) among observations and labels count as not observed, and
-are left out. A ValueError is raised if the arrays have different shapes, and none is flat with as
-many elements; one element goes with all but labels.
+Observations and labels that are NaN or masked (``np.ma``) are ignored. ValueError is raised if
+shapes differ, except for flat arrays with the same number of elements. An array of one element,
+except labels, matches any shape.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, to_device
-from flashlight_py.tagi.states import fits, unmasked
+from flashlight_py.tagi.states import fits_in, unmasked
 from flashlight_py.tagi.utilities import probabilities, tree_of
 
 
 class HRCSoftmaxMetric:
-    """Predicted classes, and how many are wrong, of a network whose outputs are a tree's nodes.
+    """Predicted classes and error rate of a network with the outputs of a class tree.
 
     Args:
-        num_classes: at least 2.
+        num_classes: Number of classes, at least 2.
 
     Attributes:
-        hrc_softmax: the tree; ``hrc_softmax.len`` is how many outputs the network needs.
+        hrc_softmax: The class tree. The network needs ``hrc_softmax.len`` outputs.
 
     Raises:
-        ValueError: there are fewer than two classes.
+        ValueError: If ``num_classes`` is below 2.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -35,46 +35,46 @@ class HRCSoftmaxMetric:
         self.hrc_softmax = tree_of(num_classes)
 
     def error_rate(self, m_pred: Any, v_pred: Any, label: Any) -> float:
-        """Return the share of samples whose most probable class is not their label, 0 to 1.
+        """Return the share of samples, 0 to 1, with a wrong most probable class.
 
         Args:
-            m_pred, v_pred: means and variances of the outputs, ``[batch, outputs]`` or flat.
-            label: ``[batch]``, from 0; samples whose label is NaN or masked are left out.
+            m_pred, v_pred: Means and variances of the outputs, ``[batch, outputs]`` or flat.
+            label: Classes from 0, ``[batch]``. NaN or masked labels are ignored.
 
-        Sizes that differ from what the tree needs are a ValueError.
+        Raises ValueError if the sizes do not match the tree.
         """
         return classification_error(self.get_predicted_labels(m_pred, v_pred), label)
 
     def get_predicted_labels(self, m_pred: Any, v_pred: Any) -> Array:
-        """Return the most probable class of each sample, ``[batch]``, int32.
+        """Return the most probable class of each sample: int32 ``[batch]``.
 
-        Sizes that differ from what the tree needs are a ValueError.
+        Raises ValueError if the sizes do not match the tree.
         """
         probable: Array = probabilities(m_pred, v_pred, self.hrc_softmax).argmax(axis=1)
         return probable.astype(np.int32)
 
 
 def mse(prediction: Any, observation: Any) -> float:
-    """Return the mean of the squared errors; shapes that do not fit are a ValueError."""
-    predicted, observed = _alike("mse", prediction=prediction, observation=observation)
+    """Return the mean squared error; ValueError if the shapes do not match."""
+    predicted, observed = _matching("mse", prediction=prediction, observation=observation)
     return float(np.nanmean((predicted - observed) ** 2))
 
 
 def rmse(prediction: Any, observation: Any) -> float:
-    """Return the root of the mean of the squared errors; with the ValueError of :func:`mse`."""
-    predicted, observed = _alike("rmse", prediction=prediction, observation=observation)
+    """Return the root mean squared error; ValueError if the shapes do not match."""
+    predicted, observed = _matching("rmse", prediction=prediction, observation=observation)
     return float(np.sqrt(np.nanmean((predicted - observed) ** 2)))
 
 
 def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
-    """Return the mean logarithm of the observations' density, with the ValueError of :func:`mse`.
+    """Return the mean log density of observations; ValueError if the shapes do not match.
 
     Args:
-        prediction: means of the predicted distributions.
-        observation: what was observed.
-        std: standard deviations of the predictions, the observations' errors included.
+        prediction: Means of the predicted distributions.
+        observation: Observed values.
+        std: Standard deviations of the predictions, including the observation errors.
     """
-    predicted, observed, deviation = _alike(
+    predicted, observed, deviation = _matching(
         "log_likelihood", prediction=prediction, observation=observation, std=std
     )
     densities = -0.5 * np.log(2 * np.pi * deviation**2)
@@ -82,39 +82,37 @@ def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
 
 
 def classification_error(prediction: Any, label: Any) -> float:
-    """Return the share of predicted classes that are not the labels, 0 to 1.
+    """Return the share of predicted classes, 0 to 1, that differ from the labels.
 
     Raises:
-        ValueError: as the module says, or a prediction is masked.
+        ValueError: If the shapes do not match, or a prediction is masked.
     """
     predicted = np.asarray(to_device(unmasked("prediction", prediction), "cpu"))
     labels = np.asarray(to_device(unmasked("label", label, np.nan), "cpu"))
-    if not _alike_in_order(predicted, labels):
+    if not _same_order(predicted, labels):
         raise ValueError(
-            f"classification_error: predictions of shape {predicted.shape} and labels of shape "
-            f"{labels.shape}; expected one shape, or flat ones of as many elements"
+            f"classification_error: expected labels of shape {predicted.shape}, as predictions, or "
+            f"the same elements flat, got {labels.shape}"
         )
     predicted, labels = predicted.reshape(-1), labels.reshape(-1)
-    known = np.equal(labels, labels)  # NaN is not
-    return float(np.mean(predicted[known] != labels[known]))
+    is_known = np.equal(labels, labels)  # False for NaN
+    return float(np.mean(predicted[is_known] != labels[is_known]))
 
 
-def _alike(what: str, **arrays: Any) -> list[Array]:
-    """Return the arrays flat, float64: NumPy broadcasts ``(n,)`` with ``(n, 1)`` to a square."""
-    found = [
-        np.asarray(to_device(unmasked(name, each, np.nan), "cpu"), np.float64)
-        for name, each in arrays.items()
+def _matching(metric: str, **arrays: Any) -> list[Array]:
+    """Return flat float64 arrays: NumPy would broadcast ``(n,)`` and ``(n, 1)`` to a square."""
+    flat = [
+        np.asarray(to_device(unmasked(name, values, np.nan), "cpu"), np.float64)
+        for name, values in arrays.items()
     ]
-    if not all(
-        _alike_in_order(*pair) for pair in combinations(found, 2) if 1 not in map(np.size, pair)
-    ):
+    if not all(_same_order(*pair) for pair in combinations(flat, 2) if 1 not in map(np.size, pair)):
         sizes = ", ".join(f"{name} {np.shape(values)}" for name, values in arrays.items())
         raise ValueError(
-            f"{what}: arrays of different shapes: {sizes}; expected one shape, or flat ones of as "
-            "many elements, or single numbers"
+            f"{metric}: expected arrays of one shape, flat arrays of one size, or single numbers, "
+            f"got {sizes}"
         )
-    return [each.reshape(-1) for each in found]
+    return [values.reshape(-1) for values in flat]
 
 
-def _alike_in_order(a: Array, b: Array) -> bool:
-    return fits(a.shape, b.shape) or fits(b.shape, a.shape)
+def _same_order(a: Array, b: Array) -> bool:
+    return fits_in(a.shape, b.shape) or fits_in(b.shape, a.shape)

@@ -1,4 +1,4 @@
-"""The native kernels, csrc/tagi, where they were built."""
+"""Access to the native kernels of csrc/tagi."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from flashlight_py.tagi.states import REAL
 
 
 def native() -> Any | None:
-    """Return CFFI's module of the kernels, or None, with a warning, where it is missing."""
+    """Return the CFFI module of the kernels; None, with a warning, if it is not built."""
     return _native.optional("tagi", "fl.tagi computes with NumPy alone, some times slower")
 
 
 def native_for(array: Array) -> Any | None:
-    """Return the kernels for ``array``; None: it is CuPy's, or they were not built."""
+    """Return the kernels for ``array``; None for a CuPy array or if they are not built."""
     return None if is_cupy(array) else native()
 
 
 def floats(module: Any, array: Array | None) -> Any:
-    """Return a pointer to a float32 array, or to a copy if it is not contiguous; NULL for None.
+    """Return a pointer to a contiguous float32 array, or to a copy; NULL for None.
 
-    It keeps the memory while it is in a variable, as of all that a kernel is passed.
+    Store the result in a variable during the kernel call, because it keeps the memory alive.
     """
     if array is None:
         return module.ffi.NULL
     return module.ffi.from_buffer("float[]", np.ascontiguousarray(array, REAL))
 
 
-def address(module: Any, array: Array | None) -> Any:
-    """Return the address of an array that need not be contiguous; NULL for None.
+def data_pointer(module: Any, array: Array | None) -> Any:
+    """Return the address of an array with any strides; NULL for None.
 
-    It does not keep the array's memory: the array lives in a variable until the call has returned.
+    The result does not keep the memory alive. Keep the array in a variable during the call.
     """
     if array is None:
         return module.ffi.NULL

@@ -1,10 +1,10 @@
-"""The layers of a network by pytagi's names: their state as a dictionary and in files, their LSTMs.
+"""State of a network in dictionaries and files under pytagi's names, and states of its LSTMs.
 
-The binary file has a record for each layer but activations, blocks entered, in the order of the
-forward pass: the length of a line that describes the layer (8 bytes, little-endian), the line, such
-as ``Linear(784,128)``, and float32: means and variances of the weights, then of the biases; of a
-batch normalisation also the running means and variances. The files of text have one number a line:
-all weights' means, all weights' variances, and the same of the biases.
+The binary file has one record per layer, including layers in blocks but not activations, in the
+order of the forward pass. A record has the length of a description (8 bytes, little-endian), the
+description, such as ``Linear(784,128)``, and float32 numbers: means and variances of the weights,
+then of the biases; for batch normalisation also running means and variances. The text files have
+one number per line: means of all weights, variances of all weights, and the same for biases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashlight_py.tagi.activations import Activation
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.lstm import States
 from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
-from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy, real, unmasked
+from flashlight_py.tagi.states import REAL, BaseHiddenStates, as_real, host_copy, unmasked
 
 # The first four entries of a layer, which pytagi's dictionaries have as well.
 FOUR = ("mu_w", "var_w", "mu_b", "var_b")
@@ -35,46 +35,45 @@ FileName = str | os.PathLike[str]
 
 
 class Network:
-    """The base of networks: layers by name, what they have learnt, and what LSTMs carry on."""
+    """Base class of networks: named layers, learned state, and carried LSTM states."""
 
     layers: list[BaseLayer]
     _smoothed: BaseHiddenStates | None = None
     _num_samples = 0
 
     def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield every layer, also those inside blocks, by the names that pytagi gives them."""
+        """Yield all layers, including layers in blocks, with the names that pytagi uses."""
         for number, layer in enumerate(self.layers):
             yield from layer.named_layers(str(number))
 
     def state_dict(self) -> StateDict:
-        """Return all that the network has learnt: copies of flat arrays, on the CPU.
+        """Return the learned state: flat copies on the CPU.
 
-        By pytagi's names, such as ``"Linear.0"`` and ``"Conv2d.main.3.0"`` in a block: means and
-        variances of the weights, then of the biases; of a layer that keeps running statistics,
-        also these.
+        Keys are pytagi's names, such as ``"Linear.0"``, or ``"Conv2d.main.3.0"`` in a block. Values
+        are means and variances of the weights, then of the biases, then running statistics, if any.
         """
         return {
             name: (
-                *(getattr(layer, which) for which in FOUR),
-                *(host_copy(each) for each in layer.statistics()),
+                *(getattr(layer, name) for name in FOUR),
+                *(host_copy(array) for array in layer.statistics()),
             )
             for name, layer in self.named_layers()
             if layer.has_state
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what ``state_dict()`` returned, of this library's or pytagi's; any sequences.
+        """Set the state from a ``state_dict()`` of this library or pytagi; any sequences.
 
-        Entries of four arrays, as pytagi's, leave running statistics as they are.
+        Entries with four arrays, as in pytagi, leave running statistics unchanged.
 
         Raises:
-            ValueError: names or sizes are not this network's, something is not finite or masked, or
-                a variance is negative; names them. Nothing was changed.
+            ValueError: If names or sizes differ from the network's, a value is not finite or
+                masked, or a variance is negative. The message lists the names. Nothing has changed.
         """
         layers = {name: layer for name, layer in self.named_layers() if layer.has_state}
         problems = [f"missing {name!r}" for name in layers if name not in state_dict]
         problems += [f"unexpected {name!r}" for name in state_dict if name not in layers]
-        # All of them before the first is set: some may be no numbers.
+        # Convert all arrays before the first is set, because a conversion may fail.
         entries = {
             name: [
                 np.asarray(unmasked(f"load_state_dict: {name!r}", values), REAL)
@@ -84,56 +83,56 @@ class Network:
             if name in state_dict
         }
         for name, arrays in entries.items():
-            layer, found = layers[name], [int(each.size) for each in arrays]
+            layer, sizes = layers[name], [int(array.size) for array in arrays]
             expected = [layer.num_weights] * 2 + [layer.num_biases] * 2
-            statistics = [int(each.size) for each in layer.statistics()]
-            if found not in (expected, expected + statistics):
+            statistics = [int(array.size) for array in layer.statistics()]
+            if sizes not in (expected, expected + statistics):
                 expected += statistics
-                problems += [f"{name!r} has arrays of {found} elements, expected {expected}"]
-            elif wrong := wrong_moments((*FOUR, *STATISTICS), arrays):
-                problems += [f"{name!r}: {'; '.join(wrong)}"]
+                problems += [f"{name!r}: expected arrays of {expected} elements, got {sizes}"]
+            elif invalid := wrong_moments((*FOUR, *STATISTICS), arrays):
+                problems += [f"{name!r}: {'; '.join(invalid)}"]
         if problems:
             raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
         for name, layer in layers.items():
-            for which, values in zip(FOUR, entries[name], strict=False):
-                setattr(layer, which, values)
-            for home, values in zip(layer.statistics(), entries[name][len(FOUR) :], strict=False):
-                home[...] = array_module(home).asarray(values).reshape(home.shape)
+            for attribute, values in zip(FOUR, entries[name], strict=False):
+                setattr(layer, attribute, values)
+            for target, values in zip(layer.statistics(), entries[name][len(FOUR) :], strict=False):
+                target[...] = array_module(target).asarray(values).reshape(target.shape)
 
     def save(self, filename: FileName) -> None:
-        """Write all that the network has learnt into pytagi's binary file.
+        """Write the learned state to a binary file in pytagi's format.
 
-        The file is there whole or not at all. Its folder is made if need be.
+        The file is complete or absent. Its folder is created if necessary.
 
         Raises:
-            ValueError: the sizes of a layer are not known yet; run a batch first.
-            OSError: the file cannot be written.
+            ValueError: If the sizes of a layer are unknown. Run a batch first.
+            OSError: If the file cannot be written.
         """
         state, records = self.state_dict(), []
         for name, layer in _recorded(self):
             if layer.output_shape is None:
                 raise ValueError(
-                    f"save: {name} does not know its sizes yet; call the network with a batch first"
+                    f"save: the sizes of {name} are not known. Call the network with a batch first"
                 )
             records += [_head(layer), *(a.astype(FLOATS).tobytes() for a in state.get(name, ()))]
         _write(Path(filename), b"".join(records))
 
     def load(self, filename: FileName) -> None:
-        """Take what ``save()`` has written, of this library's or pytagi's.
+        """Set the state from a file of ``save()``, of this library or pytagi.
 
         Raises:
-            ValueError: the file is another network's, incomplete or too long; says where. Nothing
-                was changed.
-            OSError: it cannot be read.
+            ValueError: If the file belongs to another network, is incomplete or too long. Nothing
+                has changed.
+            OSError: If the file cannot be read.
         """
         self.load_state_dict(_parse(self, Path(filename)))
 
     def save_csv(self, filename: FileName) -> None:
         """Write all parameters as text: ``<filename>_1_mw.csv``, ``_2_Sw``, ``_3_mb``, ``_4_Sb``.
 
-        With six digits, as pytagi does; it leaves out what is inside blocks, this does not. Running
-        statistics are not in it: use :meth:`save` to go on later. A file that cannot be written is
-        an OSError.
+        Numbers have six digits, as in pytagi. Unlike pytagi, this includes layers in blocks.
+        Running statistics are not included: use :meth:`save` to resume later. Raises OSError if a
+        file cannot be written.
         """
         entries = self.state_dict().values()
         for number, ending in enumerate(ENDINGS):
@@ -142,12 +141,12 @@ class Network:
             _write(Path(os.fspath(filename) + ending), "".join(lines).encode())
 
     def load_csv(self, filename: FileName) -> None:
-        """Take what ``save_csv()`` has written; running statistics stay as they are.
+        """Set the parameters from files of ``save_csv()``; running statistics are unchanged.
 
         Raises:
-            ValueError: a file has another number of values than the network, or something that is
-                no number. Nothing was changed.
-            OSError: a file cannot be read.
+            ValueError: If a file has a wrong number of values or text that is not a number. Nothing
+                has changed.
+            OSError: If a file cannot be read.
         """
         state = self.state_dict()
         columns = []
@@ -157,20 +156,20 @@ class Network:
                 values = np.array(path.read_text().split(), FLOATS)
             except ValueError as error:
                 raise ValueError(
-                    f"load_csv: {path} has something that is no number: {error}. Nothing was loaded"
+                    f"load_csv: {path}: expected only numbers: {error}. Nothing was loaded"
                 ) from error
             sizes = [entry[number].size for entry in state.values()]
             if values.size != sum(sizes):
                 raise ValueError(
-                    f"load_csv: {path} has {values.size} values, the network {sum(sizes)}. Nothing "
-                    "was loaded. (pytagi leaves out the parameters of layers inside blocks)"
+                    f"load_csv: {path}: expected {sum(sizes)} values, got {values.size}. Nothing "
+                    "was loaded. (pytagi omits the parameters of layers in blocks)"
                 )
             columns.append(np.split(values, np.cumsum(sizes)[:-1]))
         self.load_state_dict(dict(zip(state, zip(*columns, strict=True), strict=True)))
 
     @property
     def num_samples(self) -> int:
-        """How many time steps a smoother keeps; 0: none."""
+        """Number of time steps that a smoother keeps; 0: none."""
         return self._num_samples
 
     @num_samples.setter
@@ -181,22 +180,22 @@ class Network:
                 layer.num_samples = value
 
     def reset_lstm_states(self) -> None:
-        """Let h and c of every LSTM begin with 0 in the next call; a smoother's series, too."""
+        """Reset h and c of every LSTM to 0 for the next call, and the series of smoothers."""
         for layer in self._lstms().values():
             layer.set_states(None)
 
     def get_lstm_states(self, time_step: int = -1) -> dict[int | str, States]:
         """Return means and variances of h, then of c, of each LSTM that carries them: flat copies.
 
-        By the number of the layer; in a block, by what follows its kind in ``state_dict()``.
-        LSTMs with ``seq_len > 1`` carry nothing from call to call.
+        Keys are layer numbers, or for blocks the part of the name after the class. LSTMs with
+        ``seq_len > 1`` carry no states between calls.
 
         Args:
-            time_step: -1: what the next call begins with; otherwise the smoothed states of the
-                time step, from 0, of each SLSTM.
+            time_step: -1: initial states of the next call. Otherwise smoothed states of each SLSTM
+                at this time step, from 0.
 
         Raises:
-            ValueError: ``time_step`` was not smoothed.
+            ValueError: If ``time_step`` was not smoothed.
         """
         if time_step == -1:
             return {key: layer.get_states() for key, layer in self._lstms().items()}
@@ -208,8 +207,8 @@ class Network:
         steps = min((len(each[0]) for each in smoothed.values()), default=0)
         if not 0 <= time_step < steps:
             raise ValueError(
-                f"get_lstm_states: time_step is -1 or that of one of {steps} smoothed time steps, "
-                f"from 0, got {time_step}"
+                f"get_lstm_states: time_step must be -1, or from 0 and below {steps}, the number "
+                f"of smoothed time steps, got {time_step}"
             )
         return {
             key: States(*(host_copy(each[time_step]) for each in states))
@@ -217,51 +216,51 @@ class Network:
         }
 
     def set_lstm_states(self, states: Mapping[Any, Any]) -> None:
-        """Let the next call begin with what ``get_lstm_states()`` has returned, of some layers.
+        """Set the initial states of the next call from (a part of) ``get_lstm_states()``.
 
         Raises:
-            TypeError: they are no real numbers.
-            ValueError: a layer carries no states, has others than ``output_size`` units, or they
-                are masked, not finite, or negative variances. Nothing was changed.
+            TypeError: If the states are not real numbers.
+            ValueError: If a layer carries no states or has other sizes, or a state is masked, not
+                finite, or a negative variance. Nothing has changed.
         """
-        layers, found = self._lstms(), {}
+        layers, entries = self._lstms(), {}
         for key, entry in states.items():
             if key not in layers:
                 raise ValueError(
-                    f"set_lstm_states: layer {key!r} is no LSTM with seq_len=1; those are "
-                    f"{', '.join(map(repr, layers)) or 'none'}"
+                    f"set_lstm_states: expected keys of LSTMs with seq_len=1 ("
+                    f"{', '.join(map(repr, layers)) or 'no such layer'}), got {key!r}"
                 )
             name = f"set_lstm_states: layer {key!r}"
-            found[key] = [real(name, each, "cpu") for each in entry]
-            expected, got = [layers[key].output_size] * 4, [each.size for each in found[key]]
+            entries[key] = [as_real(name, each, "cpu") for each in entry]
+            expected, got = [layers[key].output_size] * 4, [each.size for each in entries[key]]
             if got != expected:
                 raise ValueError(
                     f"{name}, {layers[key]}: expected means and variances of h and c, {expected} "
                     f"elements, got {got}"
                 )
-            if wrong := wrong_moments(States._fields, found[key]):
-                raise ValueError(f"{name}, {layers[key]}: {'; '.join(wrong)}")
-        for key, entry in found.items():
+            if invalid := wrong_moments(States._fields, entries[key]):
+                raise ValueError(f"{name}, {layers[key]}: {'; '.join(invalid)}")
+        for key, entry in entries.items():
             layers[key].set_states(entry)
 
     def smoother(self) -> tuple[Array, Array]:
-        """Go back over the time steps since the last smoother; return the smoothed outputs.
+        """Smooth the time steps since the last call, and return the smoothed outputs.
 
-        As :meth:`get_outputs_smoother`. Each SLSTM's h and c by all observations, and the outputs
-        by the last SLSTM's h and the parameters as they are now. A new series begins.
+        See :meth:`get_outputs_smoother`. h and c of each SLSTM use all observations. Outputs use h
+        of the last SLSTM and the current parameters. A new series starts.
 
         Raises:
-            RuntimeError: no time step was kept: ``num_samples`` is 0, or there was no pass.
-            ValueError: there is no SLSTM, or another layer than SLSTM and SLinear after one.
+            RuntimeError: If no time step was kept: ``num_samples`` is 0, or no pass ran.
+            ValueError: If there is no SLSTM, or another layer than SLSTM and SLinear after one.
         """
         layers = list(self.named_layers())
         kinds = [isinstance(layer, SLSTM) for _, layer in layers]
         if not any(kinds):
-            raise ValueError("smoother: the network has no SLSTM")
+            raise ValueError("smoother: expected a network with an SLSTM, got one without")
         layers = layers[kinds.index(True) :]
         for name, layer in layers:
             if not isinstance(layer, SLSTM | SLinear):
-                raise ValueError(f"smoother: cannot smooth {name!r}, only SLSTM and SLinear layers")
+                raise ValueError(f"smoother: expected only SLSTM and SLinear, got {name!r}")
         hidden = BaseHiddenStates(np.empty((0, 0)))
         for _, layer in layers:
             if isinstance(layer, SLSTM):
@@ -272,36 +271,36 @@ class Network:
         return self.get_outputs_smoother()
 
     def get_outputs_smoother(self) -> tuple[Array, Array]:
-        """Return means and variances of the outputs that the last smoother has made.
+        """Return means and variances of the outputs of the last smoother.
 
-        ``[time steps * outputs]``, on the CPU; copies.
+        Both are copies on the CPU, ``[time steps * outputs]``.
 
         Raises:
-            RuntimeError: there was none.
+            RuntimeError: If :meth:`smoother` was not called.
         """
         if self._smoothed is None:
-            raise RuntimeError("get_outputs_smoother: call smoother() first")
+            raise RuntimeError("get_outputs_smoother: no smoothed outputs. Call smoother() first")
         return host_copy(self._smoothed.mu_a), host_copy(self._smoothed.var_a)
 
     def _lstms(self) -> dict[int | str, LSTM]:
-        """Return the layers that carry states."""
-        found: dict[int | str, LSTM] = {}
+        """Return the LSTMs that carry states."""
+        layers: dict[int | str, LSTM] = {}
         for name, layer in self.named_layers():
             if isinstance(layer, LSTM) and layer.carries_states:
                 suffix = name.split(".", 1)[1]
-                found[int(suffix) if suffix.isdecimal() else suffix] = layer
-        return found
+                layers[int(suffix) if suffix.isdecimal() else suffix] = layer
+        return layers
 
 
 def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
-    """Return what cannot be among means and variances, which take turns, by their names."""
+    """Return problems of arrays that are means and variances in turn, with their names."""
     named = list(zip(names, arrays, strict=False))
-    found = [f"{name} is not finite" for name, each in named if not np.isfinite(each).all()]
-    return found + [f"{name} has negative variances" for name, a in named[1::2] if (a < 0).any()]
+    invalid = [f"{name} is not finite" for name, each in named if not np.isfinite(each).all()]
+    return invalid + [f"{name} has negative variances" for name, a in named[1::2] if (a < 0).any()]
 
 
 def _recorded(network: Network) -> list[tuple[str, BaseLayer]]:
-    """Return the layers that have a record: pools have an empty one, activations none."""
+    """Return the layers with a record: pools have an empty record, activations have none."""
     return [pair for pair in network.named_layers() if not isinstance(pair[1], Activation)]
 
 
@@ -311,58 +310,58 @@ def _head(layer: BaseLayer) -> bytes:
 
 
 def _parse(network: Network, path: Path) -> StateDict:
-    """Return the state in a binary file, if that is this network's."""
-    data, place, layers = path.read_bytes(), 0, _recorded(network)
+    """Return the state in a binary file; raise ValueError if it is of another network."""
+    data, offset, layers = path.read_bytes(), 0, _recorded(network)
     state = {}
     for number, (name, layer) in enumerate(layers):
-        begin = place + HEAD.itemsize
-        if begin > len(data):
-            raise _unfit(path, f"it ends before {name}, {layer}")
-        length = int(np.frombuffer(data[place:begin], HEAD)[0])
-        found = data[begin : begin + min(length, len(data))].decode(errors="replace")
+        text_start = offset + HEAD.itemsize
+        if text_start > len(data):
+            raise _file_error(path, f"it ends before {name}, {layer}")
+        length = int(np.frombuffer(data[offset:text_start], HEAD)[0])
+        text = data[text_start : text_start + min(length, len(data))].decode(errors="replace")
         expected = layer.get_layer_info()
-        known = layer.output_shape is not None
-        if not (found == expected if known else found.startswith(layer.get_layer_name() + "(")):
-            raise _unfit(path, f"expected {expected!r} for {name}, found {found[:60]!r}")
-        place = begin + length  # where the numbers of the layer begin
-        sizes = [getattr(layer, which).size for which in FOUR]
+        is_known = layer.output_shape is not None
+        if not (text == expected if is_known else text.startswith(layer.get_layer_name() + "(")):
+            raise _file_error(path, f"expected {expected!r} for {name}, got {text[:60]!r}")
+        offset = text_start + length  # start of the layer's numbers
+        sizes = [getattr(layer, name).size for name in FOUR]
         sizes += [int(each.size) for each in layer.statistics()]
-        end = place + FLOATS.itemsize * sum(sizes)
+        end = offset + FLOATS.itemsize * sum(sizes)
         if end > len(data):
-            raise _unfit(path, f"it ends within {name}, {layer}")
+            raise _file_error(path, f"it ends within {name}, {layer}")
         if layer.has_state:
-            values = np.frombuffer(data[place:end], FLOATS)
+            values = np.frombuffer(data[offset:end], FLOATS)
             state[name] = tuple(np.split(values, np.cumsum(sizes)[:-1]))
-        place = end
+        offset = end
         if layer.get_layer_name() == "LayerNorm":
             following = layers[number + 1][1] if number + 1 < len(layers) else None
-            place = _after_left_overs(data, place, following)
-    if place != len(data):
-        raise _unfit(path, f"it goes on for {len(data) - place} bytes after the last layer")
+            offset = _end_of_layer_norm(data, offset, following)
+    if offset != len(data):
+        raise _file_error(path, f"it has {len(data) - offset} bytes after the last layer")
     return state
 
 
-def _after_left_overs(data: bytes, place: int, following: BaseLayer | None) -> int:
-    """Return where the next record begins after a LayerNorm's.
+def _end_of_layer_norm(data: bytes, offset: int, following: BaseLayer | None) -> int:
+    """Return the offset of the record after a LayerNorm's.
 
-    pytagi writes there the means and variances of each sample of its last batch, however many.
+    pytagi appends the means and variances of each sample of the last batch, in any number.
     """
     if following is None:
-        rest = len(data) - place
-        return len(data) if rest % (2 * FLOATS.itemsize) == 0 else place
+        remaining = len(data) - offset
+        return len(data) if remaining % (2 * FLOATS.itemsize) == 0 else offset
     step, head = 2 * FLOATS.itemsize, _head(following)
-    for start in range(place, len(data), step):
+    for start in range(offset, len(data), step):
         if data.startswith(head, start):
             return start
-    return place
+    return offset
 
 
-def _unfit(path: Path, what: str) -> ValueError:
-    return ValueError(f"load: {path} is not this network's: {what}. Nothing was loaded")
+def _file_error(path: Path, problem: str) -> ValueError:
+    return ValueError(f"load: {path} does not match this network: {problem}. Nothing was loaded")
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically: it is complete or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

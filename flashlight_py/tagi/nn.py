@@ -1,11 +1,11 @@
-"""Layers, containers and the updater, under the names that pytagi's module ``pytagi.nn`` has."""
+"""Layers, containers and the updater, under the names of the module ``pytagi.nn``."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-# Where each name is imported from; `scripts/stubs` tells type checkers the same.
+# Module of each name. `scripts/stubs` generates the declarations for type checkers from it.
 _HOMES = {
     "activations": [
         *("ClosedFormSoftmax", "EvenExp", "LeakyReLU", "MixtureReLU", "MixtureSigmoid"),
@@ -24,7 +24,7 @@ _HOMES = {
     "windows": ["AvgPool2d", "MaxPool2d"],
 }
 for _home, _names in _HOMES.items():
-    if _home != "distributed":  # imported when it is first used: networks know nothing of it
+    if _home != "distributed":  # imported at first use: networks do not depend on it
         _module = import_module(f"flashlight_py.tagi.{_home}")
         globals().update({name: getattr(_module, name) for name in _names})
 

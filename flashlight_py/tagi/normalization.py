@@ -1,4 +1,4 @@
-"""Layers that bring units to mean 0 and variance 1, then to moments that they learn."""
+"""Layers that normalise units to mean 0 and variance 1, then scale and shift them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module, is_cupy, to_device
 from flashlight_py.tagi.activations import Moments
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.native import address, native
+from flashlight_py.tagi.native import data_pointer, native
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
@@ -20,13 +20,13 @@ NORM_STATISTICS = ("running_mean", "running_variance", "batch_mean", "batch_vari
 
 
 class Normalization(BaseLayer):
-    """The base: ``z = w * t + b`` with ``t = (x - mean) / sqrt(variance + eps)``.
+    """Base class: ``z = w * t + b`` with ``t = (x - mean) / sqrt(variance + eps)``.
 
-    With W and S of the weights, v of the input, r = 1 / sqrt(variance + eps): ``mean = t W + b``,
-    ``variance = r^2 v (W^2 + S) + S t^2 + Sb`` (pytagi 0.2.1). The statistics count as constants in
-    the backward pass: ``d r W`` and ``e (r W)^2`` go back.
+    With weight means W and variances S, input variances v, and r = 1 / sqrt(variance + eps): ``mean
+    = t W + b``, ``variance = r^2 v (W^2 + S) + S t^2 + Sb`` (pytagi 0.2.1). The backward pass
+    treats the statistics as constants: deltas are ``d r W`` and ``e (r W)^2``.
 
-    Samples are looked at as ``[features, positions]``: of an image its channels and its pixels.
+    Samples are viewed as ``[features, positions]``; for images, channels and pixels.
     """
 
     def __init__(self, features: int, eps: float, bias: bool, gains: tuple[float, float]) -> None:
@@ -43,7 +43,7 @@ class Normalization(BaseLayer):
         self._positions = 1
         self._slope: Array | None = None  # of the input
         self._t = np.empty((0, features, 1), REAL)
-        self._back = self._t  # what deltas are multiplied by
+        self._back = self._t  # factors of the deltas
 
     def _sizes(self) -> tuple[()]:
         return ()
@@ -54,7 +54,7 @@ class Normalization(BaseLayer):
         center, spread = self._statistics(m, v)
         scale = (1 / array_module(m).sqrt(spread + self.eps)).astype(REAL)
         t, mean, variance = standardize(m, v, center.astype(REAL), scale, self.weight, self.biases)
-        # Also in evaluation: in a network that trains, it may be this layer alone that does not.
+        # Kept in evaluation, too: the rest of the network may be in training.
         self._t, self._back = t, scale * self.weight.mean
         self._slope = None if x.slope is None else x.slope.reshape(rows)
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
@@ -75,8 +75,8 @@ class Normalization(BaseLayer):
 
     @abc.abstractmethod
     def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
-        """Return mean and variance by which to normalize ``[batch, features, positions]``; they
-        broadcast to ``[batch, features]``.
+        """Return mean and variance to normalise ``[batch, features, positions]``; both broadcast to
+        ``[batch, features]``.
         """
 
     def _connect(self, shape: Shape, positions: int) -> Shape:
@@ -86,30 +86,30 @@ class Normalization(BaseLayer):
 
 
 class BatchNorm2d(Normalization):
-    """Normalizes each channel of images, or each feature of flat samples, over the batch.
+    """Normalises each channel of images, or each feature of flat samples, over the batch.
 
-    With means m and variances v of the n units of a channel (batch, height and width; the batch
-    alone of flat samples): mean = sum(m) / n, variance = (sum((m - mean)^2) + sum(v)) / (n - 1); of
-    a single unit, v. In evaluation, and only there, running statistics stand in for them, which
-    follow each batch of training: ``running = momentum * running + (1 - momentum) * batch``.
+    Statistics of the n units of a channel (batch, height and width) or feature (batch), with means
+    m and variances v: mean = sum(m) / n, variance = (sum((m - mean)^2) + sum(v)) / (n - 1); for one
+    unit, v. Evaluation uses running statistics instead. Each batch of training updates them:
+    ``running = momentum * running + (1 - momentum) * batch``.
 
     Args:
-        num_features: channels of the images, or features of flat samples.
-        eps: is added to variances; above 0.
-        momentum: of the running statistics, from 0 to 1.
-        bias: whether there are biases.
-        gain_weight, gain_bias: weights start with mean 1 and biases with mean 0, both with variance
-            gain^2 / num_features.
+        num_features: Channels of the images, or features of flat samples.
+        eps: Positive number that is added to variances.
+        momentum: Momentum of the running statistics, from 0 to 1.
+        bias: Whether the layer has biases.
+        gain_weight, gain_bias: Gains of the initial variances, gain^2 / num_features. Weights start
+            with mean 1, biases with mean 0.
 
     Attributes:
-        running_mean, running_variance: ``[num_features]``, float32; start with 0 and 1.
-        add_up: None: the statistics are those of this process's batch. Otherwise it is called once
-            in each forward pass of training, with a flat float64 array of 1 + 3 num_features
-            elements (n, sum(m), sum(m^2), sum(v)), to which it adds those of the other processes in
-            place; the statistics are those of all their batches.
+        running_mean, running_variance: ``[num_features]``, float32; initially 0 and 1.
+        add_up: None: statistics of the batch of this process. Otherwise a function that each
+            forward pass in training calls once with a flat float64 array of 1 + 3 num_features
+            elements (n, sum(m), sum(m^2), sum(v)). It adds the arrays of the other processes in
+            place, and the statistics are those of all batches together.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class BatchNorm2d(Normalization):
         self.add_up: Callable[[Array], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy takes the statistics of its own batches."""
+        """Return the state without ``add_up``: a copy takes statistics of one process."""
         return super().__getstate__() | {"add_up": None}
 
     def connect(self, shape: Shape) -> Shape:
-        """Take images of ``num_features`` channels, or as many features."""
+        """Accept images with ``num_features`` channels, or ``num_features`` features."""
         if shape[:1] == (self.num_features,):
             return self._connect(shape, math.prod(shape[1:]))
         if math.prod(shape) == self.num_features:
@@ -149,28 +149,28 @@ class BatchNorm2d(Normalization):
     def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         if not self.training:
             return self.running_mean, self.running_variance
-        mean, variance = self._of_batch(m, v)
-        self._follow(mean, variance)
+        mean, variance = self._batch_statistics(m, v)
+        self._update_running(mean, variance)
         return mean, variance
 
-    def _follow(self, mean: Array, variance: Array) -> None:
+    def _update_running(self, mean: Array, variance: Array) -> None:
         self.batch_mean, self.batch_variance = mean.astype(REAL), variance.astype(REAL)
         for running, batch in zip(self.statistics(), (mean, variance), strict=True):
             running[...] = self.momentum * running + (1 - self.momentum) * batch
 
     def forward_nothing(self) -> None:
-        """Follow the other processes' statistics, if there are any."""
+        """Update the running statistics from the batches of other processes, if any."""
         if self.training and self.add_up is not None:
             sums = array_module(self.running_mean).zeros(1 + 3 * self.num_features)
             self.add_up(sums)
             if float(sums[0]):
-                self._follow(*_mean_and_variance(sums))
+                self._update_running(*_mean_and_variance(sums))
 
-    def _of_batch(self, m: Array, v: Array | None) -> tuple[Array, Array]:
-        """Return mean and variance of each feature, float64.
+    def _batch_statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
+        """Return mean and variance of each feature in float64.
 
-        Squares are those of differences to the mean of this process, and float64 from there on: so
-        nothing is lost where means are large beside their differences.
+        Squares are of differences to the mean of this process, and float64 from there on, so means
+        that are large compared with their differences lose no precision.
         """
         xp = array_module(m)
         n = float(m.shape[0] * m.shape[2])
@@ -185,30 +185,28 @@ class BatchNorm2d(Normalization):
 
 
 def _mean_and_variance(sums: Array) -> tuple[Array, Array]:
-    """Return those of each feature from n and the sums of means, their squares, and variances."""
+    """Return mean and variance of each feature from n and sums of means, squares and variances."""
     xp = array_module(sums)
-    total, (more, squares, units) = sums[0], sums[1:].reshape(3, -1)
-    mean = more / total
+    total, (means, squares, units) = sums[0], sums[1:].reshape(3, -1)
+    mean = means / total
     squares = xp.maximum(squares - mean * mean * total, 0)
     return mean, (squares + units) / xp.maximum(total - 1, 1)
 
 
 class LayerNorm(Normalization):
-    """Normalizes each sample over all its units, in evaluation as in training.
+    """Normalises each sample over all its units, in training and evaluation.
 
     With means m and variances v of the n units of a sample: mean = sum(m) / n, variance = (sum((m -
-    mean)^2) + sum(v)) / (n - 1); of a single unit, v.
+    mean)^2) + sum(v)) / (n - 1); for one unit, v. Weights start with mean 1, biases with 0.
 
     Args:
-        normalized_shape: ``n`` or ``(n,)`` for flat samples, with weights for each feature; or
-            ``(channels, width, height)`` for images, with weights for each channel.
-        eps: is added to variances; above 0.
-        bias: whether there are biases.
-
-    Weights start with mean 1, biases with mean 0, both with variance 1 / their number.
+        normalized_shape: ``n`` or ``(n,)`` for flat samples, with one weight per feature; or
+            ``(channels, width, height)`` for images, with one weight per channel.
+        eps: Positive number that is added to variances.
+        bias: Whether the layer has biases.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(
@@ -217,15 +215,15 @@ class LayerNorm(Normalization):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else (*normalized_shape,)
         if len(shape) not in (1, 3) or min(shape) < 1:
             raise ValueError(
-                "LayerNorm: normalized_shape is a number of features or (channels, width, "
-                f"height), each at least 1; got {normalized_shape}"
+                "LayerNorm: normalized_shape must be a number of features or (channels, width, "
+                f"height), each at least 1, got {normalized_shape}"
             )
         super().__init__(shape[0], eps, bias, (1, 1))
         self.normalized_shape = shape
         self.connect(shape if len(shape) == 1 else (shape[0], shape[2], shape[1]))
 
     def connect(self, shape: Shape) -> Shape:
-        """Take samples of as many units; images have the channels first."""
+        """Accept samples of the same number of units; images have channels first."""
         images = len(self.normalized_shape) == 3
         channels = not images or len(shape) == 1 or shape[0] == self.num_weights
         if math.prod(shape) != math.prod(self.normalized_shape) or not channels:
@@ -244,11 +242,11 @@ class LayerNorm(Normalization):
         return mean, variance / max(n - 1, 1)
 
 
-SHORTEST = 8  # positions of rows for which the kernels pay
+SHORTEST = 8  # minimum positions per row for which the kernels are faster
 
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
-    """Return the sum of each row, or of squares of its differences to ``centers``; float64."""
+    """Return float64 sums of each row, or of squared differences to ``centers``."""
     xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
         centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])
@@ -271,12 +269,12 @@ def standardize(
     m: Array, v: Array | None, center: Array, scale: Array, weight: Parameter,
     bias: Parameter | None,
 ) -> Moments:  # fmt: skip
-    """Return t = (m - center) scale, and the moments of t weight + bias; three new arrays.
+    """Return t = (m - center) scale, and the moments of t weight + bias: three new arrays.
 
-    ``weight`` and ``bias`` have an element for each feature.
+    ``weight`` and ``bias`` have one element per feature.
     """
-    rows, of_input = _Rows.of(m), scale * scale * (weight.mean * weight.mean + weight.variance)
-    if rows is None:  # the kernels' order of operations
+    rows, input_factor = _Rows.of(m), scale * scale * (weight.mean * weight.mean + weight.variance)
+    if rows is None:  # the same order of operations as in the kernels
         t = m - center[..., None]
         t *= scale[..., None]
         mean, variance = t * weight.mean[:, None], t * t
@@ -285,12 +283,12 @@ def standardize(
             mean += bias.mean[:, None]
             variance += bias.variance[:, None]
         if v is not None:
-            variance += v * of_input[..., None]
+            variance += v * input_factor[..., None]
         return t, mean, variance
     affine = np.empty((*m.shape[:2], 7), REAL)
     affine[..., 0], affine[..., 1], affine[..., 2] = center, scale, weight.mean
     affine[..., 3] = 0 if bias is None else bias.mean
-    affine[..., 4], affine[..., 5] = weight.variance, of_input
+    affine[..., 4], affine[..., 5] = weight.variance, input_factor
     affine[..., 6] = 0 if bias is None else bias.variance
     moments = np.empty_like(rows.lead), np.empty_like(rows.lead), np.empty_like(rows.lead)
     rows.call("standardize", rows.lead, v, affine, *moments)
@@ -300,8 +298,8 @@ def standardize(
 def standardize_back(
     t: Array, d: Array, e: Array, slope: Array | None, back: Array, wanted: bool
 ) -> tuple[Array, Deltas | None]:
-    """Return sums, ``[4, features]``, float64: of t d, t^2 e, d, e; and, if ``wanted``, two new
-    arrays: d and e times ``back`` and its square, and times ``slope`` and its square.
+    """Return float64 sums ``[4, features]`` of t d, t^2 e, d, e; and, if ``wanted``, new deltas: d
+    times ``back`` and ``slope``, and e times both squared.
     """
     xp, rows = array_module(t), _Rows.of(t)
     if rows is None:
@@ -319,10 +317,10 @@ def standardize_back(
 
 
 class _Rows:
-    """The rows of an array and how they lie, for the kernels.
+    """The rows of an array and their memory layout, for the kernels.
 
     Attributes:
-        lead: the array, or a copy without gaps, as which all units of a call lie.
+        lead: The array, or a copy without gaps. All units of a call have its memory layout.
     """
 
     def __init__(self, module: Any, units: Array) -> None:
@@ -330,11 +328,11 @@ class _Rows:
         dense = np.empty_like(units).strides == units.strides
         self.lead = units if dense else units.copy(order="K")
         steps = (step // REAL.itemsize for step in self.lead.strides[:2])
-        self._described = module.ffi.new("fl_tagi_rows *", (*units.shape, *steps))
+        self._description = module.ffi.new("fl_tagi_rows *", (*units.shape, *steps))
 
     @classmethod
     def of(cls, units: Array) -> _Rows | None:
-        """Return the rows of ``units``, or None where NumPy or CuPy do better."""
+        """Return the rows of ``units``; None if NumPy or CuPy is faster."""
         if is_cupy(units) or units.dtype != REAL:
             return None
         if units.shape[2] < SHORTEST or units.strides[2] != REAL.itemsize:
@@ -343,18 +341,18 @@ class _Rows:
         return None if module is None else cls(module, units)
 
     def call(self, name: str, *arrays: Array | None) -> None:
-        """Call the kernel with the rows and ``arrays``: units, or contiguous ones of other shapes.
+        """Call a kernel with the rows and ``arrays``: units, or contiguous arrays of other shapes.
 
-        Rows are so long that nothing else has their shape.
+        Rows are long enough that no other array has their shape.
         """
-        placed = [None if each is None else self._placed(each) for each in arrays]
-        pointers = [address(self._module, each) for each in placed]
-        getattr(self._module.lib, f"fl_tagi_{name}")(self._described, *pointers)
+        arranged = [None if each is None else self._with_layout(each) for each in arrays]
+        pointers = [data_pointer(self._module, each) for each in arranged]
+        getattr(self._module.lib, f"fl_tagi_{name}")(self._description, *pointers)
 
-    def _placed(self, array: Array) -> Array:
-        """Return units as they are or as a copy that lies as ``lead`` does; others as they are."""
-        same = array.dtype == REAL and array.strides == self.lead.strides
-        if array.shape != self.lead.shape or same:
+    def _with_layout(self, array: Array) -> Array:
+        """Return units in the memory layout of ``lead``, copied if necessary; others unchanged."""
+        is_laid_out = array.dtype == REAL and array.strides == self.lead.strides
+        if array.shape != self.lead.shape or is_laid_out:
             return array
         copy = np.empty_like(self.lead)
         copy[...] = array

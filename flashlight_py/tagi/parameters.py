@@ -1,9 +1,9 @@
-"""The parameters of a network: how they begin, where they lie, and their bounded step.
+"""Parameters of a network: initial values, memory layout, and the bounded step.
 
-A layer knows its own :class:`Parameter` objects. A network gathers those of all layers into
-:class:`ParameterBucket` objects, in the order in which a backward pass ends: one array of all
-means, one of all variances, one of the sums that a backward pass has made for both. So a step is
-one call of a kernel, and sums of other processes travel as they lie.
+Each layer has :class:`Parameter` objects. A network gathers them in :class:`ParameterBucket`
+objects in the order in which a backward pass completes them. A bucket has one array of all means,
+one of all variances, and one of the sums of a backward pass for both. A step is therefore one
+kernel call, and sums are sent to other processes without a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashlight_py.random import generator
 from flashlight_py.tagi.native import floats, native_for
 from flashlight_py.tagi.states import REAL
 
-FLOOR = np.float32(1e-5)  # of variances that a step would not leave positive
+FLOOR = np.float32(1e-5)  # for variances that a step would make zero or negative
 METHODS = ("He", "Xavier")
 
 
@@ -27,10 +27,10 @@ class Parameter:
     """An array of independent Gaussian parameters, and the sums of the last backward pass.
 
     Attributes:
-        mean, variance: any shape, float32.
-        mean_sum: what the pass adds up for the mean, over the batch. Times ``variance`` it is the
-            innovation of the mean.
-        variance_sum: the same for the variance: times ``variance ** 2``.
+        mean, variance: Float32 arrays of any shape.
+        mean_sum: Sum over the batch for the mean. Times ``variance`` it is the innovation of the
+            mean.
+        variance_sum: The same for the variance, times ``variance ** 2``.
     """
 
     __slots__ = ("mean", "mean_sum", "variance", "variance_sum")
@@ -43,28 +43,28 @@ class Parameter:
 
     @property
     def mean_delta(self) -> Array:
-        """The innovation of the mean in the next step, before it is bounded; a new array."""
+        """The unbounded innovation of the mean in the next step; a new array."""
         return self.variance * self.mean_sum
 
     @property
     def variance_delta(self) -> Array:
-        """The innovation of the variance in the next step, before it is bounded; a new array."""
+        """The unbounded innovation of the variance in the next step; a new array."""
         return self.variance * self.variance * self.variance_sum
 
-    def put(self, which: str, values: Array) -> None:
-        """Set ``mean`` or ``variance`` in place from as many values, of any shape and dtype."""
-        if which not in ("mean", "variance"):
-            raise AttributeError(f"{which} follows from the sums of a backward pass")
-        home: Array = getattr(self, which)
-        found = np.asarray(values, REAL)
-        if which == "variance" and not (found >= 0).all():
-            raise ValueError(f"variances are not negative, got {found.min()}")
-        home[...] = array_module(home).asarray(found).reshape(home.shape)
+    def put(self, moment: str, values: Array) -> None:
+        """Set ``mean`` or ``variance`` in place from values of the same size and any shape."""
+        if moment not in ("mean", "variance"):
+            raise AttributeError(f"{moment} is read-only: it follows from a backward pass")
+        target: Array = getattr(self, moment)
+        array = np.asarray(values, REAL)
+        if moment == "variance" and not (array >= 0).all():
+            raise ValueError(f"variances must be at least 0, got {array.min()}")
+        target[...] = array_module(target).asarray(array).reshape(target.shape)
 
 
 def spread(method: str, fan_in: int, fan_out: int) -> float:
-    """Return the standard deviation of the means: ``sqrt(1 / fan_in)`` by He, ``sqrt(2 / (fan_in +
-    fan_out))`` by Xavier.
+    """Return the standard deviation of initial means: ``sqrt(1 / fan_in)`` for He, ``sqrt(2 /
+    (fan_in + fan_out))`` for Xavier.
     """
     if method not in METHODS:
         raise ValueError(f"init_method must be one of {', '.join(METHODS)}, got {method!r}")
@@ -72,7 +72,7 @@ def spread(method: str, fan_in: int, fan_out: int) -> float:
 
 
 def gaussian(shape: tuple[int, ...], deviation: float, gain: float) -> Parameter:
-    """Draw means from N(0, ``deviation``); the variances are ``(gain * deviation) ** 2``."""
+    """Draw means with standard deviation ``deviation``; variances ``(gain * deviation) ** 2``."""
     mean = generator().standard_normal(shape, REAL) * REAL.type(deviation)
     return Parameter(mean, np.full(shape, (gain * deviation) ** 2, REAL))
 
@@ -80,43 +80,43 @@ def gaussian(shape: tuple[int, ...], deviation: float, gain: float) -> Parameter
 Allocate = Callable[[int], Array]
 
 
-def on_device(device: str) -> Allocate:
+def zeros_on(device: str) -> Allocate:
     """Return a function that makes flat arrays of zeros on ``device``."""
     return lambda size: to_device(np.zeros(size, REAL), device)
 
 
 class ParameterBucket:
-    """Parameters whose arrays are parts of flat ones, one after the other.
+    """Parameters whose arrays are consecutive views of flat arrays.
 
     Attributes:
-        mean, variance: of all of them, flat.
-        sums: those of the means, then those of the variances, then ``extra`` elements that
-            whoever adds them over processes may use.
+        mean, variance: Flat arrays of all parameters.
+        sums: Sums of the means, then of the variances, then ``extra`` elements for the code that
+            adds them over processes.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], home: Allocate, sums: Allocate | None = None,
+        self, parameters: Sequence[Parameter], allocate: Allocate, sums: Allocate | None = None,
         extra: int = 0,
     ) -> None:  # fmt: skip
         self.parameters = tuple(parameters)
-        self.size = sum(int(each.mean.size) for each in parameters)
-        self.mean, self.variance = home(self.size), home(self.size)
-        self.sums = (sums or home)(2 * self.size + extra)
+        self.size = sum(int(parameter.mean.size) for parameter in parameters)
+        self.mean, self.variance = allocate(self.size), allocate(self.size)
+        self.sums = (sums or allocate)(2 * self.size + extra)
         self.extra = self.sums[2 * self.size :]
         start = 0
-        for each in parameters:
-            end, shape = start + int(each.mean.size), each.mean.shape
-            mean, variance = each.mean, each.variance
-            each.mean = self.mean[start:end].reshape(shape)
-            each.variance = self.variance[start:end].reshape(shape)
-            each.put("mean", to_device(mean, "cpu"))
-            each.put("variance", to_device(variance, "cpu"))
-            each.mean_sum = self.sums[start:end].reshape(shape)
-            each.variance_sum = self.sums[self.size + start : self.size + end].reshape(shape)
+        for parameter in parameters:
+            end, shape = start + int(parameter.mean.size), parameter.mean.shape
+            mean, variance = parameter.mean, parameter.variance
+            parameter.mean = self.mean[start:end].reshape(shape)
+            parameter.variance = self.variance[start:end].reshape(shape)
+            parameter.put("mean", to_device(mean, "cpu"))
+            parameter.put("variance", to_device(variance, "cpu"))
+            parameter.mean_sum = self.sums[start:end].reshape(shape)
+            parameter.variance_sum = self.sums[self.size + start : self.size + end].reshape(shape)
             start = end
         self._homes = [each.mean for each in parameters]
-        # Means, variances, and the sums for each; looking at an array for native code takes longer
-        # than a small step, so pointers are kept.
+        # Means, variances and their sums. Pointers are kept, because making them takes longer than
+        # a small step.
         of_means, of_variances = self.sums[: self.size], self.sums[self.size : 2 * self.size]
         self._arrays = (self.mean, self.variance, of_means, of_variances)
         self._native = native_for(self.mean)
@@ -126,19 +126,19 @@ class ParameterBucket:
     def step(self, cap: float) -> None:
         """Change means and variances in place, each by at most ``sqrt(variance) / cap``.
 
-        With the sums d and e of a backward pass and the variance s, an element changes by ``clip(s
-        d, +-sqrt(s) / cap)`` in its mean and by ``clip(s^2 e, +-sqrt(s) / cap)`` in its variance,
-        which becomes 1e-5 where it would not be positive. That both have the same bound has no
-        reason in units; it is what pytagi does, and what its accuracies were measured with.
+        With the sums d and e of a backward pass and the variance s, the mean changes by ``clip(s d,
+        +-sqrt(s) / cap)`` and the variance by ``clip(s^2 e, +-sqrt(s) / cap)``. A variance that
+        would not be positive becomes 1e-5. The shared bound has no justification in units; pytagi
+        uses it, and its published accuracies were measured with it.
 
         Raises:
-            RuntimeError: parameters have been moved to other buckets since.
+            RuntimeError: If the parameters were moved to other buckets.
         """
         pairs = zip(self.parameters, self._homes, strict=True)
         if any(each.mean is not home for each, home in pairs):
             raise RuntimeError(
-                "step: another network was made of the same layers since, and their parameters lie "
-                "in its memory now; step that one, or make each network of layers of its own"
+                "step: another network was created with the same layers and owns their parameters. "
+                "Step that network, or create each network with new layers"
             )
         if self._native is not None:
             self._native.lib.fl_tagi_step(*self._pointers, self.size, 1 / cap)
@@ -151,17 +151,17 @@ class ParameterBucket:
 def step_in_numpy(
     mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
-    """Do what the kernels do, in the same order of operations."""
+    """Compute the step like the kernels, in the same order of operations."""
     bound = np.sqrt(variance) * REAL.type(inverse_cap)
     d = variance * mean_sum
     e = variance * variance * variance_sum
     mean += np.clip(d, -bound, bound)
     variance += np.clip(e, -bound, bound)
-    variance[~(variance > 0)] = FLOOR  # what is not a number, too
+    variance[~(variance > 0)] = FLOOR  # also NaN
 
 
 def cap_factor(batch: int) -> float:
-    """Return pytagi's bound for a batch of so many samples: the larger, the smaller the steps."""
+    """Return pytagi's ``cap`` for a batch of this size: larger values give smaller steps."""
     if batch <= 1:
         return 0.1
     return 2.0 if batch < 256 else 3.0

@@ -1,4 +1,4 @@
-"""Observations of the outputs: the deltas that a backward pass begins with."""
+"""Observations of network outputs, which give the initial deltas of a backward pass."""
 
 from __future__ import annotations
 
@@ -10,92 +10,99 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.tagi.native import floats, native_for
-from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, fits, real, unmasked
+from flashlight_py.tagi.states import (
+    REAL,
+    BaseDeltaStates,
+    BaseHiddenStates,
+    as_real,
+    fits_in,
+    unmasked,
+)
 
 
 def deltas_of(
     outputs: BaseHiddenStates, indices: Array | None, observed: Array, errors: Array
 ) -> tuple[Array, Array]:
-    """Return new deltas of the means and of the variances, in the shape of ``outputs``.
+    """Return new deltas of means and variances in the shape of ``outputs``.
 
     Args:
-        outputs: ``[batch, *shape]``.
-        indices: int64 ``[batch, k]`` on the CPU: which outputs of each sample are observed, from 1;
-            None: all. The others' deltas are 0.
-        observed: as many float32 elements.
-        errors: the variances of the errors, as many float32 elements, or one for all.
+        outputs: Units of shape ``[batch, *shape]``.
+        indices: Observed outputs of each sample, counted from 1: int64 ``[batch, k]`` on the CPU.
+            None: all. The deltas of the remaining outputs are 0.
+        observed: Observations, float32, one per observed output.
+        errors: Variances of the observation errors, float32; one per observation, or one for all.
     """
     module = native_for(outputs.mean)
     if module is not None:
-        return _natively(module, outputs, indices, observed, errors)
+        return _observe_natively(module, outputs, indices, observed, errors)
     if indices is None:
         shape = outputs.mean.shape
         errors = errors if errors.size == 1 else errors.reshape(shape)
         return innovations(outputs, observed.reshape(shape), errors)
     xp = array_module(outputs.mean)
-    places = xp.asarray((indices + _before(len(indices), outputs.actual_size)).reshape(-1))
-    chosen = BaseHiddenStates(
-        outputs.mu_a.take(places),
-        None if outputs.variance is None else outputs.var_a.take(places),
-        None if outputs.slope is None else outputs.jcb.take(places),
+    positions = xp.asarray((indices + _flat_offsets(len(indices), outputs.actual_size)).reshape(-1))
+    selected = BaseHiddenStates(
+        outputs.mu_a.take(positions),
+        None if outputs.variance is None else outputs.var_a.take(positions),
+        None if outputs.slope is None else outputs.jcb.take(positions),
     )
     d, e = xp.zeros(outputs.size, REAL), xp.zeros(outputs.size, REAL)
-    d[places], e[places] = innovations(chosen, observed.reshape(-1), errors.reshape(-1))
+    d[positions], e[positions] = innovations(selected, observed.reshape(-1), errors.reshape(-1))
     return d.reshape(outputs.mean.shape), e.reshape(outputs.mean.shape)
 
 
 @functools.lru_cache(4)
-def _before(batch: int, outputs: int) -> Array:
-    """Return what to add to indices from 1 to get places among all outputs: ``[batch, 1]``."""
+def _flat_offsets(batch: int, outputs: int) -> Array:
+    """Return offsets that turn indices from 1 into indices of the flat outputs: ``[batch, 1]``."""
     return np.arange(batch)[:, None] * outputs - 1
 
 
 def innovations(units: BaseHiddenStates, observed: Array, errors: Array) -> tuple[Array, Array]:
-    """Return the deltas of units that are all observed, in arrays of one shape."""
+    """Return the deltas of observed units; all arrays have the same shape."""
     xp = array_module(units.mean)
     total = errors if units.variance is None else units.variance + errors
     with np.errstate(all="ignore"):
         gain = (1 if units.slope is None else units.slope) / total
         d = gain * (observed - units.mean)
         e = xp.broadcast_to(-gain if units.slope is None else -gain * units.slope, d.shape)
-    learnt = xp.isfinite(d) & xp.isfinite(e)
-    return xp.where(learnt, d, 0), xp.where(learnt, e, 0)
+    is_finite = xp.isfinite(d) & xp.isfinite(e)
+    return xp.where(is_finite, d, 0), xp.where(is_finite, e, 0)
 
 
-def _natively(
+def _observe_natively(
     module: Any, outputs: BaseHiddenStates, indices: Array | None, observed: Array, errors: Array
 ) -> tuple[Array, Array]:
-    ffi, each = module.ffi, outputs.actual_size
-    places, of_each = ffi.NULL, each
+    ffi, units = module.ffi, outputs.actual_size
+    positions, observed_units = ffi.NULL, units
     if indices is not None:
-        places = ffi.from_buffer("int64_t[]", np.ascontiguousarray(indices, np.int64))
-        of_each = math.prod(indices.shape[1:])
+        positions = ffi.from_buffer("int64_t[]", np.ascontiguousarray(indices, np.int64))
+        observed_units = math.prod(indices.shape[1:])
     d, e = np.zeros((2, *outputs.mean.shape), REAL)
-    # The user may set arrays of other sizes; the kernel reads ``d.size`` numbers of each.
+    # A user may set arrays of other sizes, and the kernel reads ``d.size`` numbers of each.
     arrays = (outputs.mean, outputs.variance, outputs.slope)
     moments = [floats(module, None if a is None else a.reshape(d.shape)) for a in arrays]
-    described = ffi.new("fl_tagi_outputs *", (*moments, each, observed.size, of_each))
-    known, found = ([floats(module, a) for a in pair] for pair in ((observed, errors), (d, e)))
-    module.lib.fl_tagi_observe(described, places, *known, int(errors.size != 1), *found)
+    description = ffi.new("fl_tagi_outputs *", (*moments, units, observed.size, observed_units))
+    values, deltas = ([floats(module, a) for a in pair] for pair in ((observed, errors), (d, e)))
+    module.lib.fl_tagi_observe(description, positions, *values, int(errors.size != 1), *deltas)
     return d, e
 
 
 class OutputUpdater:
-    """Computes the deltas of a network's outputs from observations with Gaussian errors.
+    """Computes the deltas of network outputs from observations with Gaussian errors.
 
-    Each method writes them into ``delta_states``, for the network's ``backward()``. Arrays have the
-    batch first, ``[batch, outputs]``, or are flat, of any dtype and any strides. ``var_obs`` may
-    also be one number, or an array that is longer and all of one value, none masked, as scripts
-    pass it for the smaller batch at the end of an epoch. Values that are NaN in ``mu_obs``, or
-    masked (``np.ma``) in it or in ``var_obs``, were not observed: they teach nothing.
+    Each method writes the deltas to ``delta_states`` for the ``backward()`` of the network. Arrays
+    are ``[batch, outputs]`` or flat, of any dtype and strides. ``var_obs`` may also be one number,
+    or a longer array of one repeated, unmasked value: pytagi scripts pass it with the smaller last
+    batch of an epoch. Elements that are NaN in ``mu_obs`` or masked (``np.ma``) in either array are
+    unobserved and have no effect.
 
     Args:
-        model_device: where the network is, such as its attribute ``device``.
+        model_device: Device of the network, such as its attribute ``device``.
 
     Raises:
-        TypeError: when called: observations or variances are no real numbers.
-        ValueError: when called: an array has another number of elements or another shape, a
-            variance is negative, or indices are out of range or masked. Nothing was changed.
+        TypeError: In a method, if observations or variances are not real numbers.
+        ValueError: In a method, if an array has a wrong size or shape, a variance is negative, or
+            an index is out of range or masked. Nothing has changed.
     """
 
     def __init__(self, model_device: str = "cpu") -> None:
@@ -105,7 +112,7 @@ class OutputUpdater:
         self, output_states: BaseHiddenStates, mu_obs: Any, var_obs: Any,
         delta_states: BaseDeltaStates,
     ) -> None:  # fmt: skip
-        """Observe every output: ``mu_obs`` with variances ``var_obs``."""
+        """Observe every output: ``mu_obs`` with error variances ``var_obs``."""
         observed = self._observed(mu_obs, output_states.mean.shape)
         errors = self._variances(var_obs, output_states.mean.shape)
         delta_states.mean, delta_states.variance = deltas_of(output_states, None, observed, errors)
@@ -114,28 +121,28 @@ class OutputUpdater:
         self, output_states: BaseHiddenStates, mu_obs: Any, var_obs: Any, selected_idx: Any,
         delta_states: BaseDeltaStates,
     ) -> None:  # fmt: skip
-        """Observe some outputs of each sample: those in ``selected_idx``, ``[batch, k]``, from 1.
+        """Observe the outputs ``selected_idx`` of each sample: ``[batch, k]``, counted from 1.
 
-        ``mu_obs`` and ``var_obs`` have the same shape. The other outputs learn nothing.
+        ``mu_obs`` and ``var_obs`` have the same shape. Other outputs are unobserved.
 
         Raises:
-            ValueError, TypeError: as the class says.
+            TypeError, ValueError: See the class.
         """
         batch, outputs = output_states.block_size, output_states.actual_size
         indices = np.asarray(to_device(unmasked("selected_idx", selected_idx), "cpu"))
-        each = (batch, indices.size // max(1, batch))
-        if not fits(indices.shape, each):
+        expected = (batch, indices.size // max(1, batch))
+        if not fits_in(indices.shape, expected):
             raise ValueError(
-                f"selected_idx: expected ({batch}, k), as many for each sample, or flat, got "
+                f"selected_idx: expected shape ({batch}, k), or the same elements flat, got "
                 f"{indices.shape}"
             )
         if indices.dtype.kind not in "iu" and not np.equal(indices, np.floor(indices)).all():
-            raise ValueError("update_using_indices: indices are whole numbers")
-        indices = indices.reshape(each).astype(np.int64)
+            raise ValueError("update_using_indices: indices must be integers, got fractions")
+        indices = indices.reshape(expected).astype(np.int64)
         if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
             raise ValueError(
-                f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "
-                f"got {indices.min()} to {indices.max()}"
+                f"update_using_indices: indices must be from 1 to {outputs}, the number of "
+                f"outputs, got {indices.min()} to {indices.max()}"
             )
         observed = self._observed(mu_obs, indices.shape)
         errors = self._variances(var_obs, indices.shape)
@@ -145,21 +152,21 @@ class OutputUpdater:
     def update_heteros(
         self, output_states: BaseHiddenStates, mu_obs: Any, delta_states: BaseDeltaStates
     ) -> None:
-        """Observe values whose errors' variances the network predicts as well.
+        """Observe values of which the network also predicts the error variance.
 
-        The outputs are pairs, as ``EvenExp`` makes them: of the value, and of the variance of its
-        error. ``mu_obs`` has one element for each pair. (Deka, Nguyen and Goulet, Analytically
-        tractable heteroscedastic uncertainty quantification in Bayesian neural networks for
-        regression tasks, Neurocomputing 572, 2024.)
+        The outputs are pairs of a value and its error variance, as from ``EvenExp``. ``mu_obs`` has
+        one element per pair. Source: Deka, Nguyen and Goulet, Analytically tractable
+        heteroscedastic uncertainty quantification in Bayesian neural networks for regression tasks,
+        Neurocomputing 572, 2024.
 
         Raises:
-            ValueError, TypeError: as the class says; or the number of outputs is odd.
+            TypeError, ValueError: See the class; ValueError also if the number of outputs is odd.
         """
         shape = output_states.mean.shape
         if output_states.actual_size % 2:
             raise ValueError(
-                f"update_heteros: outputs are pairs of a value and the variance of its error; the "
-                f"network has {output_states.actual_size}"
+                "update_heteros: expected an even number of outputs (a value and its error "
+                f"variance), got {output_states.actual_size}"
             )
         xp = array_module(output_states.mean)
         mean, variance, slope = (
@@ -168,15 +175,15 @@ class OutputUpdater:
         )
         pairs = shape[0], output_states.actual_size // 2
         observed = self._observed(mu_obs, pairs).reshape(-1)
-        known = ~xp.isnan(observed)
+        is_observed = ~xp.isnan(observed)
         noise = mean[1]
-        error = xp.where(known, observed - mean[0], 0)
+        error = xp.where(is_observed, observed - mean[0], 0)
         d, e = xp.empty((mean.shape[1], 2), REAL), xp.empty((mean.shape[1], 2), REAL)
         with np.errstate(divide="ignore", invalid="ignore"):
             total = variance[0] + noise
             d[:, 0] = slope[0] * error / total
             e[:, 0] = -slope[0] * slope[0] / total
-            # The posterior of the error itself, of its square, of the variance behind the square.
+            # Posterior of the error, of its square, and of the variance behind the square.
             p, q = noise * error / total, noise - noise * noise / total
             square, square_variance = p * p + q, 2 * q * q + 4 * q * p * p
             prior = 3 * variance[1] + 2 * noise * noise
@@ -184,21 +191,21 @@ class OutputUpdater:
             d[:, 1] = slope_back * gain * (square - noise)
             e[:, 1] = slope_back * slope_back * gain * gain * (square_variance - prior)
         for array in (d, e):
-            array[~known] = 0
+            array[~is_observed] = 0
             array[~xp.isfinite(array)] = 0
         delta_states.mean, delta_states.variance = d.reshape(shape), e.reshape(shape)
 
     def _observed(self, values: Any, shape: tuple[int, ...]) -> Array:
-        return real("mu_obs", values, self.device, missing=math.nan, shape=shape)
+        return as_real("mu_obs", values, self.device, missing=math.nan, shape=shape)
 
     def _variances(self, values: Any, shape: tuple[int, ...]) -> Array:
-        array = real("var_obs", values, "cpu", missing=math.inf)
+        array = as_real("var_obs", values, "cpu", missing=math.inf)
         if array.size and not array.min() >= 0:
-            raise ValueError(f"var_obs: variances are not negative, got {array.min()}")
-        more = array.size == 1 or array.size > math.prod(shape)
-        if more and (array == array.flat[0]).all():
+            raise ValueError(f"var_obs: variances must be at least 0, got {array.min()}")
+        may_repeat = array.size == 1 or array.size > math.prod(shape)
+        if may_repeat and (array == array.flat[0]).all():
             return to_device(array.reshape(-1)[:1], self.device)
         if array.size > math.prod(shape):
-            also = "flat, or more of them, all of one value and none masked"
-            raise ValueError(f"var_obs: expected shape {shape}, {also}, got {array.shape}")
-        return real("var_obs", array, self.device, shape=shape)
+            forms = "flat, or a longer array of one repeated, unmasked value"
+            raise ValueError(f"var_obs: expected shape {shape}, {forms}, got {array.shape}")
+        return as_real("var_obs", array, self.device, shape=shape)

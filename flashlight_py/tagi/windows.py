@@ -1,8 +1,8 @@
-"""Square windows over images: as columns of a matrix, and back; and pools: the mean, the largest.
+"""Square windows over images, as matrix columns and back, and mean and maximum pooling.
 
-Images are ``[batch, channels, height, width]``. They may lie in memory in any order of batch and
-channels: a convolution writes its output channel by channel, as its product of matrices leaves it,
-and the layers behind it read that as it lies.
+Images are ``[batch, channels, height, width]``, with batch and channels in either memory order. A
+convolution writes its output in channel-first order, the result of its matrix product, and later
+layers read this order without a copy.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.native import address, native_for
+from flashlight_py.tagi.native import data_pointer, native_for
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 
 class WindowPart(NamedTuple):
-    """The windows of some images, in some rows of the output."""
+    """The windows of some images and some rows of the output."""
 
     images: slice
     rows: slice
-    columns: slice  # where they are among all windows: image by image, row by row
+    columns: slice  # indices among all windows: image by image, row by row
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of ``kernel`` x ``kernel``, ``stride`` apart, over images of ``height`` x ``width``.
+    """Windows of ``kernel`` x ``kernel`` with ``stride`` over images of ``height`` x ``width``.
 
-    ``before`` and ``after`` are how many rows and columns of zeros there are above and to the left
-    of the images, and below and to the right.
+    ``before`` is the number of zero rows above and zero columns to the left of the images;
+    ``after`` is the number below and to the right.
     """
 
     kernel: int
@@ -46,79 +46,79 @@ class Windows:
 
     @property
     def out_height(self) -> int:
-        """How many windows there are below each other."""
+        """Number of windows in a column."""
         return (self.height + self.before + self.after - self.kernel) // self.stride + 1
 
     @property
     def out_width(self) -> int:
-        """How many windows there are beside each other."""
+        """Number of windows in a row."""
         return (self.width + self.before + self.after - self.kernel) // self.stride + 1
 
     def parts(self, batch: int, columns: int) -> Iterator[WindowPart]:
-        """Divide the windows of ``batch`` images into parts of about ``columns``, at most so many
-        where a row has not more.
+        """Divide the windows of ``batch`` images into chunks of at most ``columns`` windows, or of
+        one row if a row is longer.
         """
         rows, height = max(1, columns // self.out_width), self.out_height
         if rows >= height:
             for images in _evenly(batch, rows // height):
                 size = height * self.out_width
-                places = slice(images.start * size, images.stop * size)
-                yield WindowPart(images, slice(0, height), places)
+                span = slice(images.start * size, images.stop * size)
+                yield WindowPart(images, slice(0, height), span)
             return
         for image in range(batch):
             for part in _evenly(height, rows):
                 first = (image * height + part.start) * self.out_width
-                places = slice(first, first + (part.stop - part.start) * self.out_width)
-                yield WindowPart(slice(image, image + 1), part, places)
+                span = slice(first, first + (part.stop - part.start) * self.out_width)
+                yield WindowPart(slice(image, image + 1), part, span)
 
     def padded(self, images: Array) -> Array:
-        """Return copies of the images with zeros around them."""
+        """Return zero-padded copies of the images."""
         around = ((0, 0), (0, 0), *[(self.before, self.after)] * 2)
         return array_module(images).pad(images, around)  # type: ignore[no-any-return]
 
     def inner(self, padded: Array) -> Array:
-        """Return the images inside their padding; a view."""
+        """Return a view of the images without their padding."""
         rows, columns = (slice(self.before, self.before + n) for n in (self.height, self.width))
         return padded[:, :, rows, columns]
 
     def at(self, padded: Array, y: int, x: int) -> Array:
-        """Return the element (y, x) of every window, ``[batch, channels, out_height, out_width]``;
-        a view.
+        """Return a view of element (y, x) of every window: ``[batch, channels, out_height,
+        out_width]``.
         """
         return self.along(self.down(padded, y), x)
 
     def down(self, padded: Array, y: int) -> Array:
-        """Return row ``y`` of every row of windows, as wide as it is; a view."""
-        return padded[:, :, self._each(y, self.out_height)]
+        """Return a view of row ``y`` of every row of windows, with full width."""
+        return padded[:, :, self._every_stride(y, self.out_height)]
 
     def along(self, rows: Array, x: int) -> Array:
-        """Return element ``x`` of every window of these rows; a view."""
-        return rows[..., self._each(x, self.out_width)]
+        """Return a view of element ``x`` of every window of these rows."""
+        return rows[..., self._every_stride(x, self.out_width)]
 
-    def _each(self, first: int, count: int) -> slice:
+    def _every_stride(self, first: int, count: int) -> slice:
         return slice(first, first + (count - 1) * self.stride + 1, self.stride)
 
 
 def _evenly(size: int, most: int) -> Iterator[slice]:
-    """Yield slices of 0 to ``size``, as few as have at most ``most``, and about equal."""
+    """Divide 0 to ``size`` into the fewest slices of similar length, at most ``most``."""
     count = -(-size // most)
     for number in range(count):
         yield slice(size * number // count, size * (number + 1) // count)
 
 
 def channel_first(images: Array) -> Array:
-    """Return ``[channels, batch * height * width]``: a view where they lie so, or else a copy."""
+    """Return ``[channels, batch * height * width]``: a view if channel-first, else a copy."""
     return images.transpose(1, 0, 2, 3).reshape(images.shape[1], -1)
 
 
 def batch_first(matrix: Array, shape: tuple[int, ...]) -> Array:
-    """Return ``[channels, batch * height * width]`` as images of ``shape``; a view."""
+    """Return ``[channels, batch * height * width]`` as a view with the image shape ``shape``."""
     batch, channels, height, width = shape
     return matrix.reshape(channels, batch, height, width).transpose(1, 0, 2, 3)
 
 
 def readable(mean: Array, variance: Array | None = None) -> tuple[Array, Array | None]:
-    """Return images with contiguous rows and the same strides: themselves, or else copies."""
+    """Return images with contiguous rows and equal strides; copies if necessary."""
     alike = variance is None or variance.strides == mean.strides
     if alike and mean.strides[3] == mean.itemsize:
         return mean, variance
@@ -128,27 +128,27 @@ def readable(mean: Array, variance: Array | None = None) -> tuple[Array, Array |
 def patches(
     windows: Windows, part: WindowPart, mean: Array, variance: Array | None, out: tuple[Array, ...]
 ) -> None:
-    """Write windows of a part as columns, ``[channels * kernel**2, windows]``.
+    """Write the windows of a chunk as columns, ``[channels * kernel**2, windows]``.
 
-    Into ``out``, contiguous: those of ``mean``, and with a ``variance`` of it and of ``mean**2 +
-    variance``; otherwise, if it has two, of ``mean**2``. Images are as of :func:`readable`.
+    ``out`` receives, contiguous, the windows of ``mean``; with ``variance`` also of it and of
+    ``mean**2 + variance``, else of ``mean**2``. Images must be the result of :func:`readable`.
     """
     columns = out if variance is not None else (out[0], None, *out[1:], None)[:3]
-    if call("patches", windows, part, mean, mean, variance, *columns):
+    if call_kernel("patches", windows, part, mean, mean, variance, *columns):
         return
     xp, k = array_module(mean), windows.kernel
 
-    def taken(images: Array, out: Array) -> None:
+    def copy_windows(images: Array, out: Array) -> None:
         padded = windows.padded(images[part.images])
         columns = out.reshape(images.shape[1], k, k, padded.shape[0], -1, windows.out_width)
         for y in range(k):
             for x in range(k):
-                found = windows.at(padded, y, x)[:, :, part.rows]
-                columns[:, y, x] = found.transpose(1, 0, 2, 3)
+                element = windows.at(padded, y, x)[:, :, part.rows]
+                columns[:, y, x] = element.transpose(1, 0, 2, 3)
 
-    taken(mean, out[0])
+    copy_windows(mean, out[0])
     if variance is not None:
-        taken(variance, out[1])
+        copy_windows(variance, out[1])
         xp.multiply(out[0], out[0], out=out[2])
         out[2][...] += out[1]
     elif len(out) > 1:
@@ -156,108 +156,107 @@ def patches(
 
 
 def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
-    """Add columns, as of :func:`patches`, to the places that they are of, in place: its adjoint.
+    """Add columns to the image elements from which :func:`patches` takes them, in place.
 
-    Both are contiguous, images in their rows.
+    It is the adjoint of ``patches``. Columns and the rows of images are contiguous.
     """
-    if call("add_patches", windows, part, images, columns, images):
+    if call_kernel("add_patches", windows, part, images, columns, images):
         return
-    k, chosen = windows.kernel, images[part.images]
-    padded = windows.padded(chosen)
-    split = columns.reshape(images.shape[1], k, k, len(chosen), -1, windows.out_width)
+    k, selected = windows.kernel, images[part.images]
+    padded = windows.padded(selected)
+    split = columns.reshape(images.shape[1], k, k, len(selected), -1, windows.out_width)
     for y in range(k):
         for x in range(k):
             windows.at(padded, y, x)[:, :, part.rows] += split[:, y, x].transpose(1, 0, 2, 3)
-    chosen[...] = windows.inner(padded)
+    selected[...] = windows.inner(padded)
 
 
 def contiguous(images: Array) -> Array:
-    """Return images of which each channel is contiguous: the same object, or else a copy."""
+    """Return images with contiguous channels: the same object, or a copy."""
     strides = (images.shape[3] * images.itemsize, images.itemsize)
     return images if images.strides[2:] == strides else images.copy()
 
 
 def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
-    """Return new images for the batch of ``x``, in the order of batch and channels that it has."""
+    """Return new images for the batch of ``x`` in its memory order of batch and channels."""
     xp, (channels, *size) = array_module(x), shape
     if x.strides[0] < x.strides[1]:
         return xp.empty((channels, len(x), *size), dtype).swapaxes(0, 1)  # type: ignore[no-any-return]
     return xp.empty((len(x), *shape), dtype)  # type: ignore[no-any-return]
 
 
-def call(
+def call_kernel(
     name: str, windows: Windows, part: WindowPart | None, images: Array,
     *arguments: Array | float | None,
 ) -> bool:  # fmt: skip
-    """Call the kernel with a description of a part of the windows (None: all), and ``arguments``.
+    """Call a kernel with the geometry of the windows of ``part`` (None: all) and ``arguments``.
 
-    Returns False, and does nothing, where there is none for ``images``.
+    Returns False without effect if there is no kernel for ``images``.
     """
     module = native_for(images)
     if module is None:
         return False
-    images_in, rows = slice(0, len(images)), slice(0, windows.out_height)
+    image_range, rows = slice(0, len(images)), slice(0, windows.out_height)
     if part is not None:
-        images_in, rows, _ = part
+        image_range, rows, _ = part
     sizes = (images.shape[1], windows.height, windows.width, windows.out_width)
-    moved = (windows.kernel, windows.stride, windows.before)
-    chosen = (images_in.start, images_in.stop, rows.start, rows.stop)
+    geometry = (windows.kernel, windows.stride, windows.before)
+    ranges = (image_range.start, image_range.stop, rows.start, rows.stop)
     steps = (step // REAL.itemsize for step in images.strides[:3])
-    described = module.ffi.new("fl_tagi_windows *", (*sizes, *moved, *chosen, *steps))
+    description = module.ffi.new("fl_tagi_windows *", (*sizes, *geometry, *ranges, *steps))
     kernel = getattr(module.lib, f"fl_tagi_{name}")
-    given = (a if isinstance(a, int | float) else address(module, a) for a in arguments)
-    if kernel(described, *given):
-        raise MemoryError(f"{name}: no memory is left for the rows of a window")
+    values = (a if isinstance(a, int | float) else data_pointer(module, a) for a in arguments)
+    if kernel(description, *values):
+        raise MemoryError(f"{name}: not enough memory for the rows of a window")
     return True
 
 
 class _Extent:
-    """An attribute of a layer: an extent of its images, 0 until it is known."""
+    """Attribute of a layer: one dimension of its images; 0 until it is known."""
 
-    def __init__(self, of: str, at: int) -> None:
-        self._of, self._at = of, at
+    def __init__(self, shape_name: str, axis: int) -> None:
+        self._shape_name, self._axis = shape_name, axis
 
     def __get__(self, layer: BaseLayer, owner: object = None) -> int:
-        shape: Shape | None = getattr(layer, self._of, None)
-        return 0 if shape is None else shape[self._at]
+        shape: Shape | None = getattr(layer, self._shape_name, None)
+        return 0 if shape is None else shape[self._axis]
 
 
 class ImageLayer(BaseLayer):
-    """The base of layers that move a square window over images ``[batch, channels, height,
-    width]``.
+    """Base class of layers with a square window over ``[batch, channels, height, width]``.
 
     Args:
-        kernel_size: height and width of the window, at least 1.
-        stride: from one window to the next, at least 1.
-        padding: how many rows and columns of zeros are put around the images.
-        padding_type: where: 1: on all sides; 2: below and to the right; 0: nowhere, and then
-            ``padding`` must be 0.
+        kernel_size: Height and width of the window, at least 1.
+        stride: Distance between two windows, at least 1.
+        padding: Number of zero rows and columns around the images.
+        padding_type: Sides of the padding. 1: all. 2: below and to the right. 0: none; ``padding``
+            must be 0.
 
     Attributes:
-        in_channels, in_height, in_width: of the input images; 0 until they are known.
-        out_channels, out_height, out_width: of the output images; 0 until they are known.
+        in_channels, in_height, in_width: Size of the input images; 0 until it is known.
+        out_channels, out_height, out_width: Size of the output images; 0 until it is known.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: If an argument is out of range.
     """
 
-    in_channels, in_height, in_width = (_Extent("input_shape", at) for at in range(3))
-    out_channels, out_height, out_width = (_Extent("output_shape", at) for at in range(3))
+    in_channels, in_height, in_width = (_Extent("input_shape", axis) for axis in range(3))
+    out_channels, out_height, out_width = (_Extent("output_shape", axis) for axis in range(3))
 
     def __init__(self, kernel_size: int, stride: int, padding: int, padding_type: int) -> None:
         super().__init__()
         name = self.get_layer_name()
         if kernel_size < 1 or stride < 1 or padding < 0:
             raise ValueError(
-                f"{name}: kernel_size and stride must be at least 1, padding at least 0; got "
+                f"{name}: kernel_size and stride must be at least 1, padding at least 0, got "
                 f"{kernel_size}, {stride}, {padding}"
             )
         if padding_type not in (0, 1, 2):
             raise ValueError(f"{name}: padding_type must be 0, 1 or 2, got {padding_type}")
         if padding and padding_type == 0:
             raise ValueError(
-                f"{name}: padding_type 0 is no padding, got padding={padding}; pass padding_type=1 "
-                "for all sides, 2 for below and to the right"
+                f"{name}: padding must be 0 for padding_type=0, got {padding}. Pass padding_type=1 "
+                "for all sides, or 2 for below and to the right"
             )
         self.kernel_size, self.stride = kernel_size, stride
         self.padding, self.padding_type = padding, padding_type
@@ -267,33 +266,33 @@ class ImageLayer(BaseLayer):
         return (*channels, *size, self.kernel_size)
 
     def _cover(self, images: Shape, channels: int) -> Shape:
-        """Take ``images``, to an output of so many channels with an element for each window."""
+        """Connect to ``images`` and output ``channels`` channels with one element per window."""
         self._over = self._windows(*images[1:])
         self.input_shape = images
         self.output_shape = (channels, self._over.out_height, self._over.out_width)
         return self.output_shape
 
     def _windows(self, height: int, width: int) -> Windows:
-        """Return the windows over images of this size, if they cover them exactly."""
+        """Return windows that cover images of this size exactly, or raise ValueError."""
         before = self.padding if self.padding_type == 1 else 0
         windows = Windows(self.kernel_size, self.stride, before, self.padding, height, width)
         for name, size in (("height", height), ("width", width)):
-            rest = size + before + self.padding - self.kernel_size
-            if rest < 0 or rest % self.stride:
+            remainder = size + before + self.padding - self.kernel_size
+            if remainder < 0 or remainder % self.stride:
                 raise ValueError(
-                    f"windows of {self.kernel_size}, {self.stride} apart, do not cover a {name} of "
-                    f"{size} with padding {before} before and {self.padding} after it exactly; "
-                    f"{rest} is to be 0 or a multiple of {self.stride}: change padding, "
-                    "padding_type, kernel_size or the images"
+                    f"expected {name} + padding - kernel_size to be 0 or a multiple of "
+                    f"{self.stride}, the stride, got {remainder} for a {name} of {size} with "
+                    f"padding {before} before and {self.padding} after it. Change kernel_size, "
+                    "stride or padding"
                 )
         return windows
 
 
 def images_of(shape: Shape) -> tuple[int, int, int]:
-    """Return the shape of a sample as (channels, height, width), if it is one."""
+    """Return the sample shape (channels, height, width), or raise ValueError."""
     if len(shape) != 3:
         raise ValueError(
-            f"expected images (channels, height, width), got samples of shape {shape}; pass an "
+            f"expected images (channels, height, width), got samples of shape {shape}. Pass an "
             "array [batch, channels, height, width], or in_width and in_height to a convolution"
         )
     return shape
@@ -305,12 +304,12 @@ class _Pool(ImageLayer):
     _like = np.empty((0, 0, 0, 0), REAL)
 
     def connect(self, shape: Shape) -> Shape:
-        """Take images that the windows cover exactly."""
+        """Accept images that the windows cover exactly."""
         images = images_of(shape)
         return self._cover(images, images[0])
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        """Return to each element the shares of its windows' deltas, added up, times slopes."""
+        """Return the sums, per element, of its shares of the window deltas, times slopes."""
         if not wanted:
             return None
         shape = self.shape_of_outputs(len(self._like))
@@ -319,23 +318,22 @@ class _Pool(ImageLayer):
 
     @abc.abstractmethod
     def _spread(self, deltas: Array, power: int) -> Array:
-        """Return new images with the deltas of the means (``power`` 1), or of the variances (2)."""
+        """Return new images of the deltas of the means (``power`` 1) or variances (2)."""
 
 
 class AvgPool2d(_Pool):
-    """The mean of each window, channel by channel: ``[batch, channels, height, width]`` to
-    ``[batch, channels, out_height, out_width]``.
+    """The mean of each window, per channel.
 
-    With k^2 elements: ``mean = sum(m) / k^2``, ``variance = sum(v) / k^4``. The zeros around an
-    image count.
+    It maps ``[batch, channels, height, width]`` to ``[batch, channels, out_height, out_width]``.
+    With k^2 elements: ``mean = sum(m) / k^2``, ``variance = sum(v) / k^4``. Padding zeros count.
 
     Args:
-        kernel_size: height and width of the window.
-        stride: from one window to the next; -1: ``kernel_size``.
-        padding, padding_type: see :class:`ImageLayer`.
+        kernel_size: Height and width of the window.
+        stride: Distance between two windows. -1: ``kernel_size``.
+        padding, padding_type: See :class:`ImageLayer`.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(
@@ -357,19 +355,18 @@ class AvgPool2d(_Pool):
 
 
 class MaxPool2d(_Pool):
-    """The element of the largest mean of each window, channel by channel: ``[batch, channels,
-    height, width]`` to ``[batch, channels, out_height, out_width]``.
+    """The element with the largest mean of each window, per channel.
 
-    The output has the mean and the variance of that element; the first, row by row, of several. The
-    places around an image are never taken.
+    It maps ``[batch, channels, height, width]`` to ``[batch, channels, out_height, out_width]``.
+    The output has mean and variance of that element: the first of equal ones, never padding.
 
     Args:
-        kernel_size: height and width of the window.
-        stride: from one window to the next.
-        padding, padding_type: see :class:`ImageLayer`; the padding is below ``kernel_size``.
+        kernel_size: Height and width of the window.
+        stride: Distance between two windows.
+        padding, padding_type: See :class:`ImageLayer`. ``padding`` must be below ``kernel_size``.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(
@@ -378,10 +375,9 @@ class MaxPool2d(_Pool):
         super().__init__(kernel_size, stride, padding, padding_type)
         if padding >= kernel_size:
             raise ValueError(
-                f"MaxPool2d: a window of {kernel_size} that lies in a padding of {padding} has "
-                "no largest element"
+                f"MaxPool2d: padding must be below kernel_size={kernel_size}, got {padding}"
             )
-        self._taken = np.empty((0, 0, 0, 0), np.int32)  # place in its window, row by row
+        self._taken = np.empty((0, 0, 0, 0), np.int32)  # index in the window, row by row
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         x = x.shaped(self.input_shape)
@@ -395,12 +391,12 @@ class MaxPool2d(_Pool):
 
 
 def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
-    """Return the sum of each window times ``factor``, ``[batch, channels, out_height,
-    out_width]``; in the order of batch and channels that the images have.
+    """Return ``factor`` times the sum of each window, ``[batch, channels, out_height, out_width]``,
+    in the memory order of the images.
     """
     images, _ = readable(images)
     sums = empty_like(images, (images.shape[1], windows.out_height, windows.out_width))
-    if call("sum_windows", windows, None, images, images, sums, *_steps(sums), factor):
+    if call_kernel("sum_windows", windows, None, images, images, sums, *_steps(sums), factor):
         return sums
     padded = windows.padded(images)
     down = windows.down(padded, 0).copy()
@@ -414,11 +410,12 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
 
 
 def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
-    """Return images that have ``factor`` times the delta of each window at its places, added up:
-    the adjoint of :func:`sum_windows`. They have the shape, and the order in memory, of ``like``.
+    """Return images with ``factor`` times the delta of each window added to its elements: the
+    adjoint of :func:`sum_windows`. The result has shape and memory order of ``like``.
     """
     images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
-    if call("spread_windows", windows, None, images, deltas, images, *_steps(deltas), factor):
+    arguments = (deltas, images, *_steps(deltas), factor)
+    if call_kernel("spread_windows", windows, None, images, *arguments):
         return images
     padded = windows.padded(array_module(images).zeros_like(images))
     rows = array_module(images).zeros_like(windows.down(padded, 0))
@@ -434,51 +431,51 @@ def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) 
 def largest(
     windows: Windows, mean: Array, variance: Array | None
 ) -> tuple[Array, Array | None, Array]:
-    """Return the largest mean of each window, the variance of the same element, and which it is.
+    """Return the largest mean of each window, the variance of that element, and its index.
 
-    The first of several, row by row; NaN only where there is nothing else; never one of the zeros
-    around the images. Images ``[batch, channels, out_height, out_width]`` in the order of batch and
-    channels that ``mean`` has; the last ones int32: the place in the window, from 0, row by row.
+    Of equal means, the first in row order is taken; NaN only if all are NaN; never padding. Results
+    are ``[batch, channels, out_height, out_width]`` in the memory order of ``mean``. The index is
+    int32, from 0, row by row in the window.
     """
     mean, variance = readable(mean, variance)
     shape = (mean.shape[1], windows.out_height, windows.out_width)
     best, taken = empty_like(mean, shape), empty_like(mean, shape, np.int32)
     best_v = None if variance is None else empty_like(mean, shape)
-    found = best, best_v, taken
-    if call("largest", windows, None, mean, mean, variance, *found, *_steps(best)):
-        return found
+    results = best, best_v, taken
+    if call_kernel("largest", windows, None, mean, mean, variance, *results, *_steps(best)):
+        return results
     xp, padded = array_module(mean), windows.padded(mean)
     inside = windows.padded(xp.ones_like(mean[:1, :1], dtype=bool))
     padded_v = None if variance is None else windows.padded(variance)
     best[...] = np.nan
     taken[...] = 0
-    for place, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
-        here = windows.at(padded, y, x)
-        better = ((here > best) | xp.isnan(best)) & windows.at(inside, y, x)
-        xp.copyto(best, here, where=better)
-        xp.copyto(taken, place, where=better)
+    for position, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
+        element = windows.at(padded, y, x)
+        better = ((element > best) | xp.isnan(best)) & windows.at(inside, y, x)
+        xp.copyto(best, element, where=better)
+        xp.copyto(taken, position, where=better)
         if padded_v is not None:
             xp.copyto(best_v, windows.at(padded_v, y, x), where=better)
-    return found
+    return results
 
 
 def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> Array:
-    """Return images that have the delta of each window at the element that was ``taken``, as of
-    :func:`largest`, added up. They have the shape, and the order in memory, of ``like``.
+    """Return images with the delta of each window added to its element ``taken``, an index from
+    :func:`largest`. The result has shape and memory order of ``like``.
     """
     images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
     images[...] = 0
-    where = (deltas, *_steps(deltas), taken, *_steps(taken))
-    if call("spread_taken", windows, None, images, *where, images):
+    arguments = (deltas, *_steps(deltas), taken, *_steps(taken))
+    if call_kernel("spread_taken", windows, None, images, *arguments, images):
         return images
-    padded = windows.padded(images)  # in another order of additions than the kernel's
-    for place, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
-        windows.at(padded, y, x)[...] += array_module(images).where(taken == place, deltas, 0)
+    padded = windows.padded(images)  # the order of additions differs from the kernel's
+    for position, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
+        windows.at(padded, y, x)[...] += array_module(images).where(taken == position, deltas, 0)
     images[...] = windows.inner(padded)
     return images
 
 
 def _steps(images: Array) -> tuple[int, int]:
-    """Return how many elements the images, and their channels, are apart."""
+    """Return the strides of images and channels in elements."""
     batch_step, channel_step = (step // images.itemsize for step in images.strides[:2])
     return batch_step, channel_step

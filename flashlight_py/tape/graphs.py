@@ -107,11 +107,11 @@ class Recorder(Watcher):
             raise _CannotSend(f"{name} sends arrays of the CPU, or none, at {line_of_user()}")
         backend: Any = group.backend(array)
         if call.verb.is_message:
-            self.meet(calls)
+            self.run(calls)
         if group.size > 1:
             if group not in self.groups:
                 raise _CannotSend(f"{name} uses a group that the step has not used before")
-            if reason := backend.why_not_captured():
+            if reason := backend.capture_problem():
                 raise _CannotSend(reason)
             self.backends[backend], self._size = None, group.size
             self._calls.setdefault(group, []).extend(map(_described, calls))
@@ -131,11 +131,11 @@ class Recorder(Watcher):
 
     refuse = post
 
-    def ask(self, call: Call) -> list[int]:
+    def compare(self, call: Call) -> list[int]:
         """Return the rows of each rank: the number of this rank, which the digests compare."""
         return [len(call.like)] * self._size
 
-    def meet(self, calls: Any) -> Any:
+    def run(self, calls: Any) -> Any:
         """Refuse a call for which ranks have to exchange something.
 
         Raises:
@@ -144,7 +144,7 @@ class Recorder(Watcher):
         call = calls if isinstance(calls, Call) else calls[0]
         raise _CannotSend(f"{call.name} needs an answer of other ranks at {line_of_user()}")
 
-    rows_for_this_rank = meet
+    rows_for_this_rank = run
 
 
 class Graph:
@@ -178,7 +178,7 @@ class Graph:
         changed = [v for v in before if v in recorder.grads_set or v.grad is not before[v]]
         self._grads = [(v, v.grad) for v in changed]
         for backend in recorder.backends:
-            backend.hold(self)
+            backend.add_captured(self)
 
     def release(self) -> None:
         """Destroy the CUDA graph: NCCL frees a communicator after its graphs."""

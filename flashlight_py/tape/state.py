@@ -114,7 +114,7 @@ class State:
         self.variables: list[Variable] = []
         self.numbers: list[tuple[Any, list[str]]] = []
         self.reason = ""
-        self._structure: list[Any] = [id(membership.of(None)), precision.here.dtype]
+        self._structure: list[Any] = [id(membership.members_of(None)), precision.here.dtype]
         self._package = _package_of(function)
         self._seen: dict[Any, Any] = {}  # also keeps what was seen, so that ids stay its own
         self._ways: dict[type, Any] = {}

@@ -17,7 +17,7 @@ from flashlight_py.distributed.internal import (
     MOST_SECONDS,
     Settings,
     current_world,
-    hide,
+    hide_folder,
     initialize,
 )
 from flashlight_py.interfaces import own_addresses
@@ -25,8 +25,8 @@ from flashlight_py.torch.process_group import FlashlightGroup
 from flashlight_py.torch.store import TorchStore
 
 OWNER = "torch.distributed"
-hide(f"{Path(torch.__file__).parent}/")
-hide(typing_extensions.__file__)  # what calls those of torch's functions that are deprecated
+hide_folder(f"{Path(torch.__file__).parent}/")
+hide_folder(typing_extensions.__file__)  # what calls those of torch's functions that are deprecated
 
 
 def join(options: Any, params: Any) -> FlashlightGroup:
@@ -63,7 +63,7 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         if options.timeout != default_pg_timeout:
             group.limit(settings.timeout)
     elif not ranks:
-        world = initialize.meet(meeting, settings)
+        world = initialize.create_world(meeting, settings)
         initialize.enter(replace(world, owner=OWNER), settings)
         group = current_world().group
     elif is_distributed_init() and current_world().group.size == dist.get_world_size():
@@ -71,7 +71,7 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         group = current_world().group.subgroup(ranks, members, settings.timeout)
         members.close()
     else:
-        group = initialize.meet(meeting, settings).group
+        group = initialize.create_world(meeting, settings).group
     return FlashlightGroup(group, store, settings.timeout, _end(group, not ranks, ours), join)
 
 

@@ -27,8 +27,8 @@ from flashlight_py.distributed.internal import (
     Call,
     Done,
     Then,
-    refusing,
-    require_length,
+    check_out_rows,
+    reject_together,
 )
 from flashlight_py.distributed.internal import verbs as v
 from flashlight_py.errors import DistributedError
@@ -259,7 +259,7 @@ class FlashlightGroup(dist.ProcessGroup):
 
         if getattr(opts, "asyncOp", True):
             return _then(work, True, compare)
-        with refusing(self.ours, v.ALL_TO_ALL):
+        with reject_together(self.ours, v.ALL_TO_ALL):
             return compare()
 
     def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
@@ -391,7 +391,7 @@ class FlashlightGroup(dist.ProcessGroup):
             given = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
             work = self._packed(verb, x, out, shapes, given, tag)
         elif rows is not None and not is_async and work is not room:
-            require_length(verb.name, room, len(work), self.ours.rank, self.ours.size)
+            check_out_rows(verb.name, room, len(work), self.ours.rank, self.ours.size)
         if is_async and before is not None:
             work = AllOf([before, work])
         result: Any = x if out is None else out
@@ -419,7 +419,7 @@ class FlashlightGroup(dist.ProcessGroup):
                 raise ElsewhereError(tensor.device)
         kind: Any = verb.name
         begun = [P2POp(kind, x, peer, tag)] if verb.is_message else [COLLECTIVE]
-        with refusing(ours, verb, begun):
+        with reject_together(ours, verb, begun):
             if verb.reduces and x is not None and x.dtype not in CODES:
                 raise TypeError(f"{verb} cannot compute with {x.dtype}")
             packed = [
@@ -466,7 +466,7 @@ class FlashlightGroup(dist.ProcessGroup):
         """Refuse what is ``given`` unless it ``fits``; the other ranks raise as well."""
         if fits:
             return
-        with refusing(self.ours, verb):
+        with reject_together(self.ours, verb):
             raise ValueError(
                 f"{verb}: these tensors do not go together, on {self.ours.size} ranks: "
                 f"{', '.join(str(_shapes(each)) for each in given)}"
@@ -477,7 +477,7 @@ class FlashlightGroup(dist.ProcessGroup):
         for tensor in alike:
             if not tensor.is_cpu and self._backend_of(tensor.device) is not None:
                 raise ElsewhereError(tensor.device)
-        with refusing(self.ours, verb):
+        with reject_together(self.ours, verb):
             return joined(alike, tensors)
 
     def _start_coalescing(self, device: torch.device) -> None:

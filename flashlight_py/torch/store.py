@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from flashlight_py.distributed.internal import NEXT_SECONDS, Roster, Store, Waiting, not_arrived
+from flashlight_py.distributed.internal import NEXT_SECONDS, Roster, Store, Waiting, missing_text
 from flashlight_py.errors import RendezvousError
 
 # A store has no wait for one of two things; of a wait that ends without a key it prints a warning.
@@ -46,7 +46,7 @@ class TorchStore(Store):
             pause = min(2 * pause, _MOST_PAUSE)
             if (now := time.monotonic()) > min(end, waiting.due):
                 missing = (seen and self._missing(self._keys("here", 1))) or [0]
-                waiting.look(missing)
+                waiting.log_missing(missing)
                 if now > end:
                     raise self._late(missing)
         self._do("delete_key", seen)
@@ -96,7 +96,7 @@ class TorchStore(Store):
         while missing := self._missing(keys):
             if (left := end - time.monotonic()) <= 0:
                 raise self._late(missing)
-            waiting.look(missing)
+            waiting.log_missing(missing)
             with suppress(RuntimeError):  # the time is up, else what is asked next raises the same
                 self._store.wait(every, timedelta(seconds=min(left, NEXT_SECONDS)))
         return [bytes(self._do("get", key)) for key in every]
@@ -105,7 +105,7 @@ class TorchStore(Store):
         return [rank for rank, key in keys.items() if not self._do("check", [key])]
 
     def _late(self, missing: Sequence[int]) -> RendezvousError:
-        who = not_arrived(missing, self.size, self._timeout)
+        who = missing_text(missing, self.size, self._timeout)
         advice = "see what they print, or allow more by timeout="
         return self._error(f"{who} in torch's store; {advice}")
 

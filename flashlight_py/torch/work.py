@@ -70,7 +70,7 @@ class TensorWork(dist.Work):
 
     def __del__(self) -> None:
         """Copy the result to the tensors if no call waits for it, unless the process ends."""
-        if isinstance(self.work, Then) and not self.work.is_heard and not is_finalizing():
+        if isinstance(self.work, Then) and not self.work.is_settled and not is_finalizing():
             with suppress(RuntimeError):  # no thread can start during the exit of Python 3.12
                 kept = TensorWork(self.work, self.tensors, self._futures)
                 self._futures.add(kept, torch.futures.Future())

@@ -114,7 +114,7 @@ class _Group:
 
     def parting(self) -> list[str]:
         """Return where the ranks parted, in lines; none where they did not."""
-        if different := self._first_different(_signature, "the ranks called different things"):
+        if different := self._first_different(_signature, "the ranks made different calls"):
             return different
         behind = self._behind()
         line = "the same call is made on different lines"

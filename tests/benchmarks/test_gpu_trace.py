@@ -1,4 +1,4 @@
-"""From a trace of kernels to how long the GPU reduced, computed, and did both."""
+"""Overlap of reductions and other kernels in a GPU trace."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ def kernel(name: str, begin: float, microseconds: float) -> dict[str, Any]:
     return {"cat": "kernel", "name": name, "ts": begin, "dur": microseconds}
 
 
-def test_what_runs_at_the_same_time_counts_once() -> None:
+def test_overlap_counts_simultaneous_kernels_once() -> None:
     events = [
         {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.0, "dur": 1000.0},
         {"name": "process_name", "ph": "M"},
@@ -27,11 +27,11 @@ def test_what_runs_at_the_same_time_counts_once() -> None:
     assert list(found.values()) == pytest.approx([40e-6, 55e-6, 15e-6])
 
 
-def test_an_empty_trace_has_no_overlap() -> None:
+def test_overlap_of_an_empty_trace_is_zero() -> None:
     assert set(overlap_of([]).values()) == {0.0}
 
 
-def test_without_torch_the_steps_are_made_all_the_same(
+def test_record_runs_the_steps_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []

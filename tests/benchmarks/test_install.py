@@ -1,4 +1,4 @@
-"""A peer that cannot be installed leaves the reason."""
+"""Peers that cannot be installed leave the reason."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from harness.environments import PEERS, Peer, environment_of, libraries_of, pyth
 PEER = Peer("a peer", "a-peer", (), ("a-distribution",), packages=("libopenmpi3",))
 
 
-def test_debian_packages_need_debian_s_tools(
+def test_install_reports_missing_debian_tools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -19,7 +19,7 @@ def test_debian_packages_need_debian_s_tools(
     assert python_of(PEER, tmp_path) == reason
 
 
-def test_libraries_are_those_inside_the_environment(tmp_path: Path) -> None:
+def test_libraries_of_a_peer_are_inside_its_environment(tmp_path: Path) -> None:
     peer = PEERS["pytagi"]
     environment = environment_of(peer, tmp_path)
     python = environment / "bin/python"

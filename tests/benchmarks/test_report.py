@@ -1,4 +1,4 @@
-"""Tables: a row per case, a column per contender, and who was left out."""
+"""Tables with a row per case and a column per contender, and missing contenders."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def by_size(measurement: Measurement) -> str:
 @pytest.mark.parametrize(
     ("nbytes", "name"), [(4, "4 B"), (1 << 10, "1 KB"), (96 << 10, "96 KB"), (256 << 20, "256 MB")]
 )
-def test_sizes(nbytes: int, name: str) -> None:
+def test_size_name_uses_units_of_1024(nbytes: int, name: str) -> None:
     assert size_name(nbytes) == name
 
 
@@ -38,11 +38,11 @@ def test_sizes(nbytes: int, name: str) -> None:
     ("seconds", "text"),
     [(8.31e-7, "0.831 us"), (12.34e-6, "12.3 us"), (0.0051, "5.1 ms"), (2, "2 s")],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_duration_has_three_digits_and_a_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_times_are_medians_and_who_is_missing_has_a_dash() -> None:
+def test_time_table_shows_medians_and_a_dash_for_missing_contenders() -> None:
     assert time_table([SMALL, LARGE], "bytes", by_size).splitlines() == [
         "| bytes | ours | peer |",
         "| --- | ---: | ---: |",
@@ -51,23 +51,23 @@ def test_times_are_medians_and_who_is_missing_has_a_dash() -> None:
     ]
 
 
-def test_ratios_say_how_many_times_faster_ours_is() -> None:
+def test_ratio_table_divides_peer_times_by_our_time() -> None:
     rows = ratio_table([SMALL, LARGE], "bytes", by_size, "ours").splitlines()
     assert rows[0] == "| bytes | peer |"
     assert rows[2:] == ["| 4 B | 2x |", "| 1 MB | - |"]
 
 
-def test_who_was_left_out_is_reported_with_the_reason_and_the_places() -> None:
+def test_left_out_text_has_contenders_reasons_and_cases() -> None:
     assert left_out_text([SMALL, LARGE], by_size) == "- LEFT OUT peer: refused (1 MB)"
     assert left_out_text([SMALL], by_size) == ""
 
 
-def test_verdicts_stand_in_a_table() -> None:
+def test_verdict_table_has_a_row_per_verdict() -> None:
     rows = verdict_table([Verdict("speed", ">= 2x", "1x (4 B)", False)]).splitlines()
     assert rows[2] == "| speed | >= 2x | 1x (4 B) | **no** |"
 
 
-def test_json_holds_every_round_and_who_was_left_out(tmp_path: Path) -> None:
+def test_write_json_contains_every_round_and_missing_contenders(tmp_path: Path) -> None:
     conductor = Conductor(Plan(3, 0.1, 1.0))
     conductor.absent["torch"] = "not installed"
     file = tmp_path / "new folder" / "result.json"
@@ -79,7 +79,7 @@ def test_json_holds_every_round_and_who_was_left_out(tmp_path: Path) -> None:
     assert result["measurements"][1]["left_out"] == {"peer": "refused"}
 
 
-def test_a_plot_is_a_png(tmp_path: Path) -> None:
+def test_plot_times_writes_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_times([SMALL, LARGE], "a machine", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

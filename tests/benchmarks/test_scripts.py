@@ -1,4 +1,4 @@
-"""The benchmarks with tiny arguments and no peer: they say who is absent, and succeed."""
+"""The benchmark scripts with tiny arguments and without peers."""
 
 import json
 import re
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 def run(
     tmp_path: Path, script: str, *arguments: str, seconds: float = 60.0, common: bool = True
 ) -> tuple[str, dict[str, Any]]:
-    """Return the output of the script and its results; ``common``: with the usual options."""
+    """Return the output of the script and its JSON results; ``common`` adds the usual options."""
     file = tmp_path / "result.json"
     options = (*QUICK, "--environments", str(tmp_path)) if common else ()
     command = [sys.executable, BENCHMARKS / script, *options, "--json", file, *arguments]
@@ -30,7 +30,7 @@ def run(
     return done.stdout, json.loads(file.read_text())
 
 
-def test_all_reduce_without_peers(tmp_path: Path) -> None:
+def test_all_reduce_script_runs_without_peers(tmp_path: Path) -> None:
     output, result = run(tmp_path, "all_reduce.py", "--sizes", "4", "4096")
     for peer in ("Open MPI", "MPICH", "torch gloo"):
         assert f"- ABSENT {peer}: not installed" in output
@@ -43,14 +43,14 @@ def test_all_reduce_without_peers(tmp_path: Path) -> None:
     assert any(verdict["reached"] is None for verdict in result["verdicts"])
 
 
-def test_every_verb_that_is_there_returns_the_right_answer(tmp_path: Path) -> None:
+def test_collectives_script_gets_correct_results_of_every_verb(tmp_path: Path) -> None:
     output, result = run(tmp_path, "collectives.py", "--sizes", "4", "--verbs", *VERBS)
     assert "| 2 ranks, every row, to the better MPI | >= 1x |" in output
     assert [m["task"] for m in result["measurements"]] == VERBS
     assert [m["left_out"] for m in result["measurements"]] == [{}] * len(VERBS)
 
 
-def test_open_messages_are_as_many_as_elements(tmp_path: Path) -> None:
+def test_collectives_script_opens_a_message_per_element(tmp_path: Path) -> None:
     verbs = ("open messages", "open messages, one tag")
     output, result = run(tmp_path, "collectives.py", "--sizes", "80", "--verbs", *verbs)
     assert "| 20 open messages, one tag |" in output
@@ -66,7 +66,7 @@ VERBS += [f"all_reduce of {n} arrays" for n in (2, 10, 100)]
 VERBS += [v.name for v in TABLE if v.reduces and v.in_place and v.name not in VERBS]
 
 
-def test_the_backend_of_torch_without_torch(tmp_path: Path) -> None:
+def test_torch_backend_script_reports_that_torch_is_absent(tmp_path: Path) -> None:
     output, result = run(tmp_path, "torch_backend.py")
     assert "- ABSENT torch: not installed" in output
     assert result["measurements"] == []
@@ -74,7 +74,7 @@ def test_the_backend_of_torch_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_backend_of_torch_beside_its_gloo(tmp_path: Path) -> None:
+def test_torch_backend_script_measures_flashlight_and_gloo(tmp_path: Path) -> None:
     if isinstance(python := python_of(PEERS["torch"], ROOT), str):
         pytest.skip(f"needs torch: {python}")
     options = ("--environments", str(ROOT), "--no-hosts")
@@ -84,11 +84,11 @@ def test_the_backend_of_torch_beside_its_gloo(tmp_path: Path) -> None:
     assert len(result["measurements"][0]["seconds"]) == 3
     assert all(len(m["seconds"]) >= 2 for m in result["measurements"])
     missed = [verdict["target"] for verdict in result["verdicts"] if verdict["reached"] is None]
-    assert len(missed) == 2  # of 4 ranks, and of hosts
+    assert len(missed) == 2  # the targets of 4 ranks and of hosts
 
 
 @pytest.mark.slow
-def test_training_steps_without_peers(tmp_path: Path) -> None:
+def test_training_step_script_runs_without_peers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs 'flashlight-py[plot]'")
     picture = tmp_path / "grid.png"
     options = ("--widths", "1", "8", "--batches", "1", "4", "--plot", str(picture))
@@ -114,14 +114,14 @@ def test_training_steps_without_peers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_overlap_measures_all_kinds(tmp_path: Path) -> None:
+def test_overlap_script_measures_all_kinds(tmp_path: Path) -> None:
     output, result = run(tmp_path, "overlap.py", "--width", "32")
     assert len(result["measurements"][0]["seconds"]) == 4
     assert "| 2 ranks, overlapped |" in output
 
 
 @pytest.mark.slow
-def test_leaves_cost_something_and_give_one_value(tmp_path: Path) -> None:
+def test_leaves_script_measures_times_and_finds_one_digest(tmp_path: Path) -> None:
     options = ("--width", "16", "--batch", "8", "--steps", "4", "--bits-ranks", "1", "2")
     output, result = run(tmp_path, "leaves.py", *options)
     tasks = [m["task"] for m in result["measurements"]]
@@ -131,7 +131,7 @@ def test_leaves_cost_something_and_give_one_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
+def test_synchronize_script_measures_a_tree_and_a_broadcast(tmp_path: Path) -> None:
     output, result = run(tmp_path, "synchronize.py", "--sizes", "1024000")
     assert len(result["measurements"][0]["seconds"]) == 3
     assert "| 1000 x 1 KB |" in output
@@ -139,7 +139,7 @@ def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_parts_of_sharding_are_measured(tmp_path: Path) -> None:
+def test_sharding_parts_script_measures_all_parts(tmp_path: Path) -> None:
     output, result = run(tmp_path, "sharding_parts.py", "--nbytes", "1048576")
     assert [len(m["seconds"]) for m in result["measurements"]] == [2, 2, 2, 2]
     assert "| recompute |" in output
@@ -147,7 +147,7 @@ def test_parts_of_sharding_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compression_reports_bytes_times_and_losses(tmp_path: Path) -> None:
+def test_compression_script_reports_bytes_times_and_losses(tmp_path: Path) -> None:
     options = ("--width", "32", "--samples", "20", "--epochs", "2")
     output, result = run(tmp_path, "compression.py", *options)
     tasks = [m["task"] for m in result["measurements"]]
@@ -159,7 +159,7 @@ def test_compression_reports_bytes_times_and_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_steps_of_tagi_without_a_peer(tmp_path: Path) -> None:
+def test_tagi_script_runs_without_a_peer(tmp_path: Path) -> None:
     output, result = run(tmp_path, "tagi.py", "--works", "mlp-16", "mlp-256")
     assert "- ABSENT pytagi: not installed" in output
     assert "| MLP 784-128-128-11, batch 16 | - |" in output
@@ -170,7 +170,7 @@ def test_steps_of_tagi_without_a_peer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_steps_of_optimizers_without_a_peer(tmp_path: Path) -> None:
+def test_optimizers_script_runs_without_a_peer(tmp_path: Path) -> None:
     output, result = run(tmp_path, "optimizers.py", "--works", "small", "--rules", "sgd", "adam")
     assert "- ABSENT torch: not installed" in output
     assert "| adam, 2,221 elements in 4 arrays |" in output
@@ -179,7 +179,7 @@ def test_steps_of_optimizers_without_a_peer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_layers_without_a_peer(tmp_path: Path) -> None:
+def test_layers_script_runs_without_a_peer(tmp_path: Path) -> None:
     output, result = run(tmp_path, "layers.py", "--works", "conv-1x1", "pool-last")
     assert "- ABSENT torch: not installed" in output
     assert "| average pool, 4 x 4, 512 x 4 x 4 |" in output
@@ -188,27 +188,27 @@ def test_layers_without_a_peer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
+def test_launch_script_measures_flrun_and_plain_processes(tmp_path: Path) -> None:
     output, result = run(tmp_path, "launch.py", "--rounds", "1", common=False)
     assert "| flrun -n 4 of an empty script | <= 1.5x |" in output
     assert [len(m["seconds"]) for m in result["measurements"]] == [3, 3]
 
 
 @pytest.mark.slow
-def test_ranks_begin_in_every_way(tmp_path: Path) -> None:
+def test_begin_script_measures_every_kind_of_start(tmp_path: Path) -> None:
     _, result = run(tmp_path, "begin.py", "--ranks", "3", "--rounds", "1", common=False)
     (measurement,) = result["measurements"]
     assert set(measurement["seconds"]) == {"file", "address", "shared memory"}
 
 
 @pytest.mark.slow
-def test_steps_of_several_processes_beside_one(tmp_path: Path) -> None:
+def test_data_parallel_script_measures_all_contenders(tmp_path: Path) -> None:
     output, result = run(tmp_path, "data_parallel.py", "--quick", "--nprocs", "2", common=False)
     assert "| 32 |" in output
     assert [len(m["seconds"]) for m in result["measurements"]] == [3, 3]
 
 
-def test_checkpoints_are_measured_beside_dd(tmp_path: Path) -> None:
+def test_checkpoint_script_measures_save_load_and_dd(tmp_path: Path) -> None:
     options = ("--quick", "--folder", str(tmp_path))
     output, result = run(tmp_path, "checkpoint.py", *options, common=False)
     assert "| 4 MB |" in output
@@ -217,7 +217,7 @@ def test_checkpoints_are_measured_beside_dd(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_verbs_between_hosts_without_peers(tmp_path: Path) -> None:
+def test_hosts_script_runs_without_peers(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
     verbs = ("all_reduce", "send_recv", "tasks, any source")
@@ -231,11 +231,11 @@ def test_verbs_between_hosts_without_peers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_engines_beside_spawn_and_flrun(tmp_path: Path) -> None:
+def test_engines_script_measures_spawn_and_flrun(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs 'flashlight-py[ray]'")
     pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
     output, result = run(tmp_path, "engines.py", "--engines", "dask", "--sizes", "4")
     starts, reduces = result["measurements"]
-    assert list(starts["seconds"]) == ["spawn", "run", "the engine alone"]
+    assert list(starts["seconds"]) == ["spawn", "run", "engine only"]
     assert list(reduces["seconds"]) == ["flrun", "fl.launch.ray"]
     assert "| run beyond spawn, in seconds | <= 1x |" in output

@@ -1,4 +1,4 @@
-"""Ranks of a team: they answer in rank order, sleep between turns, and their end is reported."""
+"""Teams: answers in rank order, idle ranks, reports of failures."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from harness.team import Team, TeamFailed
 
 
 class SumOfTwo(CollectiveRole):
-    """Rank 0 of 2, whose sum with the other is right only the first few times."""
+    """Rank 0 of 2, whose sum with rank 1 is correct only in the first calls."""
 
     rank, size = 0, 2
 
@@ -29,7 +29,7 @@ class SumOfTwo(CollectiveRole):
         return {}
 
     def barrier(self) -> None:
-        """The other rank is not there."""
+        """Return, because rank 1 does not exist."""
 
     def array(self, nbytes: int, dtype: str, parts: int, kind: str) -> Any:
         return np.empty(elements(nbytes, np.dtype(dtype).itemsize, parts), dtype)
@@ -49,7 +49,7 @@ def library(role: str, python: Path = Path(sys.executable)) -> Library:
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_a_prepared_call_is_timed_until_it_is_forgotten() -> None:
+def test_team_measures_a_prepared_call_until_it_is_forgotten() -> None:
     team = Team(library("copy"), 1, cores=1)
     try:
         assert team.ask("prepare", "key", {"nbytes": 1 << 20}) == [("ready", None)]
@@ -63,9 +63,9 @@ def test_a_prepared_call_is_timed_until_it_is_forgotten() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing", "ctrl_c_is_raised")
-def test_ctrl_c_ends_the_team_that_is_asked() -> None:
-    """What was measured so far can be shown: closing then waits for no answer."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it behind &
+def test_team_closes_if_ctrl_c_interrupts_a_command() -> None:
+    """The finished rounds remain available, and closing waits for no answer."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     team = Team(library("copy"), 1, cores=1)
     team.ask("prepare", "key", {"nbytes": 1 << 20})
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -81,13 +81,13 @@ def test_ctrl_c_ends_the_team_that_is_asked() -> None:
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_a_role_that_cannot_start_fails_with_its_own_words() -> None:
+def test_team_reports_the_output_of_a_role_that_cannot_start() -> None:
     with pytest.raises(TeamFailed, match=r"ended while starting.*No module named"):
         Team(library("no_such_role"), 1, cores=1)
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_who_has_failed_is_not_asked_again() -> None:
+def test_conductor_does_not_ask_a_failed_contender_again() -> None:
     team = Team(library("copy"), 1, cores=1)
     with pytest.raises(TeamFailed):
         team.ask("prepare", "key", {})
@@ -95,21 +95,21 @@ def test_who_has_failed_is_not_asked_again() -> None:
         team.ask("forget")
 
 
-def test_an_absent_peer_has_a_reason_and_a_remedy(tmp_path: Path) -> None:
+def test_absent_peer_has_a_reason_and_a_remedy(tmp_path: Path) -> None:
     reason = python_of(PEERS["torch"], tmp_path)
     assert isinstance(reason, str)
     assert reason.startswith("not installed")
     assert reason.endswith("python -m harness.install torch")
 
 
-def test_an_environment_that_could_not_be_made_reports_why(tmp_path: Path) -> None:
+def test_absent_environment_reports_the_reason_of_the_failed_installation(tmp_path: Path) -> None:
     environment = environment_of(PEERS["mpich"], tmp_path)
     environment.mkdir()
     (environment / "failed.txt").write_text("could not be installed: no route to host\n")
     assert python_of(PEERS["mpich"], tmp_path) == "could not be installed: no route to host"
 
 
-def test_what_was_prepared_is_checked_before_and_after() -> None:
+def test_conductor_checks_results_before_and_after_the_rounds() -> None:
     role = SumOfTwo(forgetful_after=2)
     prepared = role.prepare({"verb": "all_reduce", "nbytes": 8, "dtype": "float32"})
     prepared.call()
@@ -118,5 +118,5 @@ def test_what_was_prepared_is_checked_before_and_after() -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "parts", "count"), [(4, 1, 1), (4, 2, 2), (64, 3, 15)])
-def test_arrays_can_be_cut_into_equal_parts(nbytes: int, parts: int, count: int) -> None:
+def test_elements_are_divisible_into_equal_parts(nbytes: int, parts: int, count: int) -> None:
     assert elements(nbytes, 4, parts) == count

@@ -1,4 +1,4 @@
-"""A verdict shows the worst place, says how often the number was missed, and never guesses."""
+"""Verdicts show the worst row and remain undecided without measurements."""
 
 import pytest
 
@@ -10,31 +10,31 @@ from harness.verdicts import at_least, at_most
 MB = 1 << 20
 
 
-def test_at_least_is_reached_if_the_lowest_median_is() -> None:
+def test_at_least_is_reached_if_the_lowest_median_reaches_the_bound() -> None:
     verdict = at_least("speed", 2.0, {"4 B": [2.5, 2.0, 1.0], "4 KB": [9.0]})
     assert verdict.reached is True
     assert verdict.measured == "2x (4 B; rounds 1 to 2.5)"
 
 
-def test_at_least_is_missed_if_one_of_several_is() -> None:
+def test_at_least_is_missed_if_one_median_is_below_the_bound() -> None:
     verdict = at_least("speed", 2.0, {"4 B": [1.9], "4 KB": [9.0]})
     assert verdict.reached is False
     assert verdict.measured == "1.9x (4 B; rounds 1.9 to 1.9); missed by 1 of 2"
 
 
-def test_at_most_shows_the_highest() -> None:
+def test_at_most_shows_the_highest_median() -> None:
     verdict = at_most("cost", 2.0, {"a": [1.0], "b": [3.0]})
     assert verdict.reached is False
     assert verdict.measured.startswith("3x (b;")
 
 
-def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
+def test_verdict_is_undecided_if_a_row_was_not_measured() -> None:
     verdict = at_least("speed", 2.0, {"4 B": []}, "MPICH is absent")
     assert verdict.reached is None
     assert verdict.measured == "not measured: MPICH is absent"
 
 
-def test_an_absent_peer_is_named_beside_the_number_of_the_present_one() -> None:
+def test_verdict_names_an_absent_peer_next_to_the_measured_peer() -> None:
     assert "MPICH is absent" in at_least("speed", 2.0, {"4 B": [3.0]}, "MPICH is absent").measured
 
 
@@ -50,13 +50,13 @@ def judged(*measurements: Measurement) -> dict[str, tuple[str, bool | None]]:
     return {verdict.target: (verdict.measured.split(";")[0], verdict.reached) for verdict in found}
 
 
-def test_against_mpi_the_better_one_counts() -> None:
+def test_all_reduce_verdict_compares_with_the_faster_mpi() -> None:
     found = judged(all_reduce(64 << 10, ours=1.0, open_mpi=4.0, mpich=1.4))
     assert found["2 ranks, to the better MPI, from 64 KB"] == ("1.4x (64 KB, MPICH", False)
     assert found["2 ranks, to the better MPI, to 4 KB"][1] is None
 
 
-def test_every_size_is_judged_by_the_number_for_its_range() -> None:
+def test_all_reduce_verdict_uses_the_bound_of_the_size_range() -> None:
     found = judged(
         all_reduce(4, ours=1.0, open_mpi=1.1, torch=21.0),
         all_reduce(MB, ours=1.0, open_mpi=2.0, torch=20.0),
@@ -72,7 +72,7 @@ def test_every_size_is_judged_by_the_number_for_its_range() -> None:
     assert reached["4 ranks, to the better MPI, 64 MB"] is True
 
 
-def test_every_row_is_judged_beside_the_better_mpi_and_with_few_cores_the_median_too() -> None:
+def test_collectives_verdict_judges_each_row_and_with_few_cores_the_median() -> None:
     found = {
         verdict.target: (verdict.measured.partition(";")[0], verdict.reached)
         for verdict in collectives_targets.verdicts(
@@ -96,7 +96,7 @@ def test_every_row_is_judged_beside_the_better_mpi_and_with_few_cores_the_median
     }
 
 
-def test_a_row_that_ours_alone_could_not_do_is_missed() -> None:
+def test_verdict_is_missed_if_only_this_package_failed() -> None:
     alone = Measurement("open messages", "float32", 40_000, 2, {"MPICH": [1.0]})
     alone.left_out[targets.OURS] = "no answer in time"
     verdict, _ = collectives_targets.verdicts([alone], absent={})
@@ -104,7 +104,7 @@ def test_a_row_that_ours_alone_could_not_do_is_missed() -> None:
     assert verdict.measured.startswith("0x (10,000 open messages, flashlight_py was left out;")
 
 
-def test_at_64_mb_ours_is_judged_against_a_copy_and_its_own_variants() -> None:
+def test_all_reduce_verdict_at_64_mb_compares_with_a_copy_and_variants() -> None:
     found = judged(all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0))
     assert found["2 ranks, 64 MB, against a copy by one core"] == ("1.94x (64 MB", True)
     assert found["2 ranks, 64 MB, shared_empty against a plain array"] == ("1.2x (64 MB", True)
@@ -112,14 +112,14 @@ def test_at_64_mb_ours_is_judged_against_a_copy_and_its_own_variants() -> None:
     assert half == ("0.75x (bfloat16", False)
 
 
-def test_minima_of_integers_are_judged_against_their_sum() -> None:
+def test_all_reduce_verdict_compares_integer_minima_with_sums() -> None:
     seconds = {"flashlight_py": [2.0], "flashlight_py, min": [2.1], "flashlight_py, max": [2.5]}
     found = judged(Measurement("all_reduce", "int8", MB, 2, seconds))
     worst = ("1.25x (int8, 2 ranks, 1 MB, flashlight_py, max", False)
     assert found["min and max of integers, to their sum"] == worst
 
 
-def test_captured_steps_are_judged() -> None:
+def test_step_verdicts_judge_captured_steps() -> None:
     eager, captured = step_targets.EAGER, step_targets.CAPTURED
     rounds = {
         step_targets.HAND_WRITTEN: 11e-6,
@@ -160,7 +160,7 @@ def on_gpu(nbytes: int, **seconds: float) -> Measurement:
     return Measurement("all_reduce", "float32", nbytes, 2, rounds)
 
 
-def test_small_arrays_on_gpus_may_take_3_us_more_than_the_fastest_peer() -> None:
+def test_cuda_verdict_allows_3_us_more_than_the_fastest_peer_for_small_arrays() -> None:
     fits, late = on_gpu(4, ours=12e-6, raw=10e-6, torch=9.5e-6), on_gpu(4, ours=14e-6, raw=10e-6)
     large = on_gpu(64 * MB, ours=1.03, raw=1.0)
     _, small, big = cuda_targets.verdicts([fits, large], {})
@@ -171,7 +171,7 @@ def test_small_arrays_on_gpus_may_take_3_us_more_than_the_fastest_peer() -> None
 @pytest.mark.parametrize(
     ("launch", "measured", "reached"), [(10e-6, "0.909x", True), (22e-6, "2x", False)]
 )
-def test_launch_may_take_10_us_more_than_the_faster_raw_call(
+def test_cuda_verdict_allows_10_us_more_than_the_faster_raw_call_for_a_launch(
     launch: float, measured: str, reached: bool
 ) -> None:
     raw = {cuda_targets.CUPY: 5e-6, cuda_targets.SAME: 1e-6, cuda_targets.CUPYX: 0.1e-6}
@@ -181,7 +181,7 @@ def test_launch_may_take_10_us_more_than_the_faster_raw_call(
     assert verdict.reached is reached
 
 
-def test_case_line_has_times_and_reasons() -> None:
+def test_case_line_contains_times_and_reasons() -> None:
     measurement = on_gpu(4 << 10, ours=12e-6, raw=10e-6)
     measurement.left_out["nccl4py"] = "a rank ended"
     line = cuda_targets.case_line(measurement, {"flashlight_py": 2.5e-6})
@@ -191,6 +191,6 @@ def test_case_line_has_times_and_reasons() -> None:
     )
 
 
-def test_without_a_peer_nothing_is_judged() -> None:
+def test_cuda_verdicts_are_undecided_without_a_peer() -> None:
     judged = cuda_targets.verdicts([on_gpu(4, ours=1.0)], {(1, 4): {"flashlight_py": 1.0}})
     assert [verdict.reached for verdict in judged] == [None] * 3

@@ -1,4 +1,4 @@
-"""Ranks that die or stop, files that are spoilt, strangers on the wire: what becomes of a run.
+"""Ranks that die or stop, damaged files, strangers on the network, and their effects on a run.
 
-``make test`` runs a short form of each; ``make chaos`` (``python -m tests.chaos``) a long one.
+``make test`` runs a short form, ``make chaos`` (``python -m tests.chaos``) a long form.
 """

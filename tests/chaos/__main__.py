@@ -1,7 +1,8 @@
-"""``python -m tests.chaos``: many rounds of everything, and tables of what came out.
+"""``python -m tests.chaos``: many rounds of all faults, and tables of the results.
 
-Without options the whole, which takes about a quarter of an hour on two cores. ``--backend``,
-``--verb``, ``--fate`` and ``--seed`` choose rounds; what fails prints the options that repeat it.
+Without options everything runs, which takes about a quarter of an hour on two cores. ``--backend``,
+``--verb``,
+``--fate`` and ``--seed`` select rounds. A failure prints the options that repeat it.
 """
 
 import argparse
@@ -22,7 +23,7 @@ BACKENDS = (*rounds.BACKENDS, "mpi")
 
 @dataclasses.dataclass
 class Row:
-    """One line of the table: a backend and a fate."""
+    """One row of the table: a backend and a fault."""
 
     backend: str
     fate: str
@@ -56,7 +57,7 @@ def play(ranks: Ranks, game: Round) -> Verdict:
 
 
 def play_all(games: Iterator[Round]) -> list[Row]:
-    """Play until Ctrl-C; return the rows of what was played."""
+    """Run rounds until Ctrl-C, and return the rows of the finished rounds."""
     rows: dict[tuple[str, str], Row] = {}
     with closing(rounds.start_ranks()) as ranks:
         try:
@@ -83,7 +84,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def tell_growth(count: int) -> bool:
-    """Print by how much processes have grown in ``count`` cycles; return whether they did not."""
+    """Print the growth of processes in ``count`` cycles; return True if there is none."""
     grew = False
     sys.stdout.write("| backend | cycles | more memory | more descriptors | more threads |\n")
     sys.stdout.write("|---|---|---|---|---|\n")

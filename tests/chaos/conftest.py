@@ -1,4 +1,4 @@
-"""What starts the ranks of these tests."""
+"""Fixture that starts the ranks of these tests."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,9 +11,9 @@ from tests.distributed.rendezvous_helpers import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """What starts ranks; each plan names the ``part`` that it plays in ``tests.chaos.rank``.
+    """Return the object that starts ranks; each plan names its ``part`` in ``tests.chaos.rank``.
 
-    It stays between tests, the ranks must not.
+    The object is kept between tests, but no rank may remain.
     """
     with closing(start_ranks()) as started:
         yield started

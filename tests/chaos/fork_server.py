@@ -1,13 +1,14 @@
 """A process that forks ranks on command; the other end is ``rendezvous_helpers.Ranks``.
 
-It reads one plan per line (JSON). Forking spares each of many ranks the start of an interpreter,
-and yet a rank ends as a script does: through its own ``sys.excepthook`` and exit handlers. How it
-has ended, the process that waits for it reports as one more event.
+It reads one plan per line (JSON). Forking saves the start of an interpreter per rank. A rank still
+ends like a
+script: with ``sys.excepthook`` and exit handlers. The parent of a rank reports its exit status as a
+last event.
 """
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads must not be forked
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a process with threads must not fork
 
 import json
 import signal
@@ -17,7 +18,7 @@ from tests.chaos import rank
 
 
 def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for ranks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the parents of ranks
     for line in sys.stdin:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

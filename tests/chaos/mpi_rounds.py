@@ -1,7 +1,8 @@
-"""Rounds of chaos under ``mpirun``, which ends the whole job when one of its processes is killed.
+"""Rounds of chaos with ``mpirun``, which ends the whole job if one of its processes is killed.
 
-So MPI allows less than the other backends: a survivor raises the right error, or the job is ended,
-soon and with a code that is not 0. Nobody may hang, and nobody may end well.
+MPI allows less than other backends: a survivor raises the correct error, or the job ends soon with
+a code other than
+0. No rank may hang, and no rank may succeed.
 """
 
 import json
@@ -22,12 +23,12 @@ from tests.distributed.harness import mpirun_command
 __all__ = ["play"]
 
 ROOT = Path(__file__).parents[2]
-# From the fate to the end of the job, and for a job to start; in seconds.
+# Seconds from the fault to the end of the job, and seconds until a job has started.
 SOON, START = 10.0, 30.0
 
 
 def play(game: Round) -> Verdict:
-    """Play a round of 3 ranks, end what is left of it, and judge."""
+    """Run a round of 3 ranks, end its processes, and judge."""
     verdict = Verdict()
     segments = leftovers.segments()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
@@ -39,7 +40,7 @@ def play(game: Round) -> Verdict:
         finally:
             job.end()
     verdict.wrong += [
-        f"left {file}" for file in leftovers.orphaned(leftovers.segments() - segments)
+        f"left {file}" for file in leftovers.unmapped_files(leftovers.segments() - segments)
     ]
     return verdict
 
@@ -66,7 +67,7 @@ class _Job:
         self._pipe, self._unread = self.process.stdout.fileno(), b""
 
     def await_event(self, event: str, ends: float, count: int = 1) -> list[dict[str, Any]]:
-        """Return ``count`` events of a kind; fewer if the job ends before."""
+        """Return ``count`` events of a kind, or fewer if the job ends before."""
         while len(found := [e for e in self.events if e["event"] == event]) < count:
             if not self._read(ends, event):
                 break
@@ -78,8 +79,8 @@ class _Job:
         return self.process.wait(max(0.1, ends - time.monotonic()))
 
     def _read(self, ends: float, awaited: str) -> bool:
-        """Take in one more line; whether there was one."""
-        while b"\n" not in self._unread:  # what a stream buffers, a selector would not see
+        """Read one more line; return whether there was one."""
+        while b"\n" not in self._unread:  # a stream's buffer is invisible to selectors
             if not self._more(ends):
                 raise TimeoutError(f"no {awaited} in time; the job printed {self.output[-2000:]!r}")
             part = os.read(self._pipe, 1 << 16)
@@ -94,7 +95,7 @@ class _Job:
         return bool(line)
 
     def _more(self, ends: float) -> bool:
-        """Wait for more from the job, or for its end; False if neither comes."""
+        """Wait for more output or the end of the job; return False at the timeout."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._pipe, selectors.EVENT_READ)
             return bool(selector.select(max(0.0, ends - time.monotonic())))
@@ -105,7 +106,7 @@ class _Job:
         self.process.stdout.close()
 
     def _groups(self) -> set[int]:
-        """The process groups that the ranks told: Hydra gives them one of their own."""
+        """Return the process groups that the ranks reported. Hydra gives each rank its own."""
         return {event["group"] for event in self.events if "group" in event}
 
 

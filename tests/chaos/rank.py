@@ -1,4 +1,4 @@
-"""What one rank does in a round of chaos: calls a verb until something happens, and reports it."""
+"""Program of one rank in a round of chaos: calls a verb until an event, and reports it."""
 
 import encodings.idna  # noqa: F401 - another user may not read the files of this Python
 import gc
@@ -23,20 +23,20 @@ __all__ = ["EXIT_CODE", "PARTS", "Trap", "report"]
 
 Plan = dict[str, Any]
 EXIT_CODE = 7
-# A round in which nothing happens must end as well; in seconds.
+# Seconds after which a round without an event ends.
 PATIENCE = 60.0
-# So that an event is written at once, not mixed with another rank's.
+# Line buffering, so the events of ranks are not mixed.
 LONGEST_TEXT = 3000
 
 
 def report(plan: Plan, event: str, **details: Any) -> None:
-    """Write an event of this process; ``at`` is the clock that all processes share."""
+    """Write an event of this process; ``at`` is the monotonic clock of the machine."""
     record = {"id": plan["id"], "event": event, "pid": os.getpid(), "at": time.monotonic()}
     os.write(1, json.dumps({**record, **details}).encode() + b"\n")
 
 
 def join(plan: Plan) -> None:
-    """Initialise the world as ``plan`` says."""
+    """Initialise the world of ``plan``."""
     os.environ.update(plan["env"])
     if plan["init"] == "mpi":
         fl.distributed_init(fl.DistributedInit.MPI, params=plan["params"])
@@ -49,9 +49,9 @@ def join(plan: Plan) -> None:
 
 
 def endure(plan: Plan) -> None:
-    """Join, and call the verb again and again: until this rank's fate, or an error.
+    """Join, and call the verb repeatedly until this rank's fault or an error.
 
-    The fates that come from within are met here; a signal comes from the test.
+    This function causes the faults inside the process; the test sends signals.
     """
     report(plan, "started")
     try:
@@ -79,7 +79,7 @@ def call_on(plan: Plan) -> None:
 
 
 def meet_fate(plan: Plan) -> None:
-    """Raise or exit; otherwise go on until the signal comes."""
+    """Raise or exit; otherwise continue until the signal."""
     report(plan, "fated")
     if plan["fate"] == "exception":
         raise ValueError(f"chaos on rank {plan['rank']}")
@@ -88,12 +88,12 @@ def meet_fate(plan: Plan) -> None:
 
 
 def report_failure(plan: Plan, error: Exception) -> None:
-    """Report what was raised, and that the group is closed; then leave the world."""
+    """Report the error, and that the group is closed; then leave the world."""
     classes = [base.__name__ for base in type(error).__mro__]
     report(plan, "raised", classes=classes, text=str(error)[:LONGEST_TEXT])
     if fl.is_distributed_init():
         report(plan, "tried again", got=_try_again())
-        # A group of some ranks can end while the world lives: then this is where the world ends.
+        # A group of some ranks can fail while the world is alive; then the world ends here.
         with suppress(fl.errors.DistributedError) if plan["verb"] == "split" else nullcontext():
             fl.distributed_shutdown()
 
@@ -107,7 +107,8 @@ def _try_again() -> str:
 
 
 def compute(plan: Plan) -> None:
-    """Join, reduce for so many seconds by rank 0's clock, check every result, and shut down."""
+    """Join, reduce for the seconds of the plan by rank 0's clock, check every result, and shut
+    down."""
     report(plan, "started")
     created = restrict(plan)
     join(plan)
@@ -126,7 +127,7 @@ def compute(plan: Plan) -> None:
 
 
 class Trap:
-    """Unpickled, it makes the folder ``path``."""
+    """An object that creates the folder ``path`` when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -136,7 +137,7 @@ class Trap:
 
 
 def give(plan: Plan) -> None:
-    """Join, and exchange an object with the others, which is a trap where the plan says so."""
+    """Join, and exchange an object with the other ranks, which is a trap if the plan says so."""
     restrict(plan)
     join(plan)
     fl.all_gather_object(Trap(plan["trap"]) if "trap" in plan else None)
@@ -145,7 +146,8 @@ def give(plan: Plan) -> None:
 
 
 def restrict(plan: Plan) -> list[tuple[str, int, int | None]]:
-    """Become the user, with the limits, of the plan; return what records the files created."""
+    """Become the user of the plan with its limits; return the audit hook that records created
+    files."""
     created: list[tuple[str, int, int | None]] = []
     if "descriptors" in plan:
         resource.setrlimit(resource.RLIMIT_NOFILE, (plan["descriptors"], plan["descriptors"]))
@@ -153,7 +155,7 @@ def restrict(plan: Plan) -> list[tuple[str, int, int | None]]:
         os.umask(plan["umask"])
     if "uid" in plan:
         os.setuid(plan["uid"])
-    if "clock" in plan:  # the kernel's clock is that of the whole machine
+    if "clock" in plan:  # the kernel's clock is the clock of the whole machine
         right = time.time
         time.time = lambda: right() + plan["clock"]
     if "records_files" in plan:
@@ -162,9 +164,9 @@ def restrict(plan: Plan) -> list[tuple[str, int, int | None]]:
 
 
 def record(created: list[tuple[str, int, int | None]], event: str, args: tuple[Any, ...]) -> None:
-    """Note a file that is being created, its flags, and the mode that it has got in the end.
+    """Record a created file, its flags, and its final mode.
 
-    When it is renamed, it is complete, and has its mode.
+    A rename completes a file, so its mode is final.
     """
     has_path = event in ("open", "os.rename") and isinstance(args[0], (str, bytes, os.PathLike))
     if has_path and event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT:
@@ -178,7 +180,8 @@ def _mode(path: str) -> int:
 
 
 def cycle(plan: Plan) -> None:
-    """Join and leave again and again; report what the process holds once warm and at the end."""
+    """Join and leave repeatedly; report the resources of the process after the warm-up and at the
+    end."""
     report(plan, "started")
     held = []
     for number in range(1, plan["cycles"] + 1):
@@ -191,7 +194,7 @@ def cycle(plan: Plan) -> None:
 
 
 def holdings() -> dict[str, int]:
-    """Return the kilobytes of memory, the descriptors and the threads of this process."""
+    """Return kilobytes of memory, descriptors and threads of this process."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
@@ -205,7 +208,7 @@ PARTS: dict[str, Callable[[Plan], None]] = {
 
 
 def main() -> None:
-    """Endure as a rank under ``mpirun``; the plan is in the environment."""
+    """Run a rank with ``mpirun``; the plan is in the environment."""
     plan = json.loads(os.environ["CHAOS_PLAN"])
     names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
     plan["rank"] = int(next(os.environ[name] for name in names if name in os.environ))

@@ -1,4 +1,5 @@
-"""One round of chaos: a world calls a verb, one rank meets its fate, and the others are judged."""
+"""One round of chaos: a world calls a verb, one rank suffers a fault, and the other ranks are
+judged."""
 
 import dataclasses
 import os
@@ -18,7 +19,7 @@ from tests.distributed import conformance, leftovers
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
 BACKENDS = ("gloo", "shm", "hierarchical")
-# From within: a signal comes from here. The code that such a rank ends with follows.
+# Faults, and the exit codes of ranks that suffer them.
 FATES = {
     "kill": -signal.SIGKILL,
     "stop": 0,
@@ -27,20 +28,20 @@ FATES = {
     "interrupt": -signal.SIGINT,
 }
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
-# How soon a lost rank must be noticed on one host, in seconds.
+# Seconds within which ranks of one host must detect a lost rank.
 SOON = 2.0
-# TIMEOUT of the rounds in which a rank stalls, and of the others, in seconds.
+# TIMEOUT in seconds of rounds with a stopped rank, and of other rounds.
 SHORT, LONG = 2.0, 30.0
 CALLS = 200
-# Cycles of a world in which caches fill and the allocator finds its size.
+# Cycles of a world until caches are filled and the allocator has its final size.
 WARM = 15
-# Floats per rank: a cache line, what travels with a call, what goes in pieces.
+# Floats per rank: a cache line, an array inside a message, arrays that are sent in chunks.
 LENGTHS = (1, 100, 3_000, 40_000)
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What is to happen; everything that is drawn follows from ``seed``."""
+    """Parameters of a round; ``seed`` determines all random choices."""
 
     backend: str
     verb: str
@@ -55,7 +56,7 @@ class Round:
             "size": size,
             "victim": draw.randrange(size),
             "root": draw.randrange(size),
-            # Groups are made and closed in every call of split: fewer are enough.
+            # Each call of split creates and closes groups, so there are fewer calls.
             "moment": draw.randrange(CALLS // 10 if self.verb == "split" else CALLS),
             "length": draw.choice(LENGTHS),
             "delay": draw.random() ** 3 * 0.02,
@@ -63,14 +64,14 @@ class Round:
 
     @property
     def command(self) -> str:
-        """Return what repeats this round alone."""
+        """Return the command that repeats this round."""
         return (
             f"python -m tests.chaos --backend {self.backend} --verb {self.verb!r} "
             f"--fate {self.fate} --seed {self.seed}"
         )
 
     def plan(self, rank: int, folder: Path) -> dict[str, Any]:
-        """Return what ``rank`` is to do."""
+        """Return the plan of ``rank``."""
         place = {"path": str(folder / "meeting"), "log": str(folder / f"log-{rank}")}
         what = {"part": "endure", "verb": self.verb, "fate": self.fate, "init": "file"}
         timeout = SHORT if self.fate == "stop" else LONG
@@ -78,7 +79,7 @@ class Round:
 
 
 def world_of(backend: str, rank: int, timeout: float, **params: Any) -> dict[str, Any]:
-    """Return the part of a plan that makes ``rank`` use ``backend``, with more ``params``."""
+    """Return the part of a plan that makes ``rank`` use ``backend`` with further ``params``."""
     params["TIMEOUT"] = timeout
     if backend == "hierarchical":
         return {"params": params, "env": conformance.two_hosts(rank)}
@@ -88,9 +89,9 @@ def world_of(backend: str, rank: int, timeout: float, **params: Any) -> dict[str
 def start_together(
     ranks: Ranks, folder: Path, size: int, backend: str, timeout: float = 20.0, **plan: Any
 ) -> list[Rank]:
-    """Start ``size`` ranks, which meet in ``folder`` and compute unless ``plan`` has another part.
+    """Start ``size`` ranks in ``folder``, which compute unless ``plan`` has another part.
 
-    They check each result, for the ``seconds`` of ``plan``.
+    They check each result for the ``seconds`` of ``plan``.
     """
     params = plan.pop("params", {})
     place = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": size}
@@ -107,12 +108,12 @@ def all_end_well(started: list[Rank]) -> bool:
 
 
 def growth(ranks: Ranks, folder: Path, backend: str, cycles: int) -> dict[str, int]:
-    """Have 3 ranks make and leave a world ``cycles`` times, once caches are filled.
+    """Let 3 ranks create and leave a world ``cycles`` times after a warm-up.
 
-    Returns by how much the rank that grew most did: kilobytes, descriptors and threads.
+    Returns the growth of the rank that grew most: kilobytes, descriptors and threads.
 
     Raises:
-        AssertionError: a rank failed.
+        AssertionError: If a rank failed.
     """
     plan: dict[str, Any] = {"part": "cycle", "cycles": WARM + cycles, "warm": WARM}
     started = start_together(ranks, folder, 3, backend, **plan)
@@ -127,19 +128,19 @@ def growth(ranks: Ranks, folder: Path, backend: str, cycles: int) -> dict[str, i
 
 @dataclasses.dataclass
 class Verdict:
-    """What was wrong (nothing, if all is well), and the seconds until the last rank noticed."""
+    """The faults of a round (empty: correct), and the seconds until the last rank raised."""
 
     wrong: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
 
 def start_ranks() -> Ranks:
-    """Return what starts ranks that play rounds."""
+    """Return the object that starts the ranks of rounds."""
     return Ranks("tests.chaos.fork_server")
 
 
 def play(ranks: Ranks, game: Round) -> Verdict:
-    """Play a round, end what is left of it, and judge."""
+    """Run a round, end its processes, and judge."""
     verdict = Verdict()
     segments = leftovers.segments()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
@@ -148,18 +149,18 @@ def play(ranks: Ranks, game: Round) -> Verdict:
         started = [ranks.start(rank, **game.plan(rank, folder)) for rank in range(size)]
         try:
             _Judge(game, started, folder, verdict).watch()
-        except AssertionError as error:  # of await_event: something has not come in time
+        except AssertionError as error:  # an event of await_event is late
             verdict.wrong.append(str(error))
         finally:
             _end(started)
         verdict.wrong += [f"left {file}" for file in os.listdir(folder) if "log" not in file]
-    orphans = leftovers.orphaned(leftovers.segments() - segments)
+    orphans = leftovers.unmapped_files(leftovers.segments() - segments)
     verdict.wrong += [f"left {file}" for file in orphans]
     return verdict
 
 
 def _end(started: list[Rank]) -> None:
-    """Kill what still runs, stopped or not."""
+    """Kill the remaining ranks, also stopped ones."""
     for rank in started:
         if "ended" not in rank.events:
             os.kill(rank.pid, signal.SIGKILL)
@@ -167,7 +168,7 @@ def _end(started: list[Rank]) -> None:
 
 
 class _Judge:
-    """Watches one round."""
+    """Judge of one round."""
 
     def __init__(self, game: Round, started: list[Rank], folder: Path, verdict: Verdict) -> None:
         self._game, self._folder, self._verdict = game, folder, verdict
@@ -183,7 +184,7 @@ class _Judge:
         if self._game.fate == "stop":
             os.kill(self._victim.pid, signal.SIGCONT)
             event = self._victim.await_event("raised", "ended")
-            # Whose own time is up as well may say so instead of having been given up.
+            # A rank whose own timeout passed may report that instead of the abort of another rank.
             right = {"PeerLostError", "CollectiveTimeoutError"} & set(event.get("classes", ()))
             self._expect(bool(right), f"the resumed rank: {event}")
         for survivor in self._survivors:
@@ -196,11 +197,11 @@ class _Judge:
             )
 
     def _let_it_happen(self) -> float:
-        """Return when the victim met its fate, by the clock that all share."""
+        """Cause the fault, and return its time by the monotonic clock of the machine."""
         fated = self._victim.await_event("fated", "raised", "ended")
         if self._game.fate not in SIGNALS:
             return float(fated["at"])
-        time.sleep(self._game.drawn["delay"])  # the moment is what is drawn
+        time.sleep(self._game.drawn["delay"])  # the moment is random
         os.kill(self._victim.pid, SIGNALS[self._game.fate])
         return time.monotonic()
 
@@ -208,11 +209,11 @@ class _Judge:
         who = f"rank {rank.plan['rank']} of {rank.plan['size']}"
         stalled = self._game.fate == "stop"
         limit = SOON
-        if stalled:  # whoever waits for one that waits for another host gives it more time
+        if stalled:  # a rank may wait longer for a rank that waits for another host
             limit += between_hosts(SHORT, 4) if self._game.backend == "hierarchical" else SHORT
         expected = {"CollectiveTimeoutError" if stalled else "PeerLostError"}
         if stalled and self._game.verb == "split":
-            # Who has given its group up calls the world next, where others are not yet.
+            # A rank whose group failed calls the world next, which other ranks have not called yet.
             expected.add("PeerLostError")
         seconds = event["at"] - at
         self._verdict.seconds = max(self._verdict.seconds, seconds)
@@ -224,20 +225,20 @@ class _Judge:
             self._expect(bool(re.search(pattern, text)), f"{who}: no {pattern!r}: {text}")
 
     def _patterns(self, rank: Rank) -> list[str]:
-        """Return what the message must hold: who, where, and what it said itself."""
+        """Return the patterns that the message must match: rank, host, and the exception."""
         if self._game.fate == "stop" and not self._waits_for_victim(rank.plan["rank"]):
             return []
         patterns = [rf"\b{self._victim.pid}\b", re.escape(socket.gethostname())]
-        if self._game.verb != "split":  # the ranks of a group have numbers of their own
+        if self._game.verb != "split":  # the ranks of a group have other numbers
             patterns.append(rf"ranks? (\d+, )*{self._number}\b")
         if self._game.fate == "exception":
             patterns.append(f"ValueError: chaos on rank {self._number}")
         return patterns
 
     def _waits_for_victim(self, rank: int) -> bool:
-        """Return whether a rank waits for the stalled one itself, not for one that waits for it.
+        """Return whether a rank waits for the stopped rank directly.
 
-        A message is waited for by its two ends, and a group by its members.
+        Both ends wait for a message, and all members wait for a group.
         """
         away = (rank - self._number) % self._game.drawn["size"]
         if self._game.verb in MESSAGES:
@@ -245,7 +246,8 @@ class _Judge:
         return self._game.verb != "split"
 
     def _judge_end(self, rank: Rank, code: int) -> None:
-        """A rank ends by itself; who has caught the error finds the group closed, and may leave."""
+        """Check that a rank ends, that its group is closed after the error, and that it may
+        leave."""
         who, end = f"rank {rank.plan['rank']}", rank.await_event("ended")
         self._expect(end["code"] == code, f"{who} ended with {end['code']}, not {code}")
         again = rank.events.get("tried again", {}).get("got", "GroupClosedError")

@@ -1,4 +1,4 @@
-"""Making and leaving a world again and again costs no memory, no descriptor and no thread."""
+"""Repeated init and shutdown keep no memory, no descriptor and no thread."""
 
 import os
 from pathlib import Path
@@ -9,13 +9,13 @@ from tests.chaos.rounds import BACKENDS, growth
 from tests.distributed.rendezvous_helpers import Ranks
 
 CYCLES = 12
-# Kilobytes by which the allocator may still find its size. The long form is stricter.
+# Kilobytes by which the allocator may still grow. The long form is stricter.
 SLACK = 1500
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_init_and_shutdown_leave_a_process_as_it_was(
+def test_init_and_shutdown_release_memory_descriptors_and_threads(
     ranks: Ranks, tmp_path: Path, backend: str
 ) -> None:
     grown = growth(ranks, tmp_path, backend, CYCLES)

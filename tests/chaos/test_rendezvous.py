@@ -1,4 +1,4 @@
-"""Files that are spoilt while ranks meet, disks without room, clocks that differ."""
+"""Files that are damaged during the rendezvous, full disks, different clocks."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ PAGE = 4096
 DISK = 256
 HOUR = 3600.0
 TIMEOUT = 1.0
-# Over TIMEOUT a rank may take so long to report to the others why it fails, in seconds.
+# Seconds after TIMEOUT in which a rank may report its failure to the other ranks.
 FAREWELL = 7.0
 
 ENV: dict[str, str] = {}
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ends(started: list[Rank]) -> set[int]:
-    """Return how the ranks ended; either well, or by a RendezvousError, in time."""
+    """Return the ends of the ranks, which must be success or RendezvousError in time."""
     began = time.monotonic()
     codes = {rank.await_event("ended")["code"] for rank in started}
     assert time.monotonic() - began < TIMEOUT + FAREWELL
@@ -64,16 +64,16 @@ SPOILS: dict[str, Callable[[Path], object]] = {
 def await_file(folder: Path, kind: str, rank: Rank) -> Path:
     rank.await_event("started")
     while not (found := list(folder.glob(f"meeting.{kind}-*"))):
-        time.sleep(0.001)  # no event when a file appears
+        time.sleep(0.001)  # no event signals a new file
     return found[0]
 
 
 @pytest.mark.parametrize("how", [*SPOILS, "removed"])
 @pytest.mark.parametrize("connected", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_spoilt_announcement_is_no_matter(
+def test_file_store_replaces_a_damaged_announcement(
     ranks: Ranks, folder: Path, how: str, connected: bool
 ) -> None:
-    """Rank 0 announces itself anew to those that have not connected."""
+    """Rank 0 announces itself again to ranks that have not connected."""
     started = [ranks.start(rank, 3, **plan(folder)) for rank in range(1 + connected)]
     file = await_file(folder, "run", started[0])
     SPOILS.get(how, os.remove)(file)
@@ -84,7 +84,7 @@ def test_a_spoilt_announcement_is_no_matter(
 
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of ``DISK`` pages."""
+    """Mount a file system of ``DISK`` pages."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK * PAGE}", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:
@@ -96,7 +96,9 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_an_error_on_every_rank(ranks: Ranks, small_disk: Path) -> None:
+def test_file_store_raises_on_every_rank_if_the_disk_is_full(
+    ranks: Ranks, small_disk: Path
+) -> None:
     filler = small_disk / "filler"
     filler.write_bytes(bytes(DISK * PAGE))
     assert ends([ranks.start(rank, 3, **plan(small_disk)) for rank in range(3)]) == {1}
@@ -107,7 +109,7 @@ def test_a_full_disk_is_an_error_on_every_rank(ranks: Ranks, small_disk: Path) -
     assert os.listdir(small_disk) == []
 
 
-def test_a_read_only_folder_is_named(ranks: Ranks, small_disk: Path) -> None:
+def test_file_store_names_a_read_only_folder(ranks: Ranks, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     assert ends([ranks.start(rank, 2, **plan(small_disk)) for rank in range(2)]) == {1}
     text = (small_disk.parent / "log").read_text()
@@ -115,8 +117,10 @@ def test_a_read_only_folder_is_named(ranks: Ranks, small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("by", [-HOUR, HOUR])
-def test_clocks_may_differ_by_an_hour(ranks: Ranks, folder: Path, by: float) -> None:
-    """That of a process, as Python reads it, and those by which a file server dates its files."""
+def test_rendezvous_succeeds_if_clocks_differ_by_an_hour(
+    ranks: Ranks, folder: Path, by: float
+) -> None:
+    """This covers the clock of a process, as Python reads it, and the file times of a server."""
     host = ranks.start(0, 2, **plan(folder))
     file = await_file(folder, "run", host)
     other = file.stat().st_mtime + by

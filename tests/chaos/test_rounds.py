@@ -1,7 +1,8 @@
-"""A rank dies, stops, raises or exits while a verb is called: the others are notified, soon.
+"""A rank dies, stops, raises or exits during a verb, and the other ranks raise soon.
 
-A sample of what ``python -m tests.chaos`` plays at length. Every fate and every backend is in the
-ordinary run, every pair of them in the slow one.
+A sample of the rounds of ``python -m tests.chaos``. The ordinary run contains each fault and each
+backend, the slow run
+each pair.
 """
 
 import pytest
@@ -11,12 +12,13 @@ from tests.chaos.rounds import BACKENDS, FATES, Round, play
 from tests.chaos.verbs import VERBS
 from tests.distributed.rendezvous_helpers import Ranks
 
-# A group of some ranks is made in each call of it, which takes its time.
+# Each call creates a group of some ranks, which is slow.
 SAMPLED = [verb for verb in VERBS if verb != "split"]
 
 
 def sample(backend: str, fate: str) -> list[str]:
-    """Every verb meets some fate on some backend; a stalled rank costs a timeout each time."""
+    """Return rounds in which every verb meets some fault on some backend. A stopped rank costs a
+    timeout."""
     number = list(BACKENDS).index(backend) * len(FATES) + list(FATES).index(fate)
     step = len(SAMPLED) if fate == "stop" else 2 * len(FATES)
     return [
@@ -35,7 +37,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("backend", "fate"), PAIRS)
-def test_the_others_are_notified_in_time_and_nothing_is_left(
+def test_survivors_raise_in_time_and_leave_nothing_behind(
     ranks: Ranks, backend: str, fate: str
 ) -> None:
     for verb in sample(backend, fate):
@@ -46,7 +48,7 @@ def test_the_others_are_notified_in_time_and_nothing_is_left(
 @pytest.mark.parametrize(
     "fate", [pytest.param(f, marks=[] if f == "kill" else pytest.mark.slow) for f in FATES]
 )
-def test_an_mpi_job_ends_in_time(fate: str) -> None:
+def test_mpi_job_ends_in_time_after_a_fault(fate: str) -> None:
     pytest.importorskip("mpi4py")
     game = Round("mpi", "all_reduce", fate, seed=1)
     assert mpi_rounds.play(game).wrong == [], game.command

@@ -1,4 +1,4 @@
-"""Who else is on the machine gets nothing of a run: no file, no memory, no port."""
+"""Other users of the machine get nothing of a run: no file, no memory, no port."""
 
 import os
 import pickle
@@ -23,7 +23,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that every user can reach and write to; pytest's are for their user alone."""
+    """Return a folder that every user can write to; pytest's folders are private."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         Path(name).chmod(0o777)
         yield Path(name)
@@ -39,10 +39,12 @@ def start(
     return start_together(ranks, folder, 2, backend, seconds=seconds, **plan)
 
 
-def test_files_and_memory_are_for_their_user_alone(ranks: Ranks, tmp_path: Path) -> None:
-    """Every file that the ranks create is created exclusively, without following a link, 0600.
+def test_ranks_create_files_and_memory_that_only_their_user_can_open(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Ranks create every file exclusively, without following a link, with mode 0600 and any umask.
 
-    Whatever the umask allows: the ranks record each creation.
+    The ranks record each creation.
     """
     started = start(ranks, tmp_path, "auto", umask=0, records_files=True)
     assert all_end_well(started)
@@ -54,8 +56,9 @@ def test_files_and_memory_are_for_their_user_alone(ranks: Ranks, tmp_path: Path)
         assert mode in (None, 0o600), (path, oct(mode))
 
 
-def test_a_link_in_the_way_is_not_written_through(tmp_path: Path) -> None:
-    """A name that somebody has guessed and laid a link at is refused, and the target untouched."""
+def test_ranks_do_not_write_through_a_symbolic_link(tmp_path: Path) -> None:
+    """Another user has placed a link at a guessed name. Ranks reject it and do not change its
+    target."""
     store = FileStore(tmp_path / "meeting", 0, 2, 5.0)
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -68,9 +71,7 @@ def test_a_link_in_the_way_is_not_written_through(tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("sticky", [False, True])
-def test_another_users_files_stop_nobody_and_are_not_believed(
-    ranks: Ranks, tmp_path: Path, sticky: bool
-) -> None:
+def test_ranks_ignore_files_of_another_user(ranks: Ranks, tmp_path: Path, sticky: bool) -> None:
     tmp_path.chmod(0o1777 if sticky else 0o777)
     run = "0123456789abcdef"
     for kind in (f"run-{run}-0", f"ask-{run}-{run}", f"tmp-{run}-0"):
@@ -81,8 +82,8 @@ def test_another_users_files_stop_nobody_and_are_not_believed(
 
 
 @as_root
-def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path, public: Path) -> None:
-    """What somebody else has announced is not believed, however right it is."""
+def test_ranks_of_two_users_do_not_connect(ranks: Ranks, tmp_path: Path, public: Path) -> None:
+    """Ranks ignore a correct announcement of another user."""
     place = {"path": str(public / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}
     plan = {"part": "compute", "init": "file", "seconds": 0.1, "params": {"TIMEOUT": 1.0}, **place}
     started = [ranks.start(0, **plan), ranks.start(1, uid=NOBODY, **plan)]
@@ -96,7 +97,7 @@ def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path, public: Path) -> No
     assert left <= {"nobody"}, "rank 0 may not have been able to remove what is another's"
 
 
-def test_nothing_is_unpickled_from_a_file_of_the_rendezvous(ranks: Ranks, tmp_path: Path) -> None:
+def test_rendezvous_does_not_unpickle_files(ranks: Ranks, tmp_path: Path) -> None:
     trap = pickle.dumps(Trap(str(tmp_path / "sprung")))
     run = "0123456789abcdef"
     for kind in (f"run-{run}-0", f"ask-{run}-{run}", f"tmp-{run}-0"):
@@ -106,10 +107,10 @@ def test_nothing_is_unpickled_from_a_file_of_the_rendezvous(ranks: Ranks, tmp_pa
 
 
 @as_root
-def test_a_stranger_does_not_join_at_the_port_and_his_pickle_is_not_run(
+def test_tcp_store_rejects_another_user_and_does_not_unpickle_its_data(
     ranks: Ranks, tmp_path: Path, public: Path
 ) -> None:
-    """Another user of this machine claims a rank of root's job, and then the right one comes."""
+    """Another user of this machine claims a rank of root's job before the right process does."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}
     params = {"TIMEOUT": 20.0, "BACKEND": "gloo"}
@@ -127,7 +128,7 @@ def test_a_stranger_does_not_join_at_the_port_and_his_pickle_is_not_run(
     assert not (public / "sprung").exists()
 
 
-def test_no_file_of_the_rendezvous_knows_pickle() -> None:
+def test_rendezvous_modules_do_not_import_pickle() -> None:
     import flashlight_py.distributed.rendezvous as package
 
     for module in Path(str(package.__file__)).parent.glob("*.py"):
@@ -135,13 +136,13 @@ def test_no_file_of_the_rendezvous_knows_pickle() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "auto"])
-def test_on_one_host_all_sockets_are_on_the_loopback(
+def test_ranks_on_one_host_listen_on_the_loopback_only(
     ranks: Ranks, tmp_path: Path, backend: str
 ) -> None:
     started = start(ranks, tmp_path, backend, seconds=0.5)
     for rank in started:
         rank.await_event("joined")
-    # Gloo's listen only until they are connected, and shared memory needs none.
+    # Gloo's sockets listen only until they are connected, and shared memory needs none.
     assert wire.listening(rank.pid for rank in started) == set()
     ends = [end for rank in started for end in wire.connected(rank.pid)]
     assert bool(ends) == (backend == "gloo")
@@ -149,7 +150,7 @@ def test_on_one_host_all_sockets_are_on_the_loopback(
     assert all_end_well(started)
 
 
-def test_the_interface_that_is_asked_for_is_used(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_listen_on_the_requested_interface(ranks: Ranks, tmp_path: Path) -> None:
     started = start(ranks, tmp_path, "gloo", seconds=0.5, params={"INTERFACE": "127.0.0.2"})
     for rank in started:
         rank.await_event("joined")
@@ -158,7 +159,7 @@ def test_the_interface_that_is_asked_for_is_used(ranks: Ranks, tmp_path: Path) -
     assert all_end_well(started)
 
 
-def test_loopback_unless_hosts_differ() -> None:
+def test_gloo_listens_on_the_loopback_unless_hosts_differ() -> None:
     assert address_inside("") == "127.0.0.1"
     assert address_inside("lo") == "127.0.0.1"
     assert address_inside("::1") == "::1"
@@ -166,8 +167,8 @@ def test_loopback_unless_hosts_differ() -> None:
         address_inside("192.0.2.77")
 
 
-def test_memory_of_another_user_is_refused(tmp_path: Path) -> None:
-    """What may be opened is still not mapped, unless this user has created it."""
+def test_ranks_do_not_map_memory_of_another_user(tmp_path: Path) -> None:
+    """Memory of another user is not mapped, even if it can be opened."""
     from flashlight_py import _native
 
     try:

@@ -1,4 +1,4 @@
-"""A rank ends, in every way, in the middle of a step of a sharded module: the others find out."""
+"""A rank ends in the middle of a step of a sharded module, and the other ranks detect it."""
 
 import os
 import signal
@@ -26,7 +26,8 @@ def meet(fate: str) -> None:
 
 
 def step_until(rank: int, size: int, fate: str, folder: str) -> Any:
-    """Rank 1 meets its fate in the middle of step 2; the others report what they raise."""
+    """Let rank 1 suffer its fault in the middle of step 2, and return the errors of the other
+    ranks."""
     fully_sharded.SMALL_BYTES = 0
     fl.set_seed(0)
     model = fl.nn.Sequential(fl.nn.Linear(200, 200), fl.nn.ReLU(), fl.nn.Linear(200, 10))
@@ -60,7 +61,7 @@ def step_until(rank: int, size: int, fate: str, folder: str) -> Any:
     if rank == 2:
         (Path(folder) / "checked").write_text("yes")
         return True
-    (Path(folder) / "checked").read_text()  # as loading makes the parameters whole for both
+    (Path(folder) / "checked").read_text()  # loading restores the parameters of both ranks
     if fate == "stop":
         os.kill(int(pids[1]), signal.SIGKILL)
     assert fl.load(Path(folder) / "saved", model).step == 2
@@ -72,7 +73,7 @@ def step_until(rank: int, size: int, fate: str, folder: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", FATES)
-def test_a_rank_that_ends_in_a_step_leaves_no_wrong_parameters(fate: str, tmp_path: Any) -> None:
+def test_sharded_step_raises_torn_state_error_if_a_rank_dies(fate: str, tmp_path: Any) -> None:
     os.mkfifo(tmp_path / "checked")
     outcomes = run_outcomes(
         step_until, 3, fate, str(tmp_path), params={"TIMEOUT": 3}, deadline=15.0

@@ -1,4 +1,4 @@
-"""Strangers who connect to the sockets of a run neither kill it nor receive anything."""
+"""Strangers that connect to the sockets of a run neither end it nor receive data."""
 
 import os
 import random
@@ -14,17 +14,17 @@ from tests.chaos import wire
 from tests.chaos.rounds import all_end_well, start_together
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
-# Descriptors that a rank may open: a flood of twice as many must not use them up.
+# Limit of descriptors of a rank; a flood has twice as many connections.
 DESCRIPTORS = 64
-# Seconds in which ranks have come to connect, and starts of which one at least is caught at that.
+# Seconds within which ranks begin to connect, and starts of which at least one is caught.
 LONGEST_START = 10.0
 MOST_STARTS = 20
-# What a rank answers who does not know the job's secret: a greeting with nothing in it.
+# Answer of a rank to a process without the job's secret: an empty greeting.
 REFUSED = bytes(56)
 
 
-def test_strangers_are_no_ranks_while_hosts_compute(ranks: Ranks, tmp_path: Path) -> None:
-    """They listen as long as they may connect. Of one host, ``test_security`` says more."""
+def test_strangers_do_not_join_while_hosts_compute(ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks of several hosts keep listening. ``test_security`` tests one host."""
     started = start_together(ranks, tmp_path, 3, "hierarchical", seconds=0.6)
     for rank in started:
         rank.await_event("joined")
@@ -35,14 +35,14 @@ def test_strangers_are_no_ranks_while_hosts_compute(ranks: Ranks, tmp_path: Path
 
 
 def stopped_while_connecting(started: list[Rank]) -> set[wire.Address]:
-    """Stop the ranks, and return where they listen for each other; empty: they are connected.
+    """Stop the ranks, and return their listening addresses; empty if they are connected already.
 
-    On a busy machine all may have ended before anybody has looked.
+    On a busy machine all ranks may have ended.
     """
     pids = [rank.pid for rank in started]
     ends = time.monotonic() + LONGEST_START
     while are_alive(pids):
-        assert time.monotonic() < ends  # no event when they begin, and it is soon over
+        assert time.monotonic() < ends  # no event signals the start
         now = wire.ends_of(pids)
         if any(listens for _, listens in now) or all(connected for connected, _ in now):
             break
@@ -55,7 +55,7 @@ def are_alive(pids: list[int]) -> bool:
 
 
 def send(number: signal.Signals, started: list[Rank]) -> None:
-    """Send a signal to the ranks that have not ended."""
+    """Send a signal to the ranks that still run."""
     for rank in started:
         with suppress(ProcessLookupError):
             os.kill(rank.pid, number)
@@ -64,7 +64,8 @@ def send(number: signal.Signals, started: list[Rank]) -> None:
 def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int]]:
     """Send up to ``each`` strangers to every port of ranks that connect.
 
-    Returns what each has received (nothing if the ranks were too quick) and how the ranks end.
+    Returns the data that each stranger received (empty if the ranks were too quick), and the ends
+    of the ranks.
     """
     draw = random.Random(str(folder))
     plan = {"timeout": 1.0, "seconds": 0.2, "descriptors": DESCRIPTORS}
@@ -80,10 +81,10 @@ def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int
 
 
 @pytest.mark.parametrize("each", [1, 2 * DESCRIPTORS])
-def test_strangers_while_ranks_connect_do_no_more_than_end_the_start(
+def test_strangers_can_only_fail_the_start_while_ranks_connect(
     ranks: Ranks, tmp_path: Path, each: int
 ) -> None:
-    """They learn nothing; a flood of them may make the start fail, in time, on every rank."""
+    """Strangers receive no data. A flood may make the start fail in time on every rank."""
     answers: list[bytes] = []
     starts = 0
     while not answers:

@@ -1,4 +1,4 @@
-"""Every verb as a call that all ranks make alike, with a group of any size and an array."""
+"""Every verb as a call for a group of any size and an array; all ranks make the same call."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ MANY = 40
 
 
 def _send_round(x: Array, way: str) -> None:
-    """Give to the next rank and take from the one before."""
+    """Send to the next rank and receive from the rank before."""
     rank, size = fl.get_world_rank(), fl.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     if way == "sendrecv":
@@ -30,13 +30,13 @@ def _send_round(x: Array, way: str) -> None:
 
 
 def _uneven_rows(x: Array) -> Sequence[int]:
-    """All rows go to this rank's own place, but one to each other rank."""
+    """Send one row to each other rank, and keep the remaining rows."""
     rank, size = fl.get_world_rank(), fl.get_world_size()
     return [len(x) - size + 1 if other == rank else 1 for other in range(size)]
 
 
 def _reduction(verb: Verb) -> Callable[[Array, int], object]:
-    """Of the table: in place, for all or a root."""
+    """Return a reduction of the table: in place, for all ranks or a root."""
     function = getattr(fl, verb.name)
     if verb.rooted:
         return lambda x, root: function(x, root, op="max")

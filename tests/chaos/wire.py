@@ -1,4 +1,5 @@
-"""Strangers: bytes thrown at whatever the ranks of a run listen on, and what comes back."""
+"""Strangers: processes that send bytes to the listening sockets of ranks, and record the
+answers."""
 
 import os
 import random
@@ -12,25 +13,25 @@ __all__ = ["Address", "blobs", "connected", "crowd", "ends_of", "listening", "re
 
 Address = tuple[str, int]
 CONNECTED, LISTENS = "01", "0A"
-# So long a stranger waits to be let in, in seconds.
+# Seconds that a stranger waits to be accepted.
 PATIENCE = 0.05
-GREETING = struct.Struct("!4sHHQ")  # of the TCP rendezvous
+GREETING = struct.Struct("!4sHHQ")  # greeting of the TCP rendezvous
 
 
 def listening(pids: Iterable[int]) -> set[Address]:
-    """Return the IPv4 addresses that the processes ``pids`` listen on."""
+    """Return the IPv4 addresses at which the processes ``pids`` listen."""
     return set().union(*(ends for _, ends in ends_of(pids)))
 
 
 def connected(pid: int) -> set[Address]:
-    """Return the own ends of a process's IPv4 connections."""
+    """Return the local ends of a process's IPv4 connections."""
     return ends_of([pid])[0][0]
 
 
 def ends_of(pids: Iterable[int]) -> list[tuple[set[Address], set[Address]]]:
-    """Return of each process the own ends of its IPv4 connections, and where it listens.
+    """Return the local ends of each process's IPv4 connections, and its listening addresses.
 
-    The kernel takes milliseconds to write its table, so it is read once for all of them.
+    The kernel takes milliseconds to write its table, so one read serves all processes.
     """
     own = [set(_socket_inodes(pid)) for pid in pids]
     table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -46,7 +47,7 @@ def _in_state(table: list[list[str]], wanted: str, inodes: set[str]) -> set[Addr
 
 def _socket_inodes(pid: int) -> Iterator[str]:
     folder = f"/proc/{pid}/fd"
-    with suppress(FileNotFoundError):  # it has ended
+    with suppress(FileNotFoundError):  # the process has ended
         for fd in os.listdir(folder):
             with suppress(FileNotFoundError):
                 target = os.readlink(f"{folder}/{fd}")
@@ -55,7 +56,8 @@ def _socket_inodes(pid: int) -> Iterator[str]:
 
 
 def blobs(draw: random.Random, count: int) -> Iterator[bytes]:
-    """Yield what a stranger may send: noise, zeros, other protocols, JSON, ours with a fault."""
+    """Yield data of strangers: noise, zeros, other protocols, JSON, damaged messages of this
+    package."""
     for _ in range(count):
         noise = draw.randbytes(draw.choice((1, 7, 8, 9, 64, 5000)))
         kind, length = draw.randrange(12), draw.choice((0, 4, len(noise), 1 << 20, 1 << 62))
@@ -67,13 +69,13 @@ def blobs(draw: random.Random, count: int) -> Iterator[bytes]:
                 b'"\\ud800"',
                 b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
                 GREETING.pack(b"FLrv", draw.choice((0, 2, 3)), kind, length) + noise,
-                struct.pack("=q", draw.randrange(8)) + noise,  # how a peer of Gloo's begins
+                struct.pack("=q", draw.randrange(8)) + noise,  # the first bytes of a Gloo peer
             )
         )
 
 
 def crowd(address: Address, blobs: Iterable[bytes]) -> Iterator[socket.socket]:
-    """Have strangers connect, send a blob each, and stay, until one is not let in."""
+    """Connect strangers that send data and stay connected, until one is not accepted."""
     for blob in blobs:
         stranger = socket.socket()
         stranger.settimeout(PATIENCE)
@@ -87,7 +89,7 @@ def crowd(address: Address, blobs: Iterable[bytes]) -> Iterator[socket.socket]:
 
 
 def received(stranger: socket.socket) -> bytes:
-    """Return all that a stranger has received, and hang up; whoever sent it must have ended."""
+    """Return all data that a stranger received, and disconnect; the sender must have ended."""
     reported = b""
     with stranger, suppress(OSError):
         while more := stranger.recv(65536):

@@ -1,4 +1,4 @@
-"""The hosts of these tests."""
+"""Fixture of the hosts."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from tests.cluster.hosts import Cluster
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two hosts, with both versions of IP and no limits."""
+    """Return two hosts with both versions of IP and no limits."""
     with Cluster(2) as made:
         yield made

@@ -1,4 +1,4 @@
-"""One host of a cluster: a process that holds its namespaces, and what is run in them."""
+"""One host of a cluster: a process that holds its namespaces, and the programs that run in them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLONE_NEWPID = 0x20000000
 
 
 class Host:
-    """One host: ``name``, ``index``, ``address`` (IPv4) and ``address6``; None if it has none."""
+    """One host: ``name``, ``index``, ``address`` (IPv4 or None) and ``address6`` (IPv6 or None)."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Host:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._control.close()  # ends the host, and all that runs in it
+        self._control.close()  # ends the host and all its processes
         self._stack.close()
 
     def take_tap(self) -> int:
-        """Return the descriptor of the host's network device once the host is ready."""
+        """Return the descriptor of the host's network device after the host is ready."""
         self._control.settimeout(START_SECONDS)
         _, taps, *_ = socket.recv_fds(self._control, 1, 1)
         if not taps:
@@ -103,8 +103,8 @@ class Host:
     ) -> subprocess.Popen[Any]:
         """Start a program in this host; ``env`` is added to this process's environment.
 
-        ``pid`` and ``returncode`` are its own, as seen from outside; the rest is
-        ``subprocess.Popen``'s.
+        ``pid`` and ``returncode`` are the values outside the host. Everything else is like
+        ``subprocess.Popen``.
         """
         enter = ["nsenter", "-t", str(self.init), "-n", "-u", "-i", "-m", f"--wdns={cwd}", "--"]
         own = {"XDG_RUNTIME_DIR": "/run/user", "TMPDIR": "/tmp", "HOSTNAME": self.name}
@@ -116,9 +116,9 @@ class Host:
     def run(
         self, command: Sequence[object], *, timeout: float = 60.0, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program in this host to its end and return what it printed, as text.
+        """Run a program in this host until it ends, and return its output as text.
 
-        Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds; it is killed then.
+        Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds and kills the program.
         """
         options = {"stdin": subprocess.DEVNULL, **options}
         with self.popen(
@@ -132,16 +132,16 @@ class Host:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def cut(self) -> None:
-        """Pull the cable: frames are lost in both directions, and nobody is told."""
+        """Disconnect the cable: frames are lost in both directions without notice."""
         self._ask_switch(f"cut {self.index}")
 
     def mend(self) -> None:
-        """Put the cable back."""
+        """Connect the cable again."""
         self._ask_switch(f"mend {self.index}")
 
     @contextlib.contextmanager
     def cut_off(self) -> Iterator[float]:
-        """Pull the cable and put it back at the end; yields when it was pulled."""
+        """Disconnect the cable, yield the time, and connect the cable at the end."""
         since = time.monotonic()
         self.cut()
         try:
@@ -150,19 +150,19 @@ class Host:
             self.mend()
 
     def freeze(self) -> None:
-        """Stop every process of this host; its kernel still acknowledges what it receives."""
+        """Stop every process of this host. Its kernel still acknowledges received data."""
         self._signal_all("STOP")
 
     def thaw(self) -> None:
-        """Let the processes of this host go on."""
+        """Continue the processes of this host."""
         self._signal_all("CONT")
 
     def kill(self) -> None:
-        """Kill every process of this host at once; the host itself stays."""
+        """Kill every process of this host at once. The host itself remains."""
         self._signal_all("KILL")
 
     def hosts_file(self, names: Mapping[str, Sequence[str] | str]) -> None:
-        """Have this host resolve ``names`` to these addresses, and ``localhost``."""
+        """Resolve ``names`` to these addresses on this host, and ``localhost``."""
         lines = ["127.0.0.1 localhost"] + (["::1 localhost"] if self.address6 else [])
         for name, found in names.items():
             lines += [f"{each} {name}" for each in ([found] if isinstance(found, str) else found)]
@@ -170,11 +170,12 @@ class Host:
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses it has."""
+        """Addresses of the host."""
         return [each for each in (self.address, self.address6) if each]
 
     def sshd(self) -> None:
-        """Start a real sshd at port 22, which lets ``cluster.ssh`` in; skip where there is none."""
+        """Start a real sshd at port 22 that accepts ``cluster.ssh``; skip the test if sshd is
+        missing."""
         program = shutil.which("sshd") or "/usr/sbin/sshd"
         if not os.path.exists(program) or shutil.which("ssh") is None:
             pytest.skip("hosts need sshd and ssh: run scripts/install_tools")
@@ -195,9 +196,9 @@ class Host:
         config = self.folder / "sshd_config"
         config.write_text("".join(f"{name} {value}\n" for name, value in options.items()))
         server = self.popen([program, "-D", "-e", "-f", config], stderr=subprocess.PIPE, text=True)
-        self._stack.callback(server.wait)  # it ends with the host, which ends before
+        self._stack.callback(server.wait)  # ends with the host, which ends before
         self._stack.callback(server.stderr.close)
-        # A word about each connection, which nobody reads.
+        # sshd logs each connection; the log is discarded.
         fcntl.fcntl(server.stderr, fcntl.F_SETPIPE_SZ, 1 << 20)
         for line in server.stderr:
             if line.startswith("Server listening on"):
@@ -205,7 +206,7 @@ class Host:
         raise RuntimeError(f"sshd in {self.name} ended with {server.wait()}")
 
     def _signal_all(self, name: str) -> None:
-        """Signal every process of this host but the first one, which takes no part."""
+        """Signal every process of this host except the first one."""
         self.run(["sh", "-c", f"kill -{name} -1"], cwd="/").check_returncode()
 
     def _end(self) -> None:
@@ -214,7 +215,7 @@ class Host:
 
 
 def key(folder: Path, name: str) -> Path:
-    """Return a key of ssh in ``folder``, made when it is first asked for."""
+    """Return an ssh key in ``folder``; the first call creates it."""
     file = folder / f"key-{name}"
     if not file.exists():
         make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(file)]
@@ -223,21 +224,21 @@ def key(folder: Path, name: str) -> Path:
 
 
 def helpers() -> set[int]:
-    """Processes that tests may find running after one of them has ended."""
+    """Return processes that may still run after a test."""
     from tests.distributed import leftovers
 
     return leftovers.helpers
 
 
 def _visible() -> list[str]:
-    """What this process runs from, where it lies in a folder that hosts have for themselves."""
+    """Return the files that this process runs from, if hosts hide their folder."""
     folders = {str(ROOT), sys.prefix, sys.base_prefix}
     return sorted(each for each in folders if each.startswith(("/tmp/", "/run/", "/dev/shm/")))
 
 
 @contextlib.contextmanager
 def _children_in(pids: int) -> Iterator[None]:
-    """Let the processes that this thread starts get their numbers in the namespace ``pids``."""
+    """Give the processes that this thread starts numbers in the namespace ``pids``."""
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     try:
         _set_namespace(pids)

@@ -1,8 +1,10 @@
-"""The first process of a host: it makes the host from new namespaces, and the host ends with it.
+"""The first process of a host: it creates the host in new namespaces, and the host ends with it.
 
-``unshare`` starts it in namespaces of its own. It sends the descriptor of its network device over
-the socket that it was given, and waits until nobody has the other end any more. Started with
-``python -I -S``, so it imports nothing but the standard library.
+``unshare`` starts it in new namespaces. It sends the descriptor of its network device over the
+socket that it
+receives, and waits until the other end of the socket is closed. It is started with ``python -I -S``
+and
+imports only the standard library.
 """
 
 import ctypes
@@ -16,19 +18,19 @@ import subprocess
 import sys
 from typing import Any
 
-# <linux/if_tun.h>
+# Constants of <linux/if_tun.h>.
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x2, 0x1000, 0x4000
-_TUN_F_CSUM, _TUN_F_TSO = 1, 2 | 4 | 8  # IPv4, IPv6, and those with ECN
+_TUN_F_CSUM, _TUN_F_TSO = 1, 2 | 4 | 8  # IPv4, and IPv6 and ECN
 _MS_BIND, _MS_REC = 4096, 16384
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Make the host, send its device, and stay."""
+    """Create the host, send its device, and wait."""
     plan = json.loads(sys.argv[1])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of this host are nobody else's
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans become its children
     with socket.socket(fileno=plan["control"]) as control:
         _mount(plan)
         socket.sethostname(plan["name"])
@@ -40,7 +42,7 @@ def main() -> None:
 
 
 def _mount(plan: dict[str, Any]) -> None:
-    """Give the host folders of its own; ``plan["shared"]`` stay where they are."""
+    """Mount separate folders for the host; the folders ``plan["shared"]`` remain shared."""
     shared = {path: os.open(path, os.O_PATH) for path in plan["shared"]}
     for path in ("/tmp", "/dev/shm", "/run"):
         _call("mount", b"tmpfs", path.encode(), b"tmpfs", 0, b"mode=1777")

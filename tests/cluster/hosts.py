@@ -1,13 +1,15 @@
-"""Hosts to test on: namespaces of this machine, joined by a switch whose cables have a quality.
+"""Hosts for tests: namespaces of this machine, connected by a switch with configurable cables.
 
     with Cluster(2, rate=1e9, delay=0.005) as cluster:
         cluster[0].run(["ping", "-c1", cluster[1].address])
 
 A host has its own network, host name, process numbers, shared memory, boot id, /tmp, /run and
-/etc/hosts; the rest of the file system is this machine's. All hosts see ``cluster.folder`` at the
-same path. Whatever runs in a host ends with it, and the hosts end with this process, however that
-happens. Where namespaces are forbidden or a program is missing, a test that asks for a cluster is
-skipped with the reason.
+/etc/hosts. It
+shares the other files with this machine. All hosts have ``cluster.folder`` at the same path. All
+programs of
+a host end with the host, and the hosts end with this process, also if it is killed. If namespaces
+are
+forbidden or a program is missing, a test that needs a cluster is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = ["ROOT", "Cluster", "Host", "why_not"]
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be no hosts on this machine; empty where they can be."""
+    """Return the reason why this machine cannot have hosts, or "" if it can."""
     needed = ("unshare", "nsenter", "ip", "gcc")
     if missing := [program for program in needed if shutil.which(program) is None]:
         return f"hosts need {', '.join(missing)}: run scripts/install_tools"
@@ -46,12 +48,13 @@ class Cluster:
     """``size`` hosts ``h0``, ``h1``, ... and the switch between them.
 
     Args:
-        size: number of hosts.
-        rate: of each cable, in each direction, in bits/s; None: as fast as this machine can.
-        delay: from host to host, in seconds one way.
-        loss: which fraction of the frames is lost; the same ones again with the same ``seed``.
-        families: which versions of IP a host has, "46", "4" or "6"; one text for all, or one each.
-        mtu: largest IP packet in bytes.
+        size: Number of hosts.
+        rate: Rate of each cable per direction in bits/s; None: unlimited.
+        delay: Seconds from host to host, one way.
+        loss: Fraction of frames that are lost; the same ``seed`` loses the same frames.
+        families: Versions of IP of a host, "46", "4" or "6"; one text for all hosts, or one per
+            host.
+        mtu: Largest IP packet in bytes.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Cluster:
         if reason := why_not():
             pytest.skip(reason)
         with contextlib.ExitStack() as stack:
-            # Whoever sets TMPDIR for a test need not have a folder that stays as long as this.
+            # The value of TMPDIR may change during a test, so it is not used here.
             self.folder = Path(tempfile.mkdtemp(prefix="cluster-", dir="/tmp"))
             stack.callback(shutil.rmtree, self.folder)
             self._hosts = [
@@ -102,7 +105,7 @@ class Cluster:
 
     @property
     def ssh(self) -> tuple[str, ...]:
-        """The command that reaches hosts which have an sshd; HOST and a command come after it."""
+        """The command that reaches hosts with an sshd; append the host and a command."""
         options = {
             "BatchMode": "yes",
             "IdentityFile": key(self.folder, "user"),
@@ -114,33 +117,35 @@ class Cluster:
         return ("ssh", "-F", "none", *(f"-o{name}={value}" for name, value in options.items()))
 
     def hosts_file(self, names: Mapping[str, Sequence[str] | str] | None = None) -> None:
-        """Have all hosts resolve ``names`` to these addresses; None: each host's own name.
+        """Resolve ``names`` to these addresses on all hosts; None: each host's own name.
 
-        ``localhost`` is always there. ``Host.hosts_file`` does so for one host.
+        ``localhost`` is always resolved. ``Host.hosts_file`` does the same for one host.
         """
         for host in self._hosts:
             host.hosts_file(names or {each.name: each.addresses for each in self._hosts})
 
     def bytes(self, host: Host | int) -> tuple[int, int]:
-        """How many bytes of data a host has (sent, received), without the headers of TCP/IP.
+        """Return the bytes of data that a host has (sent, received), without TCP/IP headers.
 
-        What is sent again, because it was lost, counts again. Without ``rate`` and ``delay``
-        this is exact once a receiver has the data.
+        Retransmitted bytes count again. Without ``rate`` and ``delay`` the number is exact after a
+        receiver has the
+        data.
         """
         sent, received = self._ask(f"bytes {host if isinstance(host, int) else host.index}").split()
         return int(sent), int(received)
 
     def ranks(self, per_host: int | Sequence[int], **world: Any) -> Any:
-        """Return a ``RankPool`` of ``per_host`` ranks on each host; use it in a ``with`` statement.
+        """Return a ``RankPool`` of ``per_host`` ranks on each host, for a ``with`` statement.
 
-        Ranks start by the environment (``init="env"``: MASTER_ADDR is the name of the first host)
-        unless ``world``, what ``RankPool`` takes, has another ``init``; its ``env`` is a mapping.
+        Ranks start by environment variables (``init="env"``; MASTER_ADDR is the name of the first
+        host) unless
+        ``world``, the arguments of ``RankPool``, has another ``init``. Its ``env`` is a mapping.
         """
         from tests.distributed.harness import RankPool
 
         counts = [per_host] * self.size if isinstance(per_host, int) else per_host
         hosts = [host for host, count in zip(self, counts, strict=True) for _ in range(count)]
-        # What tests/distributed/conformance.py needs to know: sums are rounded host by host.
+        # tests/distributed/conformance.py needs the hosts, because sums are rounded host by host.
         env = {
             "FLASHLIGHT_TEST_HOSTS": ",".join(map(str, counts)),
             **(world.pop("env", None) or {}),
@@ -173,7 +178,7 @@ class Cluster:
 
 @functools.cache
 def _compiled_switch() -> int:
-    """Return the descriptor of the switch's program, whose file is gone already."""
+    """Return the descriptor of the compiled switch, whose file is already deleted."""
     with tempfile.TemporaryDirectory(prefix="switch-", dir="/tmp") as folder:
         compiled = Path(folder) / "switch"
         source = HERE / "switch.c"

@@ -1,4 +1,5 @@
-"""One rank of ``Members``: runs one of these programs, and reports how it ended as JSON."""
+"""Program of one rank of ``Members``: runs a function of this module, and reports its end as
+JSON."""
 
 import ctypes
 import json
@@ -13,12 +14,12 @@ import numpy as np
 import flashlight_py as fl
 from flashlight_py.errors import DistributedError
 
-SECONDS = 10.0  # what a rank does that is busy, which is longer than a host may be silent
+SECONDS = 10.0  # duration of a busy rank, longer than a host may be silent
 SMALL, LARGE, HUGE = 1000, 2 << 20, 16 << 20
 
 
 def reduce_until_told(count: int) -> None:
-    """Reduce until a rank has been told to stop, and check each result."""
+    """Reduce until a rank is told to stop, and check each result."""
     x, stop = np.ones(count, np.float32), np.zeros(1)
     while not stop[0]:
         x[:] = fl.get_world_rank()
@@ -33,20 +34,20 @@ def was_told() -> bool:
 
 
 def call_when_told() -> None:
-    """Do nothing, and then call."""
+    """Wait for the command, and then call."""
     sys.stdin.readline()
     fl.all_reduce(np.ones(1))
 
 
 def meet_when_told() -> None:
-    """Do nothing, and then send to the other rank of this host, or receive from it."""
+    """Wait for the command, and then exchange a message with the other rank of this host."""
     sys.stdin.readline()
     rank = fl.get_world_rank()
     (fl.recv if rank % 2 else fl.send)(np.ones(1), rank ^ 1)
 
 
 def meet_until_lost() -> None:
-    """Send to the other rank of this host, or receive from it, again and again."""
+    """Exchange messages with the other rank of this host in a loop."""
     rank = fl.get_world_rank()
     while True:
         (fl.recv if rank % 2 else fl.send)(np.ones(1), rank ^ 1)
@@ -54,7 +55,7 @@ def meet_until_lost() -> None:
 
 
 def send_when_told() -> None:
-    """Rank 0 sends to the last rank, which waits, and to which it has had no connection."""
+    """Send from rank 0 to the last rank, which waits, over a new connection."""
     last = fl.get_world_size() - 1
     if fl.get_world_rank() == 0:
         sys.stdin.readline()
@@ -64,7 +65,8 @@ def send_when_told() -> None:
 
 
 def send_without_end() -> None:
-    """Send what takes long from each rank of the first half of the hosts to one of the second."""
+    """Send large data from each rank of the first half of the hosts to a rank of the second
+    half."""
     half, rank = fl.get_world_size() // 2, fl.get_world_rank()
     x = np.ones(HUGE, np.float32)
     while True:
@@ -79,21 +81,21 @@ def wait_until_told() -> None:
 
 
 def start_and_wait() -> None:
-    """Wait for an asynchronous call that rank 0 joins when it is told."""
+    """Wait for an asynchronous call that rank 0 joins after its command."""
     if fl.get_world_rank() == 0:
         sys.stdin.readline()
     fl.all_reduce(np.ones(SMALL), async_op=True).wait()
 
 
 def hold_the_gil() -> None:
-    """Wait for rank 1, which computes for long and lets no other thread of Python run."""
+    """Wait for rank 1, which computes for a long time and holds the GIL."""
     if fl.get_world_rank() == 1:
         ctypes.PyDLL(None).sleep(int(SECONDS))
     fl.all_reduce(np.ones(SMALL))
 
 
 def use_another_group() -> None:
-    """Go on in a group of the ranks of host 0 alone, after the world has broken."""
+    """Use a group of the ranks of host 0 after the world has failed."""
     group = fl.new_group([0, 1])
     try:
         reduce_until_told(SMALL)
@@ -105,7 +107,7 @@ def use_another_group() -> None:
 
 
 def leave_early() -> None:
-    """The last rank leaves, and lives on in a child; the others go on for long without it."""
+    """Shut down the last rank, which has a running child, while the other ranks continue."""
     size = fl.get_world_size()
     group = fl.new_group(range(size - 1)) if size > 2 else None
     if fl.get_world_rank() == size - 1:

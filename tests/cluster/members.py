@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a cluster that run a program of ``member.py`` until something happens."""
+"""Ranks on the hosts of a cluster that run a program of ``member.py`` until an event."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ PORT = "29411"
 
 
 class Members:
-    """``counts`` ranks on each host of ``cluster``; a context, which ends them.
+    """``counts`` ranks on each host of ``cluster``; a context manager that ends them.
 
-    ``env`` is added to their environment: a text for all, or one for each rank. The context begins
-    when all of them have been initialised, unless not ``all_meet``.
+    ``env`` is added to their environment: one mapping for all, or one for each rank. The context
+    begins after all ranks
+    have been initialised, unless ``all_meet`` is False.
     """
 
     def __init__(
@@ -66,19 +67,19 @@ class Members:
         return self._stack.enter_context(process)
 
     def tell(self, ranks: Iterable[int]) -> None:
-        """Tell ``ranks`` to go on."""
+        """Send ``ranks`` the command to continue."""
         for rank in ranks:
             stdin = self.processes[rank].stdin
             stdin.write("\n")
             stdin.flush()
 
     def ends(self, ranks: Iterable[int] | None = None) -> list[dict[str, Any]]:
-        """Return what ``ranks`` (None: all) have reported at the end: kind, words and when."""
+        """Return the reports of ``ranks`` (None: all) at their end: kind, message and time."""
         chosen = range(len(self.processes)) if ranks is None else ranks
         return [self._end(self.processes[rank]) for rank in chosen]
 
     def all_end_well(self, told: Iterable[int] = ()) -> None:
-        """Let the ranks ``told`` go on, and check that no rank has raised anything."""
+        """Send the ranks ``told`` the command, and check that no rank has raised an error."""
         self.tell(told)
         assert [end["kind"] for end in self.ends()] == [""] * len(self.processes)
 
@@ -98,11 +99,11 @@ class Members:
         return report
 
     def stop(self, rank: int) -> None:
-        """Stop one rank as a debugger does."""
+        """Stop one rank, as a debugger does."""
         self.processes[rank].send_signal(signal.SIGSTOP)
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Stop one rank for so long."""
+        """Stop one rank for ``seconds``."""
         self.stop(rank)
         time.sleep(seconds)
         self.processes[rank].send_signal(signal.SIGCONT)

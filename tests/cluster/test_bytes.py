@@ -1,4 +1,4 @@
-"""Bytes on the busiest cable, in its busier direction, over the fewest that can do."""
+"""Bytes on the busiest cable in its busier direction, divided by the least possible number."""
 
 import time
 from typing import Any
@@ -16,19 +16,20 @@ CALLS = [
     *(("all_gather", "float32"), ("reduce_scatter", "float32"), ("reduce_scatter", "float16")),
     *(("reduce", "float32"), ("broadcast", "float32")),
 ]
-# Headers of calls and of messages, and the comparison, beside the arrays.
+# Bytes of headers and of the comparison of calls, in addition to the arrays.
 MOST = 1.01
 
 
 def fewest(verb: str, size: int, counts: list[int]) -> float:
-    """Bytes of the busiest host: of ``size`` bytes on each rank, of so many ranks on each host."""
+    """Return the least number of bytes of the busiest host, by bytes per rank and ranks per
+    host."""
     hosts, ranks = len(counts), sum(counts)
     if verb in ("reduce", "broadcast"):
         return size
     if verb == "all_reduce":
         return 2 * (hosts - 1) / hosts * size
-    # Of a host's own parts, and of all others': what it sends to each, and what it receives; of
-    # sums it is the other way around.
+    # Bytes that a host sends and receives, from its own parts and the parts of other hosts. For
+    # sums the directions are exchanged.
     parts = max(max(ranks - count, count * (hosts - 1)) for count in counts)
     return size * parts / (ranks if verb == "reduce_scatter" else 1)
 
@@ -40,7 +41,7 @@ def call(rank: int, size: int, verb: str, name: str, count: int) -> None:
 
 def over_the_fewest(cluster: Cluster, ranks: Any, counts: list[int], verb: str, name: str) -> float:
     count = 4 * MB // dtype_of(name).itemsize
-    ranks.run(call, verb, name, 16)  # whatever is done once
+    ranks.run(call, verb, name, 16)  # the first call connects
     before = [cluster.bytes(host) for host in cluster]
     ranks.run(call, verb, name, count)
     after = [cluster.bytes(host) for host in cluster]
@@ -58,14 +59,14 @@ SLOW = [[1, 1], [1, 1, 1, 1], [3, 1], [1, 2, 1]]
 @pytest.mark.parametrize(
     "counts", [[2, 2], *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str
 )
-def test_hosts_move_no_byte_twice(counts: list[int]) -> None:
+def test_collectives_send_the_minimum_of_bytes_between_hosts(counts: list[int]) -> None:
     with Cluster(len(counts)) as cluster, cluster.ranks(counts) as ranks:
         found = {one: over_the_fewest(cluster, ranks, counts, *one) for one in CALLS}
     assert max(found.values()) < MOST, found
 
 
 def exchanges(rank: int, size: int) -> float:
-    """Return the mean seconds of a small call: one rank may begin later, and wait for less."""
+    """Return the mean seconds of a small call, because a late rank waits less than the others."""
     x = np.ones(1024, np.float32)
     for _ in range(4):
         fl.all_reduce(x)
@@ -77,7 +78,7 @@ def exchanges(rank: int, size: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_small_calls_take_one_exchange(per_host: int) -> None:
+def test_small_collectives_take_one_exchange_between_hosts(per_host: int) -> None:
     delay = 0.05
     with Cluster(2, delay=delay) as cluster, cluster.ranks(per_host) as ranks:
         assert delay * 0.9 <= np.mean(ranks.run(exchanges)) < delay * 1.7

@@ -1,4 +1,4 @@
-"""``flrun`` over real networks: cables that are pulled, hosts that are not there, one port."""
+"""``flrun`` on real networks: cut cables, missing hosts, one port."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ PIPES: dict[str, Any] = {
     "stderr": subprocess.PIPE,
     "text": True,
 }
-# Ranks call until something happens to them; those of a second start once.
+# Ranks call until an event; the ranks of a second start call once.
 CALLING = """
 import os, sys, time
 import numpy as np
@@ -59,7 +59,7 @@ def start(cluster: Cluster, hosts: str, *arguments: object) -> subprocess.Popen[
 
 
 def processes(host: Host) -> list[str]:
-    """The programs that run in a host, without its first process and its sshd's."""
+    """Return the programs of a host, without its first process and its sshd."""
     found = host.run(["ps", "-eo", "pid=,args="]).stdout.splitlines()
     return [each for each in found if re.search("python|sleep", each) and "host_init" not in each]
 
@@ -72,14 +72,14 @@ def wait_until_none(host: Host, seconds: float) -> None:
 
 
 def begin(process: subprocess.Popen[str], ranks: int) -> None:
-    """Wait until ranks run; each writes a line to say so."""
+    """Wait until ranks run; each rank writes a line."""
     for _ in range(ranks):
         assert "begun" in process.stdout.readline()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", ["cut", "freeze"])
-def test_both_sides_of_a_host_that_is_lost_end(cluster: Cluster, fate: str) -> None:
+def test_flrun_ends_the_ranks_on_both_sides_of_a_lost_host(cluster: Cluster, fate: str) -> None:
     host = cluster[1]
     process = start(cluster, "h0:2,h1:2", write(cluster.folder, CALLING))
     begin(process, 4)
@@ -90,7 +90,7 @@ def test_both_sides_of_a_host_that_is_lost_end(cluster: Cluster, fate: str) -> N
         assert time.monotonic() - began < 15
         assert process.returncode == 1
         last = next(line for line in errors.splitlines() if line.startswith("flrun: "))
-        assert last.startswith("flrun: rank 2 of 4 on h1 is lost: nothing has come from host h1 si")
+        assert last.startswith("flrun: rank 2 of 4 on h1 is lost: received nothing from host h1 si")
         wait_until_none(cluster[0], 1.0)
         if fate == "freeze":
             host.thaw()
@@ -102,7 +102,7 @@ def test_both_sides_of_a_host_that_is_lost_end(cluster: Cluster, fate: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", ["cut", "kill"])
-def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) -> None:
+def test_flrun_counts_all_ranks_of_a_lost_host_as_lost(cluster: Cluster, fate: str) -> None:
     program = write(cluster.folder, CALLING)
     process = start(cluster, "h0:2,h2:2", "--min-n", 2, "--max-restarts", 1, program)
     begin(process, 4)
@@ -129,7 +129,7 @@ def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) 
 
 
 @pytest.mark.slow
-def test_a_host_that_cannot_be_reached_at_the_start(cluster: Cluster) -> None:
+def test_flrun_names_a_host_that_is_unreachable_at_the_start(cluster: Cluster) -> None:
     with cluster[1].cut_off() as began:
         done = start(cluster, "h0:1,h1:2", write(cluster.folder, SUM))
         _, errors = done.communicate(timeout=40)
@@ -138,10 +138,10 @@ def test_a_host_that_cannot_be_reached_at_the_start(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_flight_records_of_all_hosts_can_be_compared(
+def test_trace_diff_compares_flight_records_of_all_hosts(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those in folders of their own."""
+    """Each host writes to its own folder."""
     program = write(cluster.folder, MISMATCH)
     monkeypatch.delenv("FLASHLIGHT_TRACE_DIR", raising=False)
     _, errors = start(cluster, "h0:2,h1:2", program).communicate(timeout=60)
@@ -151,4 +151,4 @@ def test_flight_records_of_all_hosts_can_be_compared(
     compare = cluster[0].run([*LAUNCH[:2], "flashlight_py.trace", "diff", folder])
     assert compare.returncode == 1
     assert "4 of 4 ranks have left a record" in compare.stdout
-    assert "call 2: the ranks called different things" in compare.stdout
+    assert "call 2: the ranks made different calls" in compare.stdout

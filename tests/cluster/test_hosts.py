@@ -1,4 +1,4 @@
-"""The hosts keep their promises: apart from each other, joined by cables, gone afterwards."""
+"""Hosts are isolated, connected by cables, and removed afterwards."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def text(host: Host, command: str) -> str:
 
 
 def send(source: Host, target: Host, address: str | None, count: int) -> float:
-    """Send ``count`` bytes; return how many seconds it took."""
+    """Send ``count`` bytes, and return the seconds."""
     receive = [sys.executable, "-c", RECEIVE]
     with target.popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout.readline() == "listening\n"
@@ -51,7 +51,7 @@ def can_reach(source: Host, target: Host) -> bool:
     return source.run(["ping", "-c1", "-W1", target.address]).returncode == 0
 
 
-def test_hosts_are_apart_and_see_one_folder(cluster: Cluster) -> None:
+def test_hosts_have_separate_namespaces_and_one_shared_folder(cluster: Cluster) -> None:
     look = "hostname; cat /proc/sys/kernel/random/boot_id; ls /tmp /dev/shm; echo $$"
     text(cluster[0], f"touch /tmp/own /dev/shm/own {cluster.folder}/common")
     first, second = (text(host, look).split() for host in cluster)
@@ -62,7 +62,7 @@ def test_hosts_are_apart_and_see_one_folder(cluster: Cluster) -> None:
     assert (cluster.folder / "common").exists()
 
 
-def test_names_resolve_as_the_file_says(cluster: Cluster) -> None:
+def test_names_resolve_by_the_hosts_file(cluster: Cluster) -> None:
     cluster.hosts_file({"one": cluster[0].addresses, "two": "127.0.1.1"})
     cluster[1].hosts_file({"one": "10.77.0.9"})
     assert text(cluster[0], "getent ahostsv4 one; getent hosts two").split()[0] == "10.77.0.1"
@@ -72,7 +72,7 @@ def test_names_resolve_as_the_file_says(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("family", ["4", "6"])
-def test_bytes_are_counted_without_headers(cluster: Cluster, family: str) -> None:
+def test_cluster_counts_bytes_without_headers(cluster: Cluster, family: str) -> None:
     address = cluster[1].address if family == "4" else cluster[1].address6
     before = [cluster.bytes(host) for host in cluster]
     send(cluster[0], cluster[1], address, 3_000_000)
@@ -81,7 +81,7 @@ def test_bytes_are_counted_without_headers(cluster: Cluster, family: str) -> Non
     assert 3_000_000 <= after[1][1] - before[1][1] < 3_010_000
 
 
-def test_a_host_has_the_families_that_were_asked_for() -> None:
+def test_host_has_the_requested_ip_versions() -> None:
     with Cluster(3, families=["4", "6", "46"]) as cluster:
         assert [len(host.addresses) for host in cluster] == [1, 1, 2]
         send(cluster[0], cluster[2], cluster[2].address, 10)
@@ -89,7 +89,7 @@ def test_a_host_has_the_families_that_were_asked_for() -> None:
         assert "inet6" not in text(cluster[0], "ip address")
 
 
-def test_a_cable_is_pulled_and_put_back(cluster: Cluster) -> None:
+def test_cut_and_mend_disconnect_and_connect_a_host(cluster: Cluster) -> None:
     assert can_reach(cluster[0], cluster[1])
     cluster[1].cut()
     assert not can_reach(cluster[0], cluster[1])
@@ -97,7 +97,7 @@ def test_a_cable_is_pulled_and_put_back(cluster: Cluster) -> None:
     assert can_reach(cluster[0], cluster[1])
 
 
-def test_a_cable_has_a_rate_a_delay_and_a_loss() -> None:
+def test_cable_has_rate_delay_and_loss() -> None:
     with Cluster(2, rate=1e8, delay=0.02, loss=0.01) as cluster:
         assert send(cluster[0], cluster[1], cluster[1].address, 1_000_000) > 0.08 + 4 * 0.02
         sent, received = cluster.bytes(0)[0], cluster.bytes(1)[1]
@@ -111,7 +111,7 @@ def await_state(process: subprocess.Popen[bytes], wanted: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_host_freezes_and_goes_on(cluster: Cluster) -> None:
+def test_freeze_and_thaw_stop_and_continue_a_host(cluster: Cluster) -> None:
     with cluster[0].popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         cluster[0].freeze()
         await_state(process, "T")
@@ -119,7 +119,7 @@ def test_a_host_freezes_and_goes_on(cluster: Cluster) -> None:
         assert process.communicate(b"words", timeout=10)[0] == b"words"
 
 
-def test_how_a_program_ends_is_seen_outside(cluster: Cluster) -> None:
+def test_exit_status_of_a_program_is_visible_outside_the_host(cluster: Cluster) -> None:
     assert cluster[0].run(["sh", "-c", "exit 7"]).returncode == 7
     with cluster[0].popen(["sleep", "60"]) as process:
         os.kill(process.pid, signal.SIGTERM)
@@ -128,7 +128,7 @@ def test_how_a_program_ends_is_seen_outside(cluster: Cluster) -> None:
         cluster[0].run(["sleep", "60"], timeout=0.1)
 
 
-def test_a_real_sshd() -> None:
+def test_sshd_of_a_host_accepts_commands() -> None:
     with Cluster(2) as cluster:
         cluster[1].sshd()
         done = cluster[0].run([*cluster.ssh, "h1", "hostname; exit 3"])
@@ -146,7 +146,7 @@ with Cluster(2) as cluster:
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_test_that_is_killed(cluster: Cluster) -> None:
+def test_hosts_end_if_the_test_process_is_killed(cluster: Cluster) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -1,6 +1,6 @@
-"""Hosts that cannot be reached are noticed within seconds.
+"""Ranks detect hosts that cannot be reached within seconds.
 
-Slow hosts, and ranks that leave, wait, or differ in their limit, are not taken for lost.
+Slow hosts, and ranks that leave, wait, or have other limits, do not count as lost.
 """
 
 import contextlib
@@ -16,12 +16,13 @@ from tests.cluster.hosts import Cluster
 from tests.cluster.member import SECONDS
 from tests.cluster.members import Members
 
-LIMIT = 5.0  # the default, in seconds
-WITHIN = 15.0  # what is promised after LIMIT, on a machine that does much else
+LIMIT = 5.0  # default of HOST_TIMEOUT in seconds
+WITHIN = 15.0  # seconds allowed after LIMIT on a busy machine
 
 
 def check(ends: Iterable[dict[str, Any]], since: float, lost: str, *words: str) -> None:
-    """Check that ranks have raised in time, and that they name ``lost`` and say ``words``."""
+    """Check that ranks raised in time, and that their errors name ``lost`` and contain
+    ``words``."""
     for end in ends:
         assert end["kind"] == "PeerLostError", end
         assert end["at"] - since < WITHIN
@@ -31,13 +32,13 @@ def check(ends: Iterable[dict[str, Any]], since: float, lost: str, *words: str) 
 
 
 def check_two_by_two(ends: list[dict[str, Any]], since: float) -> None:
-    """Check what four ranks of two hosts say that cannot reach each other."""
+    """Check the errors of four ranks on two hosts that cannot reach each other."""
     either = "it is the only other one, so host {}, where"
     check(ends[:2], since, "ranks 2, 3", "host h1 cannot be reached since", either.format("h0"))
     check(ends[2:], since, "ranks 0, 1", "host h0 cannot be reached since", either.format("h1"))
 
 
-def test_both_sides_notice_a_cut(cluster: Cluster) -> None:
+def test_ranks_on_both_sides_of_a_cut_raise(cluster: Cluster) -> None:
     with (
         Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT="1.5") as members,
         cluster[1].cut_off() as since,
@@ -55,9 +56,9 @@ BACKENDS = pytest.mark.parametrize("params", ["{}", GLOO])
 def in_a_huge_call(
     params: str, *, rate: float | None = 1e8, few_retries: bool = False, **env: str
 ) -> Iterator[tuple[Cluster, Members]]:
-    """Ranks two by two in a call of 64 MB, which take 5 s.
+    """Run two ranks on each of two hosts in a call of 64 MB, which takes 5 s.
 
-    The kernel gives a connection up after 1.4 s if there are ``few_retries``.
+    With ``few_retries`` the kernel closes a connection after 1.4 s.
     """
     with (
         Cluster(2, rate=rate) as cluster,
@@ -73,10 +74,12 @@ def in_a_huge_call(
     "few_retries", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "kernel first"]
 )
 @pytest.mark.parametrize("params", ["{}", pytest.param(GLOO, marks=pytest.mark.slow)])
-def test_both_sides_notice_a_cut_while_much_is_on_its_way(params: str, few_retries: bool) -> None:
-    """What ranks have to say is stuck behind it.
+def test_ranks_on_both_sides_of_a_cut_raise_during_a_large_call(
+    params: str, few_retries: bool
+) -> None:
+    """Reports of ranks are queued behind the data.
 
-    The kernel may give a connection up before hosts are lost, which may be silent for 4 s.
+    The kernel may close a connection before a host is lost, because hosts may be silent for 4 s.
     """
     env = {} if few_retries else {"FLASHLIGHT_HOST_TIMEOUT": "1.5"}
     with (
@@ -88,8 +91,9 @@ def test_both_sides_notice_a_cut_while_much_is_on_its_way(params: str, few_retri
 
 @pytest.mark.slow
 @BACKENDS
-def test_a_host_is_lost_that_has_no_part_in_large_messages(params: str) -> None:
-    """Those who send close when they know of it: what they say is stuck behind the message."""
+def test_ranks_detect_a_lost_host_during_large_messages_of_other_hosts(params: str) -> None:
+    """Senders close their connections when they detect the loss; their reports are queued behind
+    the message."""
     with (
         Cluster(4, rate=1e9) as cluster,
         Members(cluster, [2] * 4, "messages", PARAMS=params) as members,
@@ -106,10 +110,10 @@ def test_a_host_is_lost_that_has_no_part_in_large_messages(params: str) -> None:
 @pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_nobody_waits_for_heartbeats_beyond_a_timeout_or_a_signal(
+def test_wait_for_heartbeats_ends_at_the_timeout_or_a_signal(
     params: str, is_interrupted: bool
 ) -> None:
-    """The kernel gives a connection up, which the heartbeats explain after 24 s."""
+    """The kernel closes a connection; the heartbeats would explain it only after 24 s."""
     settings = {**json.loads(params), "HOST_TIMEOUT": 30, "TIMEOUT": 60 if is_interrupted else 4}
     with (
         in_a_huge_call(json.dumps(settings), few_retries=True) as (cluster, members),
@@ -129,11 +133,10 @@ def test_nobody_waits_for_heartbeats_beyond_a_timeout_or_a_signal(
 @pytest.mark.parametrize(
     ("params", "rate"), [pytest.param("{}", 1e8, marks=pytest.mark.slow), (GLOO, None)]
 )
-def test_a_rank_that_was_killed_in_a_large_call(params: str, rate: float | None) -> None:
-    """Where much is on its way, what ranks say of it does not come through to its own host.
-
-    Nobody waits for a verdict of the heartbeats.
-    """
+def test_survivors_raise_at_once_if_a_rank_is_killed_in_a_large_call(
+    params: str, rate: float | None
+) -> None:
+    """Reports are queued behind large data, so ranks do not wait for the heartbeats."""
     with in_a_huge_call(params, rate=rate, FLASHLIGHT_HOST_TIMEOUT="60") as (_, members):
         since = time.monotonic()
         members.processes[2].kill()
@@ -141,10 +144,10 @@ def test_a_rank_that_was_killed_in_a_large_call(params: str, rate: float | None)
 
 
 @pytest.mark.parametrize(("program", "params"), [("small", "{}"), ("pairs", "{}"), ("pairs", GLOO)])
-def test_a_rank_that_was_killed_is_named_on_both_hosts(
+def test_survivors_on_both_hosts_name_a_killed_rank(
     cluster: Cluster, program: str, params: str
 ) -> None:
-    """Also where those of the other host have messages for each other alone."""
+    """This includes a host whose ranks send messages only to each other."""
     env = {"FLASHLIGHT_HOST_TIMEOUT": "60", "PARAMS": params}
     with Members(cluster, [2, 2], program, **env) as members:
         since = time.monotonic()
@@ -154,10 +157,13 @@ def test_a_rank_that_was_killed_is_named_on_both_hosts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_a_connection_on_which_nothing_happens(cluster: Cluster, is_cut: bool) -> None:
-    """The kernel asks for the first time after 5 s, and does not give up before the heartbeats do.
+def test_idle_connection_survives_a_short_cut_and_detects_a_long_cut(
+    cluster: Cluster, is_cut: bool
+) -> None:
+    """The kernel sends its first probe after 5 s, and does not close the connection before the
+    heartbeats do.
 
-    A host that is back after 3.8 s was not lost.
+    A host that returns after 3.8 s was not lost.
     """
     with Members(cluster, [1, 1], "asynchronous", FLASHLIGHT_HOST_TIMEOUT="5.99") as members:
         time.sleep(4.7)
@@ -175,7 +181,7 @@ def test_a_connection_on_which_nothing_happens(cluster: Cluster, is_cut: bool) -
 
 
 @pytest.mark.slow
-def test_a_first_message_to_a_host_that_is_gone() -> None:
+def test_first_message_to_a_lost_host_raises() -> None:
     with Cluster(2, families="4") as cluster, Members(cluster, [2, 2], "message") as members:
         since = time.monotonic()
         cluster[0].run(["ip", "link", "set", "eth0", "down"]).check_returncode()
@@ -186,9 +192,9 @@ def test_a_first_message_to_a_host_that_is_gone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["small", "large", "asynchronous"])
-def test_ranks_that_wait_notice_a_cut(cluster: Cluster, program: str) -> None:
+def test_waiting_ranks_raise_after_a_cut(cluster: Cluster, program: str) -> None:
     with Members(cluster, [2, 2], program) as members, cluster[1].cut_off() as since:
-        if program == "asynchronous":  # rank 0 takes no part before the others have raised
+        if program == "asynchronous":  # rank 0 joins only after the other ranks have raised
             check(members.ends([1]), since, "ranks 2, 3", "host h1 cannot be reached")
             check(members.ends([2, 3]), since, "ranks 0, 1", "host h0 cannot be reached")
             members.tell([0])
@@ -199,7 +205,7 @@ def test_ranks_that_wait_notice_a_cut(cluster: Cluster, program: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["small", "large"])
-def test_ranks_notice_an_interface_that_goes_down(program: str) -> None:
+def test_ranks_raise_after_an_interface_goes_down(program: str) -> None:
     with Cluster(2, families="4") as cluster, Members(cluster, [2, 2], program) as members:
         since = time.monotonic()
         cluster[1].run(["ip", "link", "set", "eth0", "down"]).check_returncode()
@@ -208,7 +214,7 @@ def test_ranks_notice_an_interface_that_goes_down(program: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["idle", "neighbours"])
-def test_a_rank_that_is_idle_raises_at_its_next_call(cluster: Cluster, program: str) -> None:
+def test_idle_rank_raises_at_its_next_call_after_a_cut(cluster: Cluster, program: str) -> None:
     with Members(cluster, [2, 2], program) as members:
         cluster[1].cut()
         time.sleep(LIMIT + 1)
@@ -222,7 +228,7 @@ def test_a_rank_that_is_idle_raises_at_its_next_call(cluster: Cluster, program: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["small", "large"])
-def test_a_short_cut_does_no_harm(cluster: Cluster, program: str) -> None:
+def test_short_cut_changes_no_result(cluster: Cluster, program: str) -> None:
     with Members(cluster, [2, 2], program) as members:
         cluster[1].cut()
         time.sleep(2)
@@ -233,7 +239,7 @@ def test_a_short_cut_does_no_harm(cluster: Cluster, program: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [[2, 2], [1, 1], [3, 1]])
-def test_a_frozen_host_is_lost(cluster: Cluster, counts: list[int]) -> None:
+def test_ranks_raise_if_a_host_is_frozen(cluster: Cluster, counts: list[int]) -> None:
     with Members(cluster, counts, "small") as members:
         since = time.monotonic()
         cluster[1].freeze()
@@ -248,14 +254,14 @@ def test_a_frozen_host_is_lost(cluster: Cluster, counts: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_one_stopped_rank_of_a_host_is_not_lost(cluster: Cluster) -> None:
+def test_one_stopped_rank_of_a_host_does_not_count_as_lost(cluster: Cluster) -> None:
     with Members(cluster, [2, 2], "large") as members:
         members.pause(2, LIMIT + 3)
         members.all_end_well(told=[0])
 
 
 @pytest.mark.slow
-def test_the_limit_is_a_setting(cluster: Cluster) -> None:
+def test_host_timeout_sets_the_limit(cluster: Cluster) -> None:
     with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT="0") as members:
         members.pause(1, LIMIT + 3)
         members.all_end_well(told=[0])
@@ -263,7 +269,9 @@ def test_the_limit_is_a_setting(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [[2, 2], [1, 1]])
-def test_a_rank_that_holds_the_gil_is_not_lost(cluster: Cluster, counts: list[int]) -> None:
+def test_rank_that_holds_the_gil_does_not_count_as_lost(
+    cluster: Cluster, counts: list[int]
+) -> None:
     with Members(cluster, counts, "gil") as members:
         since = time.monotonic()
         ends = members.ends()
@@ -273,7 +281,7 @@ def test_a_rank_that_holds_the_gil_is_not_lost(cluster: Cluster, counts: list[in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [2, 2, 1]])
-def test_the_host_that_is_cut_off_says_so_of_itself(counts: list[int]) -> None:
+def test_ranks_of_a_cut_off_host_name_their_own_host(counts: list[int]) -> None:
     first = sum(counts[:2])
     theirs = range(first, first + counts[2])
     with Cluster(len(counts)) as cluster, Members(cluster, counts, "small") as members:
@@ -288,8 +296,8 @@ def test_the_host_that_is_cut_off_says_so_of_itself(counts: list[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.1, 1.15, 1.2, 1.25])
-def test_ranks_leave_while_a_host_is_being_lost(cluster: Cluster, seconds: float) -> None:
-    """That takes 1.2 s to 1.3 s; they raise, and end."""
+def test_ranks_shut_down_while_a_host_is_being_lost(cluster: Cluster, seconds: float) -> None:
+    """Shutting down takes 1.2 s to 1.3 s; the ranks raise and end."""
     with (
         Members(cluster, [2, 2], "shutdown", FLASHLIGHT_HOST_TIMEOUT="1.5") as members,
         cluster[1].cut_off(),
@@ -300,17 +308,17 @@ def test_ranks_leave_while_a_host_is_being_lost(cluster: Cluster, seconds: float
 
 
 @pytest.mark.slow
-def test_a_group_without_the_lost_host_goes_on(cluster: Cluster) -> None:
+def test_group_without_the_lost_host_continues(cluster: Cluster) -> None:
     with Members(cluster, [2, 1], "group") as members, cluster[1].cut_off() as since:
         check(members.ends([0, 1]), since, "rank 2", "host h1 cannot be reached")
 
 
 @pytest.mark.slow
-def test_a_host_that_is_lost_while_ranks_gather_is_named(cluster: Cluster) -> None:
-    """Ranks 0, 2 and 3 have met, as rank 1, which is stopped, does not come."""
+def test_init_names_a_host_that_is_lost_during_the_rendezvous(cluster: Cluster) -> None:
+    """Ranks 0, 2 and 3 have joined; rank 1 is stopped and does not join."""
     with Members(cluster, [2, 2], "small", all_meet=False) as members:
         members.stop(1)
-        time.sleep(6)  # nothing says from outside that they have
+        time.sleep(6)  # no event outside shows that they have joined
         with cluster[1].cut_off() as since:
             ends = members.ends([0, 2, 3])
         for end in ends:
@@ -319,20 +327,21 @@ def test_a_host_that_is_lost_while_ranks_gather_is_named(cluster: Cluster) -> No
             assert "cannot be reached for 5 s" in end["words"]
 
 
-# What looks like a lost host and is none ----------------------------------------------------------
+# Events that are no lost host
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [[1, 1], [2, 1]])
-def test_a_rank_that_leaves_is_not_lost(cluster: Cluster, counts: list[int]) -> None:
-    """Although a child of it that it has forked is still there, and the others go on for long."""
+def test_rank_that_shuts_down_does_not_count_as_lost(cluster: Cluster, counts: list[int]) -> None:
+    """A forked child of the rank still runs, and the other ranks continue for a long time."""
     with Members(cluster, counts, "leave") as members:
         members.all_end_well()
         assert [process.wait(20) for process in members.processes] == [0] * sum(counts)
 
 
 @pytest.mark.slow
-def test_the_only_rank_of_a_host_may_stop_for_less_than_the_limit(cluster: Cluster) -> None:
+def test_only_rank_of_a_host_may_stop_for_less_than_host_timeout(cluster: Cluster) -> None:
     with Members(cluster, [1, 1], "small") as members:
         members.pause(1, LIMIT / 2)
         time.sleep(LIMIT)
@@ -341,7 +350,9 @@ def test_the_only_rank_of_a_host_may_stop_for_less_than_the_limit(cluster: Clust
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", [("1", "8"), ("8", "1"), ("1", "0"), ("100000", "100000")])
-def test_the_longest_limit_of_any_rank_counts(cluster: Cluster, limits: tuple[str, str]) -> None:
+def test_longest_host_timeout_of_all_ranks_applies(
+    cluster: Cluster, limits: tuple[str, str]
+) -> None:
     with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT=limits) as members:
         for rank in range(2):
             members.pause(rank, 4)
@@ -350,7 +361,9 @@ def test_the_longest_limit_of_any_rank_counts(cluster: Cluster, limits: tuple[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [[1, 1], [2, 2]])
-def test_an_interface_that_is_down_for_a_short_time(cluster: Cluster, counts: list[int]) -> None:
+def test_interface_that_is_down_for_a_short_time_changes_no_result(
+    cluster: Cluster, counts: list[int]
+) -> None:
     with Members(cluster, counts, "large") as members:
         cluster[1].run(["ip", "link", "set", "eth0", "down"]).check_returncode()
         time.sleep(2)

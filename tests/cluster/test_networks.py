@@ -1,4 +1,4 @@
-"""Ranks start on networks as they are: odd names, one version of IP, NATs, routes to nowhere."""
+"""Ranks start on unusual networks: odd names, one version of IP, NAT, unreachable addresses."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.cluster.hosts import Cluster, Host
-from tests.distributed.jobs import all_ended
+from tests.distributed.jobs import finish_all
 
 PROGRAM = """
 import json, os, sys
@@ -22,13 +22,13 @@ print(os.uname().nodename, fl.get_world_rank(), int(fl.all_reduce(np.ones(100_00
 fl.distributed_shutdown()
 """
 PORT, PER_HOST = "29511", 2
-# What the ranks print, two of each host: where they are, their number, and the sum of ones.
+# Each rank prints its host, its number, and a sum of ones.
 PRINTED = ["h0 0 4", "h0 1 4", "h1 2 4", "h1 3 4"]
 SECRET = {"MASTER_SECRET": "known to these ranks alone"}
 
 
 class Place(NamedTuple):
-    """Which rank of how many a process is, and where."""
+    """Rank, number of ranks and host of a process."""
 
     rank: int
     size: int
@@ -45,7 +45,7 @@ def by_env(cluster: Cluster, place: Place) -> dict[str, str]:
 
 
 def by_address(cluster: Cluster, place: Place) -> dict[str, str]:
-    """The last one it has: that is of IPv6 where there is one."""
+    """Return the last address of the host, which is an IPv6 address if it has one."""
     common = [each for each in cluster[0].addresses if cluster[1].address6 or ":" not in each]
     return {**by_env(cluster, place), "MASTER_ADDR": common[-1]}
 
@@ -70,14 +70,14 @@ def by_slurm(cluster: Cluster, place: Place) -> dict[str, str]:
 
 
 class Outcome(NamedTuple):
-    """The exit code of a process, and what it has printed, errors included."""
+    """Exit code and output of a process, with its errors."""
 
     code: int
     text: str
 
 
 def finished(processes: list[subprocess.Popen[str]]) -> list[Outcome]:
-    return [Outcome(code, text) for code, text, _ in all_ended(processes, 60)]
+    return [Outcome(code, text) for code, text, _ in finish_all(processes, 60)]
 
 
 def start(host: Host, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -128,14 +128,14 @@ WAYS: dict[str, Callable[[Cluster], list[Outcome]]] = {
 
 
 def as_debian(cluster: Cluster) -> None:
-    """Each host's own name is the loopback's to itself."""
+    """Each host resolves its own name to the loopback address, as Debian does."""
     for host in cluster:
         names = {each.name: each.addresses for each in cluster}
         host.hosts_file({**names, host.name: "127.0.1.1"})
 
 
 def names_of_both(cluster: Cluster) -> None:
-    """Names have addresses of both versions, whatever the hosts have."""
+    """Names have addresses of both IP versions, also if the hosts have one version only."""
     names = {
         host.name: [f"fd77::{host.index + 1}", f"10.77.0.{host.index + 1}"] for host in cluster
     }
@@ -143,7 +143,7 @@ def names_of_both(cluster: Cluster) -> None:
 
 
 def interface(host: Host, address: str, *routes: str) -> None:
-    """Give the host one more interface, which is up and leads nowhere."""
+    """Add an interface to the host that is up and not connected."""
     for line in (
         "link add nat0 type ifb",
         f"address add {address} dev nat0",
@@ -155,14 +155,14 @@ def interface(host: Host, address: str, *routes: str) -> None:
 
 
 def as_nat(cluster: Cluster) -> None:
-    """All hosts have one address, which the default route uses, as virtual machines may."""
+    """All hosts have the same address on the default route, as virtual machines may have."""
     for host in cluster:
         interface(host, "10.0.2.15/24", "default")
     as_debian(cluster)
 
 
 def as_black_hole(cluster: Cluster) -> None:
-    """The first address of rank 0's host is one where nobody answers other hosts."""
+    """The first address of rank 0's host does not answer other hosts."""
     interface(cluster[0], "10.99.0.1/24")
     for host in cluster:
         if host.index:
@@ -191,7 +191,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def printed(outcomes: list[Outcome]) -> list[str]:
-    """Return the last three words of each line that the ranks have printed of their sums."""
+    """Return the last three words of each line that the ranks printed about their sums."""
     for each in outcomes:
         assert each.code == 0, each.text
     lines = [line.split() for each in outcomes for line in each.text.splitlines()]
@@ -200,16 +200,16 @@ def printed(outcomes: list[Outcome]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", list(WAYS))
-def test_ranks_start_without_a_parameter(network: Cluster, way: str) -> None:
+def test_init_succeeds_without_parameters_on_unusual_networks(network: Cluster, way: str) -> None:
     assert printed(WAYS[way](network)) == PRINTED
 
 
-# Refusals -------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", ["localhost", "127.0.0.1"])
-def test_the_loopback_as_the_address_of_rank_0_is_named(cluster: Cluster, local: str) -> None:
+def test_init_names_a_loopback_address_of_rank_0(cluster: Cluster, local: str) -> None:
     outcomes = ranks(cluster, by_env, {"MASTER_ADDR": local}, TIMEOUT=3)
     assert [each.code for each in outcomes] == [1] * 4
     for each in outcomes[:PER_HOST]:
@@ -219,7 +219,7 @@ def test_the_loopback_as_the_address_of_rank_0_is_named(cluster: Cluster, local:
 
 
 @pytest.mark.slow
-def test_hosts_without_a_family_in_common_are_named_on_every_rank() -> None:
+def test_init_names_hosts_without_a_common_ip_version_on_every_rank() -> None:
     with Cluster(3, families=["46", "4", "6"]) as cluster:
         for each in ranks(cluster, by_env):
             assert each.code == 1
@@ -228,8 +228,9 @@ def test_hosts_without_a_family_in_common_are_named_on_every_rank() -> None:
 
 
 @pytest.mark.slow
-def test_an_interface_that_is_asked_for() -> None:
-    """By the environment, or params, which go before; one that cannot work is refused."""
+def test_init_uses_the_requested_interface_or_rejects_it() -> None:
+    """The environment or params name it, and params take precedence. An unusable interface is
+    rejected."""
     with Cluster(2) as cluster:
         as_nat(cluster)
         for variable in ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME"):
@@ -244,7 +245,7 @@ def test_an_interface_that_is_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_an_address_that_each_host_has_is_named() -> None:
+def test_init_names_an_address_that_every_host_has() -> None:
     with Cluster(2) as cluster:
         as_nat(cluster)
         outcomes = ranks(cluster, by_env, {"MASTER_ADDR": "10.0.2.15"}, TIMEOUT=3)
@@ -253,7 +254,7 @@ def test_an_address_that_each_host_has_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_rank_0_is_named_by_params(cluster: Cluster) -> None:
+def test_init_takes_the_address_of_rank_0_from_params(cluster: Cluster) -> None:
     as_debian(cluster)
     outcomes = ranks(
         cluster, by_env, {"MASTER_ADDR": "nowhere"}, MASTER_ADDR="h0", MASTER_PORT=29513
@@ -262,8 +263,8 @@ def test_rank_0_is_named_by_params(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_on_one_host_opens_no_port_to_others(cluster: Cluster) -> None:
-    """Where its launcher says that it is on one, or it meets at a file."""
+def test_init_on_one_host_opens_no_port_to_other_hosts(cluster: Cluster) -> None:
+    """The launcher says that the job has one host, or the ranks use a file."""
     as_debian(cluster)
     watcher = cluster.folder / "watch.py"
     watcher.write_text(WATCH)

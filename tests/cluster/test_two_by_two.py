@@ -13,8 +13,8 @@ from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks
 from tests.distributed.programs import every_verb, run_program
 from tests.distributed.test_conformance import (  # noqa: F401 - run here, with the fixture below
-    test_all_reduce_multiple_of_mixed_arrays,
-    test_where_the_extremes_are,
+    test_all_reduce_location_returns_values_and_ranks,
+    test_all_reduce_multiple_reduces_mixed_arrays,
 )
 
 
@@ -28,16 +28,16 @@ def places(rank: int, size: int) -> tuple[str, int]:
     return os.uname().nodename, int(fl.all_reduce(np.array(rank)))
 
 
-def test_ranks_run_in_their_hosts(ranks: Any) -> None:
+def test_ranks_run_in_the_namespaces_of_their_hosts(ranks: Any) -> None:
     assert ranks.run(places) == [("h0", 6), ("h0", 6), ("h1", 6), ("h1", 6)]
 
 
 @on_ranks()
-def test_the_short_form_of_the_conformance_suite(rank: int, size: int) -> None:
+def test_two_hosts_of_two_ranks_pass_the_short_conformance_suite(rank: int, size: int) -> None:
     for verb in ("all_reduce", "reduce"):
         for dtype in ("float32", "float16", "int8"):
-            conformance.every_op(rank, size, verb, dtype, "strided")
-            conformance.every_size(rank, size, verb, dtype, [1, 16_384, 16_385, 300_001])
-    conformance.many_in_flight(rank, size)
+            conformance.check_every_op(rank, size, verb, dtype, "strided")
+            conformance.check_every_size(rank, size, verb, dtype, [1, 16_384, 16_385, 300_001])
+    conformance.check_pending_works(rank, size)
     run_program(rank, size, every_verb(size, "float32", (1, 100_000)))
-    conformance.ring_of_messages(rank, size, 100_000)
+    conformance.check_message_ring(rank, size, 100_000)

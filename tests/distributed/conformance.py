@@ -1,7 +1,7 @@
-"""What every backend must do: run on real ranks, compared with NumPy. Backends join by one line.
+"""Conformance tests for every backend, on real ranks, compared with NumPy.
 
-The verbs, and what their results are, come from the table of the verbs: NumPy combines the ranks'
-arrays in rank order, so results must be equal to the last bit, not merely close.
+The verbs and their results come from the table of verbs. NumPy combines the arrays in rank order,
+so results must be equal bit by bit.
 """
 
 import functools
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import MEANINGS, cut, factors
+from flashlight_py.distributed.calls.combining import RESULTS, factors, split_rows
 from flashlight_py.distributed.calls.combining import combined as in_order
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, VERBS, Verb
@@ -30,11 +30,11 @@ Array = NDArray[Any]
 
 
 def two_hosts(rank: int) -> dict[str, str]:
-    """Ranks 0 and 1 share memory, and so do the others: as on two hosts."""
+    """Set the environment of two hosts: ranks 0 and 1 share memory, and so do the other ranks."""
     return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank < 2 else "second"}
 
 
-# backend name -> (world sizes, how its world is made)
+# Name of a backend -> (world sizes, arguments of its world)
 BACKENDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "single": ((1,), {}),
     "gloo": ((2, 3), {"params": {"BACKEND": "gloo"}}),
@@ -46,13 +46,13 @@ WORLDS = [(name, size) for name, (sizes, _) in BACKENDS.items() for size in size
 
 
 @functools.cache
-def in_places(places: str, **environ: str) -> Callable[[int], dict[str, str]]:
-    """Return the environment of ranks that are on one host if their letters are the same."""
+def hosts_by_letter(places: str, **environ: str) -> Callable[[int], dict[str, str]]:
+    """Return an environment in which ranks with equal letters are on one host."""
     return lambda rank: {"FLASHLIGHT_MEMORY_DOMAIN": places[rank % len(places)], **environ}
 
 
 def world_of(backend: str, *more: dict[str, Any], **params: Any) -> dict[str, Any]:
-    """Return how the world of a backend is made, with ``more``, and more ``params``."""
+    """Return the arguments of the world of ``backend``, with ``more`` and more ``params``."""
     if backend == "mpi":
         pytest.importorskip("mpi4py")
     world = BACKENDS[backend][1]
@@ -66,17 +66,17 @@ def _ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
     return pool(size, **world_of(name, *more))
 
 
-World = tuple[str, int] | tuple[str, int, dict[str, Any]]  # of a backend, and what is added
+World = tuple[str, int] | tuple[str, int, dict[str, Any]]  # backend, size, and more arguments
 
 
 def ranks_in(*worlds: World, slow: Sequence[World] = ()) -> Any:
-    """Return a fixture: the ranks of each of ``worlds`` (backend, size) in turn.
+    """Return a fixture with the ranks of each of ``worlds`` (backend, size).
 
-    All tests of a module run in one world before the next one is started. Those in the worlds
-    ``slow`` are marked so.
+    All tests of a module run in one world before the next world is started. Worlds in ``slow`` are
+    marked slow.
     """
     marked = [pytest.param(world, marks=pytest.mark.slow) for world in slow]
-    params = [*worlds, *marked] or None  # of an empty list, tests would be skipped
+    params = [*worlds, *marked] or None  # an empty list would skip the tests
     return pytest.fixture(scope="module", params=params, ids=_world_id)(_ranks)
 
 
@@ -91,11 +91,11 @@ def on_ranks(
     lost: int | None = None,
     **how: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator: the test is what each rank does, ``test(rank, size, *fixtures)``.
+    """Return a decorator that runs ``test(rank, size, *fixtures)`` on each rank.
 
-    It runs in the fixture ``ranks``, or in each of ``worlds`` and ``slow`` with more ``params`` or
-    ``env``. ``fresh``: on ranks of its own, which it may end. ``lost``: the same, and this rank is
-    killed by what it does (-1: the last rank).
+    The ranks are the fixture ``ranks``, or those of ``worlds`` and ``slow`` with more ``params`` or
+    ``env``. ``fresh``: use new ranks, which the test may end. ``lost``: use new ranks, of which the
+    test kills this one (-1: the last rank).
     """
     marked = [(world, ()) for world in worlds] + [(world, pytest.mark.slow) for world in slow]
 
@@ -128,14 +128,14 @@ def _on_rank(rank: int, size: int, module: str, name: str, *args: Any) -> None:
     try:
         getattr(importlib.import_module(module), name).__wrapped__(rank, size, *args)
     except AssertionError as error:
-        if not error.args:  # pytest adds the values to an assert in its own process only
+        if not error.args:  # pytest adds the values to an assert only in its own process
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             error.args = (", ".join(f"{k}={_SHORT.repr(v)}" for k, v in frame.f_locals.items()),)
         raise
 
 
 _SHORT = reprlib.Repr()
-_SHORT.maxother = _SHORT.maxstring = 1000  # as long as our errors are
+_SHORT.maxother = _SHORT.maxstring = 1000  # as long as our errors
 
 
 DTYPES = [
@@ -147,16 +147,16 @@ LAYOUTS = [
     *("contiguous", "fortran", "strided", "reversed", "transposed", "swapped bytes"),
     *("scalar-shaped", "empty", "one element"),
 ]
-PERIOD = 65_537  # a prime: no part of an array that a library cuts out looks like another
-BITWISE, LOGICAL = ("and", "or", "xor"), ("land", "lor", "lxor")  # of bits, of truth values
+PERIOD = 65_537  # a prime: parts of an array differ for every split
+BITWISE, LOGICAL = ("and", "or", "xor"), ("land", "lor", "lxor")
 BY_NAME = {verb.name: verb for verb in VERBS}
-# What combines the arrays of each host first, where there are several.
+# Verbs that combine the arrays of each host first, if there are several hosts.
 BY_HOSTS = (ALL_REDUCE, REDUCE)
 
 
 def dtype_of(name: Any) -> np.dtype[Any]:
     if "bfloat16" in str(name) or "float8" in str(name):
-        import ml_dtypes  # noqa: F401  (NumPy knows its names then; tests/gpu runs without it)
+        import ml_dtypes  # noqa: F401 (registers the dtypes; missing in tests/gpu)
     return np.dtype(name)
 
 
@@ -177,9 +177,9 @@ def takes_scale(name: str, op: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def values(rank: int, shape: tuple[int, ...], name: Any) -> Array:
-    """This rank's values, which any rank can compute; read-only, as they are kept."""
+    """Return the values of ``rank``, which any rank can compute. Cached, so read-only."""
     count = int(np.prod(shape))
-    # Of a large array the first ones again and again: drawing them would take most of the time.
+    # Large arrays repeat the first values, because drawing takes most of the time.
     drawn = _draw(np.random.default_rng(1000 + rank), min(count, PERIOD), dtype_of(name))
     if drawn.dtype.kind in "mM":
         drawn[rank::9] = "NaT"
@@ -194,7 +194,7 @@ def _draw(random: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Arra
         for field in (rows[name] for name in dtype.names):
             field[...] = _draw(random, field.size, field.dtype).reshape(field.shape)
         return rows
-    if dtype.kind == "V" and dtype.isbuiltin == 1:  # bytes without a meaning
+    if dtype.kind == "V" and dtype.isbuiltin == 1:  # void bytes
         return random.integers(0, 100, count).astype(f"S{dtype.itemsize}").view(dtype)
     if dtype.kind == "b":
         return np.asarray(random.random(count) < 0.5)
@@ -207,8 +207,8 @@ def _draw(random: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Arra
     return numbers.astype(dtype)
 
 
-def lay_out(array: Array, layout: str) -> Array:
-    """The same values in other memory."""
+def with_layout(array: Array, layout: str) -> Array:
+    """Return the same values with another memory layout."""
     if layout == "fortran":
         return np.array(array, order="F")
     if layout == "strided":
@@ -229,9 +229,9 @@ def shape_of(layout: str) -> tuple[int, ...]:
 
 
 def ranks_by_host(size: int) -> list[int]:
-    """How many ranks each host has; empty if all are on one, or each on its own: Gloo joins those.
+    """Return the number of ranks of each host; empty for one host, or one rank per host (Gloo).
 
-    tests/cluster says so.
+    tests/cluster sets it.
     """
     if said := os.environ.get("FLASHLIGHT_TEST_HOSTS"):
         counts = [int(count) for count in said.split(",")]
@@ -239,44 +239,44 @@ def ranks_by_host(size: int) -> list[int]:
     return [2, size - 2] if "FLASHLIGHT_MEMORY_DOMAIN" in os.environ else []
 
 
-def combined(arrays: list[Array], op: str, scale: float, flat: bool = False) -> Array:
-    """Combine in rank order; on several hosts the ranks of each first, unless ``flat``."""
+def combine_arrays(arrays: list[Array], op: str, scale: float, flat: bool = False) -> Array:
+    """Combine in rank order. On several hosts, combine the ranks of each host first, unless
+    ``flat``."""
     hosts = [] if flat else ranks_by_host(len(arrays))
-    return by_hosts(arrays, ReduceOp[op.upper()], scale, hosts)
+    return combine_by_hosts(arrays, ReduceOp[op.upper()], scale, hosts)
 
 
-def by_hosts(arrays: Sequence[Array], op: ReduceOp, scale: float, hosts: Sequence[int]) -> Array:
-    """Combine in order; those of each of ``hosts``, which have so many, first.
+def combine_by_hosts(
+    arrays: Sequence[Array], op: ReduceOp, scale: float, hosts: Sequence[int]
+) -> Array:
+    """Combine in order, the ranks of each host first. ``hosts`` are the numbers of ranks.
 
-    Their results are rounded, as what leaves a host has the arrays' dtype.
+    The result of a host is rounded to the dtype of the arrays, as when it is sent.
     """
     if hosts:
         if op is ReduceOp.AVG:
             op, scale = ReduceOp.SUM, scale / len(arrays)
         first, scale = factors(arrays[0].dtype, op, scale)
-        arrays = [in_order(some, op, first) for some in cut(arrays, hosts)]
+        arrays = [in_order(some, op, first) for some in split_rows(arrays, hosts)]
     return in_order(arrays, op, scale)
 
 
-def meant(
+def expected_result(
     verb: Verb, everyone: list[Array], rank: int, op: str = "sum", flat: bool = False, **how: Any
 ) -> Any:
-    """The result of ``rank`` as the table has it; None where it gets none."""
+    """Return the result of ``rank`` by the table; None if the rank receives no result."""
     call = Call(verb, op=ReduceOp[op.upper()], **how)
     if not verb.fills(rank, call.root):
         return None
     if verb in BY_HOSTS and not flat:
-        return combined(everyone, op, call.scale)
-    return MEANINGS[verb](everyone, rank, call)
+        return combine_arrays(everyone, op, call.scale)
+    return RESULTS[verb](everyone, rank, call)
 
 
 def assert_equal(got: Array, expected: Array, what: str) -> None:
-    """Bit for bit. Products of complex numbers may be contracted by NumPy's kernels.
-
-    MPI chooses the order of additions.
-    """
+    """Compare bit by bit, except complex products, which NumPy may contract, and MPI additions."""
     assert got.shape == expected.shape, what
-    if np.array_equal(got, expected):  # a tenth of the time of what words the differences
+    if np.array_equal(got, expected):  # ten times as fast as the next line
         return
     if fl.distributed_backend() is fl.DistributedBackend.MPI and got.dtype.kind not in "biumM":
         import ml_dtypes
@@ -297,8 +297,8 @@ UFUNCS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 UFUNCS |= {"land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor}
 
 
-def kept(verb: str, own: np.ndarray, op: str = "sum") -> np.ndarray:
-    """Return what a rank has if nothing is for it: its own, or of an exscan the identity."""
+def unchanged_value(verb: str, own: np.ndarray, op: str = "sum") -> np.ndarray:
+    """Return the value of a rank without a result: its own array, or the identity for an exscan."""
     if verb != "exscan" or op == "avg" or own.dtype.kind in "mM":
         return own
     value: Any = UFUNCS[op].identity
@@ -310,48 +310,48 @@ def kept(verb: str, own: np.ndarray, op: str = "sum") -> np.ndarray:
     return np.broadcast_to(np.array(value).astype(own.dtype), own.shape)
 
 
-# What runs on the ranks ---------------------------------------------------------------------
+# Functions that run on the ranks -------------------------------------------------------------
 
 
-def every_op(rank: int, size: int, verb: str, name: str, layout: str) -> None:
-    """Reduce in place by ``verb``, whose root, if it has one, is the last rank."""
+def check_every_op(rank: int, size: int, verb: str, name: str, layout: str) -> None:
+    """Reduce in place by ``verb``. The root is the last rank."""
     row, function, shape = BY_NAME[verb], getattr(fl, verb), shape_of(layout)
     root = {"root": size - 1} if row.rooted else {}
     everyone = [values(r, shape, name) for r in range(size)]
     for op in ops_of(name):
         for scale in (1.0, 3.0) if takes_scale(name, op) else (1.0,):
-            x = lay_out(everyone[rank], layout)
+            x = with_layout(everyone[rank], layout)
             before = x.dtype, x.strides
             result = function(x, scale=scale, op=op, **root)
             assert result is x
             assert (x.dtype, x.strides) == before
             what = f"{verb} {name} {layout} {op} scale={scale} on rank {rank} of {size}"
-            expected = meant(row, everyone, rank, op, scale=scale, **root)
-            expected = kept(verb, everyone[rank], op) if expected is None else expected
+            expected = expected_result(row, everyone, rank, op, scale=scale, **root)
+            expected = unchanged_value(verb, everyone[rank], op) if expected is None else expected
             assert_equal(x, expected.astype(x.dtype), what)
     if dtype_of(name).kind not in "iubmM":
-        x = lay_out(everyone[rank], layout)
+        x = with_layout(everyone[rank], layout)
         work = function(x, scale=0.25, async_op=True, **root)
         assert work.wait() is x
         assert work.is_completed()
         assert work.result() is x
-        expected = meant(row, everyone, rank, scale=0.25, **root)
-        expected = kept(verb, everyone[rank]) if expected is None else expected
+        expected = expected_result(row, everyone, rank, scale=0.25, **root)
+        expected = unchanged_value(verb, everyone[rank]) if expected is None else expected
         assert_equal(x, expected.astype(x.dtype), f"async {verb} {name} {layout}")
 
 
-def every_size(rank: int, size: int, verb: str, name: str, counts: list[int]) -> None:
+def check_every_size(rank: int, size: int, verb: str, name: str, counts: list[int]) -> None:
     for count in counts:
         x = values(rank, (count,), name).copy()
         getattr(fl, verb)(x)
-        # The values have a period, and so have their sums.
+        # The values are periodic, and so are their sums.
         everyone = [values(r, (min(count, PERIOD),), name) for r in range(size)]
-        expected = meant(BY_NAME[verb], everyone, rank)
-        expected = kept(verb, everyone[rank]) if expected is None else expected
+        expected = expected_result(BY_NAME[verb], everyone, rank)
+        expected = unchanged_value(verb, everyone[rank]) if expected is None else expected
         assert_equal(x, np.resize(expected, count), f"{verb} of {count} elements of {name}")
 
 
-def many_in_flight(rank: int, size: int) -> None:
+def check_pending_works(rank: int, size: int) -> None:
     arrays = [np.full(10 ** (i % 6), float(i + rank)) for i in range(30)]
     verbs = [(fl.all_reduce, size), (fl.scan, rank + 1), (fl.exscan, rank)] * 2
     works = [verbs[i // 6][0](array, async_op=True) for i, array in enumerate(arrays)]
@@ -359,19 +359,19 @@ def many_in_flight(rank: int, size: int) -> None:
     assert all(work.is_completed() for work in works)
     assert all(work.wait() is array for work, array in zip(works, arrays, strict=True))
     for i, array in enumerate(arrays):
-        count = verbs[i // 6][1]  # of the ranks whose arrays were added
+        count = verbs[i // 6][1]  # number of ranks whose arrays were added
         assert np.all(array == i * count + sum(range(count)))
 
 
-def ring_of_messages(rank: int, size: int, count: int) -> None:
-    """Each sends to the next; even ranks send first."""
+def check_message_ring(rank: int, size: int, count: int) -> None:
+    """Send to the next rank; even ranks send first."""
     x = values(rank, (count,), "float32")
     y = np.zeros((2, count), np.float32).T[:, 0]  # not contiguous
     steps = [
         lambda: fl.send(x, (rank + 1) % size, tag=7),
         lambda: fl.recv(y, (rank - 1) % size, tag=7),
     ]
-    # With an odd number of ranks, the last one and the first are both even.
+    # With an odd number of ranks, the last rank and rank 0 are both even.
     first = 1 if rank % 2 or (size % 2 and rank == size - 1) else 0
     steps[first]()
     steps[1 - first]()
@@ -382,12 +382,12 @@ Started = tuple[Any, Callable[[], Any], Array]  # a work, what gives its result,
 
 
 def numbers(rank: int, step: int, count: int) -> Array:
-    """Whole numbers, whose sums are exact in any order."""
+    """Return whole numbers, whose sums are exact in any order."""
     return np.random.default_rng([step, rank]).integers(0, 1000, count).astype(float)
 
 
-class Mix:
-    """Starts step after step: what all ranks do is drawn alike, when each waits is not."""
+class RandomOperations:
+    """Random operations. All ranks draw the same steps, and each draws its own waits."""
 
     def __init__(self, rank: int, size: int, seed: int) -> None:
         self.rank, self.size = rank, size
@@ -407,7 +407,7 @@ class Mix:
             self.finish(0, None)
 
     def finish(self, index: int, timeout: float | None) -> bool:
-        """Wait for one of those that are under way; False: it goes on."""
+        """Wait for one of the pending operations. Return False if it is still running."""
         started = self.pending.pop(index)
         work, result, expected = started
         try:
@@ -421,13 +421,13 @@ class Mix:
         return True
 
     def reduce(self, step: int, count: int) -> list[Started]:
-        """Block, while others are under way."""
+        """Run a blocking reduction while others are pending."""
         x = fl.all_reduce(numbers(self.rank, step, count))
         np.testing.assert_array_equal(x, sum(numbers(r, step, count) for r in range(self.size)))
         return []
 
     def exchange(self, step: int, count: int) -> list[Started]:
-        """The same, around a ring."""
+        """Run a blocking exchange around a ring."""
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         got = np.empty(count)
         fl.sendrecv(numbers(self.rank, step, count), after, out=got, src=before, tag=9)
@@ -456,7 +456,8 @@ class Mix:
         return [(work, work.wait, np.concatenate(parts))]
 
     def message(self, step: int, count: int) -> list[Started]:
-        """Between any two, and from a rank to itself; three tags, so many are alike."""
+        """Send between any two ranks, also to itself. There are three tags, so many tags are
+        equal."""
         src, dst = self.shared.randrange(self.size), self.shared.randrange(self.size)
         tag, x, started = self.shared.randrange(3), numbers(src, step, count), []
         if self.rank == src:
@@ -471,7 +472,7 @@ class Mix:
         return []
 
 
-def everything_at_once(rank: int, size: int, seed: int, steps: int) -> None:
-    """In any order of waiting."""
-    Mix(rank, size, seed).run(steps)
+def check_random_operations(rank: int, size: int, seed: int, steps: int) -> None:
+    """Run ``steps`` random operations with random waits."""
+    RandomOperations(rank, size, seed).run(steps)
     fl.sync_distributed()

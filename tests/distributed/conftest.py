@@ -1,4 +1,4 @@
-"""Where ranks of the tests of this folder meet."""
+"""Rendezvous ports for the tests of this folder."""
 
 import socket
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def port() -> int:
-    """A port that is free, below those that the kernel hands out by itself."""
+    """Return a free port below the range of ports that the kernel assigns."""
     for candidate in range(20_011, 32_000, 17):
         with socket.socket() as probe:
             try:

@@ -1,10 +1,9 @@
-"""Ranks are forked from one process that has imported what they need: a start takes milliseconds.
+"""Ranks are forked from a process that has imported their modules, so a start takes milliseconds.
 
-``start(door, rank, env, log)`` runs ``rank_main.py`` in a session of its own and returns a
-``Forked``, which is used like a ``subprocess.Popen``. A rank has all that a program of its own
-would have (its environment, its output, an end through exit handlers), but no second interpreter to
-start and nothing to import. The server ends with the process that has started it, and its ranks
-with the server.
+``start(door, rank, env, log)`` runs ``rank_main.py`` in a new session and returns a ``Forked``,
+which is used like a ``subprocess.Popen``. A rank has its own environment, output and exit handlers,
+but starts no interpreter and imports nothing. The server ends with the process that started it, and
+its ranks end with the server.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from typing import BinaryIO
 
 __all__ = ["ONE_THREAD", "Forked", "server_pids", "start"]
 
-# What most ranks use. CUDA and MPI are not among it: a process that has initialised them must not
-# be forked.
+# Modules that most ranks use. CUDA and MPI are excluded, because a process that has initialised
+# them must not be forked.
 PRELOADED = (
     *("numpy", "numpy.testing", "ml_dtypes", "pytest", "hypothesis.strategies"),
     *("concurrent.futures.thread", "flashlight_py.distributed.start.initialize"),
     *("flashlight_py.nn", "flashlight_py.optim", "flashlight_py.parallel"),
     "flashlight_py.parallel.functional",
 )
-# Two cores run four ranks: a BLAS with threads of its own would only add noise, and a process with
-# threads must not be forked.
+# BLAS threads would only add noise with four ranks on two cores, and a process with threads must
+# not be forked.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-LONGEST_PLAN = 1 << 17  # bytes: an environment, mostly
+LONGEST_PLAN = 1 << 17  # bytes, mostly of an environment
 
 _clients: list[_Client] = []
 
 
 def start(door: str, rank: int, env: Mapping[str, str], log: BinaryIO) -> Forked:
-    """Start ``rank`` with exactly the environment ``env`` and its output in ``log``."""
+    """Start ``rank`` with the environment ``env`` only, and its output in ``log``."""
     if not _clients:
         _clients.append(_Client())
         atexit.register(_clients[0].close)
@@ -53,12 +52,12 @@ def start(door: str, rank: int, env: Mapping[str, str], log: BinaryIO) -> Forked
 
 
 def server_pids() -> set[int]:
-    """The process that forks, if there is one; it stays between tests."""
+    """Return the process id of the fork server, if it runs. It stays between tests."""
     return {client.pid for client in _clients}
 
 
 class Forked:
-    """A rank whose parent is the server; how it ends arrives on a connection."""
+    """A rank whose parent is the server. Its exit status arrives on a connection."""
 
     def __init__(self, link: Connection) -> None:
         self._link = link
@@ -68,17 +67,17 @@ class Forked:
         self.returncode: int | None = None
 
     def fileno(self) -> int:
-        """What is ready to be read once the process has ended."""
+        """Return a descriptor that is readable once the process has ended."""
         return self._link.fileno()
 
     def poll(self) -> int | None:
         """Return the exit code (minus the signal), or None while the process runs."""
-        if self.returncode is None and self._poller.poll(0):  # whatever a test makes of the time
+        if self.returncode is None and self._poller.poll(0):  # independent of a test's clock
             self.returncode = self._link.recv()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code; raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
+        """Return the exit code. Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
         if self.returncode is None:
             if not self._link.poll(timeout):
                 raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
@@ -87,7 +86,7 @@ class Forked:
 
 
 class _Client:
-    """Starts the server, and asks it for ranks."""
+    """Starts the server and requests ranks from it."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -119,7 +118,7 @@ class _Client:
 
 
 class _Server:
-    """Forks a rank for each plan that arrives, and reports how each has ended."""
+    """Forks a rank for each plan that arrives, and reports its exit status."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -130,7 +129,7 @@ class _Server:
         signal.set_wakeup_fd(self._awakener.fileno())
 
     def serve(self) -> tuple[str, int] | None:
-        """Return (door, rank) in a process that is to be a rank; None when all is over."""
+        """Return (door, rank) in a process that becomes a rank; None at the end."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._awakened, selectors.EVENT_READ)
@@ -178,7 +177,7 @@ class _Server:
             if pid == 0:
                 return
             with self._links.pop(pid) as link, contextlib.suppress(BrokenPipeError):
-                link.send(os.waitstatus_to_exitcode(status))  # whom nobody asks about may end too
+                link.send(os.waitstatus_to_exitcode(status))  # the client may have exited
 
 
 def _main(descriptor: str, *path: str) -> None:
@@ -188,7 +187,7 @@ def _main(descriptor: str, *path: str) -> None:
             importlib.import_module(name)
     from tests.distributed import rank_main
 
-    gc.freeze()  # a rank's first collection would copy every page of what is shared
+    gc.freeze()  # a collection in a rank would copy every shared page
     with socket.socket(fileno=int(descriptor)) as channel:
         found = _Server(channel).serve()
     if found is not None:

@@ -1,12 +1,12 @@
-"""Real processes for tests: start ranks, run a function on each, and leave none behind.
+"""Real processes for tests: start ranks, run a function on each, and leave no process behind.
 
-``run_ranks(fn, size, *args)`` calls ``fn(rank, size, *args)`` on every rank of a fresh world and
+``run_ranks(fn, size, *args)`` calls ``fn(rank, size, *args)`` on every rank of a new world and
 returns the results in rank order. ``RankPool`` keeps a world and runs many functions in it, which
-spares the start of the processes. ``run_outcomes`` is for tests in which a rank is meant to fail
-or die. ``fn`` is a function of a module, its arguments and results are picklable.
+saves the start of processes. ``run_outcomes`` is for tests in which a rank fails or dies. ``fn`` is
+a module-level function; its arguments and results can be pickled.
 
-Every wait has a deadline in seconds. What is still running then shows where it stands (SIGABRT,
-answered by faulthandler on its stderr) and is killed together with its process group.
+Every wait has a deadline in seconds. After it, the remaining processes print their stacks (SIGABRT,
+faulthandler) and are killed with their process groups.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ __all__ = [
     "run_survivors",
 ]
 
-# Where all tests together have little time, a rank that hangs must leave some for the others.
+# Limit in seconds for one hanging rank, if all tests together have little time.
 MOST = float(os.environ.get("FLASHLIGHT_TEST_DEADLINE", "inf"))
 START_DEADLINE = min(60.0, MOST)
-# A rank that raised will not join its peers' next operation; so long they may take to notice.
+# Seconds for other ranks to detect that a rank has raised and will not join their operation.
 GRACE = 10.0
 
 _living: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 
 class RanksFailedError(RuntimeError):
-    """Some rank raised, died or hung; the message shows every rank, ``outcomes`` has them."""
+    """A rank raised, died or hung. The message lists every rank; ``outcomes`` has their
+    outcomes."""
 
     def __init__(self, what: str, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
@@ -56,9 +57,9 @@ class RanksFailedError(RuntimeError):
 def run_ranks(
     fn: Callable[..., Any], size: int, *args: Any, deadline: float = 60.0, **world: Any
 ) -> list[Any]:
-    """Run ``fn(rank, size, *args)`` on ``size`` new ranks; return the results in rank order.
+    """Run ``fn(rank, size, *args)`` on ``size`` new ranks. Return the results in rank order.
 
-    ``world`` holds ``init``, ``params``, ``env`` and ``hosts`` of ``RankPool``.
+    ``world`` are the arguments ``init``, ``params``, ``env`` and ``hosts`` of ``RankPool``.
     """
     with RankPool(size, **world) as pool:
         return pool.run(fn, *args, deadline=deadline)
@@ -67,7 +68,7 @@ def run_ranks(
 def run_outcomes(
     fn: Callable[..., Any], size: int, *args: Any, deadline: float = 60.0, **world: Any
 ) -> list[Outcome]:
-    """Like ``run_ranks`` for ranks that are meant to raise, exit or be killed."""
+    """Run like ``run_ranks``, for ranks that raise, exit or are killed, and return all outcomes."""
     with RankPool(size, **world) as pool:
         return pool.outcomes(fn, *args, deadline=deadline)
 
@@ -75,7 +76,7 @@ def run_outcomes(
 def run_survivors(
     fn: Callable[..., Any], size: int, lost: int, *args: Any, **how: Any
 ) -> list[Any]:
-    """Like ``run_ranks`` where rank ``lost`` is killed; returns the results of the others."""
+    """Run like ``run_ranks`` if rank ``lost`` is killed. Return the results of the other ranks."""
     outcomes = run_outcomes(fn, size, *args, **how)
     killed = outcomes.pop(lost)
     if killed.signal != signal.SIGKILL or not all(outcome.ok for outcome in outcomes):
@@ -84,7 +85,7 @@ def run_survivors(
 
 
 def living_processes() -> set[int]:
-    """The processes that belong to pools which are open now, and the one that forks them."""
+    """Return the processes of open pools, and the fork server."""
     worlds = [pool._world for pool in _living if pool._world is not None]
     groups = {group for world in worlds for group in world.groups()}
     started = {pid for world in worlds for pid in world.started()}
@@ -92,14 +93,13 @@ def living_processes() -> set[int]:
 
 
 class RankPool:
-    """``size`` ranks in one initialised world, which execute one function after another.
+    """``size`` ranks of one initialised world, which run one function after another.
 
-    ``init`` is ``"file"`` (FILE_SYSTEM in a directory of its own), ``"mpi"`` (started by mpirun)
-    or None (the function initialises, or needs no world). ``params`` go to ``distributed_init``;
-    ``env`` is added to the ranks' environment, the same for all or a function of the rank.
-    ``hosts`` has the host of each rank (tests/cluster; those of one host stand together), where
-    ``init`` may be ``"env"`` too: by RANK, MASTER_ADDR etc. A pool whose ranks failed is replaced
-    by a new one at the next call.
+    ``init`` is ``"file"`` (FILE_SYSTEM in a private directory), ``"mpi"`` (started by mpirun) or
+    None (the function initialises, or needs no world). ``params`` are passed to
+    ``distributed_init``. ``env`` is added to the environment: one for all ranks, or a function of
+    the rank. ``hosts`` has the host of each rank (tests/cluster), grouped by host; then ``init``
+    may also be ``"env"`` (RANK, MASTER_ADDR etc.). After a failure, the next call starts new ranks.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class RankPool:
             self.kill()
 
     def run(self, fn: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Any]:
-        """Return what ``fn(rank, size, *args)`` returned on each rank.
+        """Return the results of ``fn(rank, size, *args)`` in rank order.
 
-        Raises ``RanksFailedError`` when a rank raised, died or did not answer in time.
+        Raises ``RanksFailedError`` if a rank raises, dies or does not answer in time.
         """
         outcomes = self._execute(fn, args, deadline, grace=GRACE)
         if not all(outcome.ok for outcome in outcomes):
@@ -144,12 +144,12 @@ class RankPool:
     ) -> None:
         """Run ``fn(rank, size, *case)`` for each of ``cases`` on every rank, in one request.
 
-        Raises ``RanksFailedError``, which names the first case that failed or was not finished.
+        Raises ``RanksFailedError`` with the first case that failed or did not finish.
         """
         self.run(_each, fn, list(cases), deadline=deadline)
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Outcome]:
-        """Return what became of each rank; only a rank that is stuck is an error."""
+        """Return the outcome of each rank. Only a stuck rank raises."""
         outcomes = self._execute(fn, args, deadline, grace=deadline)
         if any(outcome.kind == "stuck" for outcome in outcomes):
             raise RanksFailedError(fn.__qualname__, outcomes)
@@ -159,7 +159,7 @@ class RankPool:
         return set() if self._world is None else self._world.pids()
 
     def close(self) -> None:
-        """Shut the world down; raises ``RanksFailedError`` if a rank cannot even end properly."""
+        """Shut the world down. Raises ``RanksFailedError`` if a rank does not end properly."""
         if self._world is None:
             return
         world, self._world = self._world, None
@@ -200,7 +200,7 @@ class RankPool:
 def _each(rank: int, size: int, fn: Callable[..., Any], cases: list[tuple[Any, ...]]) -> None:
     for case in cases:
         name = f"{fn.__name__}{case!r} on rank {rank} of {size}"
-        print(name, flush=True)  # the end of a rank's output is shown when it is stuck
+        print(name, flush=True)  # printed so that the log of a stuck rank ends with it
         try:
             fn(rank, size, *case)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What tests of communication hooks do on every rank: steps of the same arrays, through a hook."""
+"""Steps of communication hooks that tests run on every rank, always with the same arrays."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import flashlight_py as fl
 
 Array = NDArray[Any]
 
-# Matrices, a convolution's kernel, biases, an empty one, a scalar; in several buckets of BYTES.
+# Shapes: matrices, a convolution kernel, biases, an empty array, a scalar. Several buckets.
 SHAPES = [(60, 40), (60,), (0, 5), (16, 3, 5, 5), (), (7,), (30, 50), (3, 4)]
 BYTES = 6_000
 HOOKS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ def gradients(rank: int, step: int, dtype: str) -> list[Array]:
 
 
 def sums(size: int, step: int, dtype: str) -> list[Array]:
-    """The exact sums over the ranks, in float64."""
+    """Return the exact sums over the ranks, in float64."""
     ranks = [gradients(rank, step, dtype) for rank in range(size)]
     return [
         np.sum([a.astype(np.float64) for a in same], axis=0) for same in zip(*ranks, strict=True)
@@ -37,7 +37,7 @@ def sums(size: int, step: int, dtype: str) -> list[Array]:
 
 
 def reduce(hook: Any, arrays: list[Array], scale: float = 1.0, **options: Any) -> list[Array]:
-    """One step; returns the same arrays."""
+    """Run one step and return the same arrays."""
     reducer = fl.CoalescingReducer(scale, hook=hook, **{"bucket_bytes": BYTES, **options})
     for array in arrays:
         reducer.add(array)
@@ -48,14 +48,14 @@ def reduce(hook: Any, arrays: list[Array], scale: float = 1.0, **options: Any) -
 def steps(
     rank: int, size: int, name: str, dtype: str, count: int, options: dict[str, Any]
 ) -> tuple[list[list[Array]], dict[str, Array], int]:
-    """Return the results of ``count`` steps, this rank's state after them, and the bytes."""
+    """Return the results of ``count`` steps, then the state of this rank, and the bytes."""
     hook = make(name, **options)
     results = [reduce(hook, gradients(rank, step, dtype), 1.0) for step in range(count)]
     return results, hook.state_dict(), hook.bytes_per_step
 
 
 def bucket_sizes() -> list[int]:
-    """How many elements each bucket of the step has."""
+    """Return the number of elements of each bucket of a step."""
     sizes = []
 
     def look(bucket: Any) -> Any:
@@ -67,7 +67,8 @@ def bucket_sizes() -> list[int]:
 
 
 def residuals(state: dict[str, Array]) -> Array:
-    """All residuals of a state, as one array; a bucket without any has sent everything."""
+    """Return all residuals of a state as one array. A bucket without residuals has sent
+    everything."""
     sizes = enumerate(bucket_sizes())
     return np.concatenate([state.get(f"residual.{index}", np.zeros(size)) for index, size in sizes])
 

@@ -1,4 +1,4 @@
-"""A program, or an mpirun of one, that is watched from its start to its end."""
+"""Start of a program, or of an mpirun of one, and watching it until its end."""
 
 import os
 import socket
@@ -9,22 +9,22 @@ from pathlib import Path
 
 from tests.distributed import processes
 
-__all__ = ["all_ended", "ended", "free_port", "start"]
+__all__ = ["finish", "finish_all", "free_port", "start"]
 
 ROOT = Path(__file__).parents[2]
-# From the failure to the end of a job. Without a notice the others would wait for minutes.
+# Seconds from the failure to the end of a job. Without a notice the ranks would wait for minutes.
 SOON = 30.0
 
 
 def free_port() -> int:
-    """Return a TCP port that no process of this host listens at."""
+    """Return a TCP port on which no process of this host listens."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
 
 
 def start(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start it in a session of its own, with this environment's programs and ``env``."""
+    """Start ``command`` in a new session, with this environment's programs and ``env``."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return subprocess.Popen(
         command,
@@ -37,10 +37,11 @@ def start(command: list[str], env: dict[str, str] | None = None) -> subprocess.P
     )
 
 
-def all_ended(
+def finish_all(
     started: Sequence[subprocess.Popen[str]], seconds: float = SOON
 ) -> list[tuple[int, str, str]]:
-    """Return the exit codes, the outputs and the errors of ranks that end soon; kill the rest."""
+    """Return exit codes, outputs and errors of ranks that must end soon. Kill the remaining
+    ranks."""
     try:
         written = [process.communicate(timeout=seconds) for process in started]
     finally:
@@ -50,8 +51,8 @@ def all_ended(
     return [(process.returncode, *each) for process, each in zip(started, written, strict=True)]
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return the exit code and the output of one that must end by itself, soon."""
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return exit code and output of a process that must end soon without a kill."""
     try:
         output, _ = process.communicate(timeout=SOON)
     finally:

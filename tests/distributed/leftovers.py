@@ -1,4 +1,4 @@
-"""Find what a test left behind: processes of this session, and shared memory without a user."""
+"""Leftovers of tests: processes of this session, and shared memory without a user."""
 
 import os
 import time
@@ -8,27 +8,27 @@ from tests.distributed import processes
 from tests.distributed.harness import living_processes
 
 MARK = "FLASHLIGHT_TEST_SESSION"
-# Time for processes that are ending anyway, such as those of a launcher that has just returned.
+# Seconds for processes that are ending, such as those of a launcher that has returned.
 ENDING_SECONDS = 2.0
-# How long the files may stay with which ranks find out whether they share memory.
+# Seconds for the files with which ranks detect whether they share memory.
 JOINING_SECONDS = 5.0
 # Processes that serve several tests.
 helpers: set[int] = set()
 
 
 def segments() -> set[Path]:
-    """The shared-memory files of flashlight_py."""
+    """Return the shared-memory files of flashlight_py."""
     return set(Path("/dev/shm").glob("*flashlight*"))
 
 
-def orphaned(files: set[Path]) -> set[Path]:
-    """Those of ``files`` that no living process has mapped, so that nobody will remove them.
+def unmapped_files(files: set[Path]) -> set[Path]:
+    """Return the ``files`` that no living process has mapped, so that no process will remove them.
 
-    A world that is just being made, by another test session too, has some for a moment.
+    A world that is being created, also by another test session, has some for a moment.
     """
     ends = time.monotonic() + JOINING_SECONDS
     while (left := _unmapped(files)) and time.monotonic() < ends:
-        time.sleep(0.1)  # no event when a file goes
+        time.sleep(0.1)  # no event when a file is removed
     return left
 
 
@@ -40,7 +40,8 @@ def _unmapped(files: set[Path]) -> set[Path]:
 
 
 def end_processes() -> dict[int, str]:
-    """Wait for this session's stray processes, kill those that stay, return their commands."""
+    """Wait for stray processes of this session, kill the remaining ones, and return their
+    commands."""
     strays = _strays()
     if not strays:
         return {}
@@ -61,7 +62,7 @@ def _strays() -> dict[int, str]:
 
 
 def _text(pid: int, name: str) -> str:
-    """A file of /proc/<pid>, empty where the process is gone or another user's."""
+    """Return a file of /proc/<pid>; empty if the process has ended or belongs to another user."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -7,12 +7,12 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.distributed.verbs import SCATTER
-from tests.distributed.conformance import LOGICAL, Array, dtype_of, meant
-from tests.distributed.programs import TABLED, Call, is_whole, run_program
+from tests.distributed.conformance import LOGICAL, Array, dtype_of, expected_result
+from tests.distributed.programs import TABLE_VERBS, Call, is_whole, run_program
 
 __all__ = ["VERBS", "run_with_mpi"]
 
-VERBS = tuple(TABLED)
+VERBS = tuple(TABLE_VERBS)
 
 
 def run_with_mpi(rank: int, size: int, program: Sequence[Call]) -> None:
@@ -25,11 +25,11 @@ def _compare(call: Call, group: fl.ProcessGroup) -> None:
         return  # MPI has no float16
     if call.op in LOGICAL and (group.size == 1 or not is_whole(call.dtype)):
         return  # nor truth values of floats; and one rank's numbers stay as they are
-    verb, rank, size = TABLED[call.verb], group.rank, group.size
+    verb, rank, size = TABLE_VERBS[call.verb], group.rank, group.size
     rows = call.rows * (size if verb.cuts or verb is SCATTER else 1)
     given = [call.unequal(r) if verb.ragged else call.array(r, rows) for r in range(size)]
     how = {name: getattr(call, name) for name in ("op", "scale", "root") if name in verb.takes}
-    expected = meant(verb, given, rank, flat=True, **how)
+    expected = expected_result(verb, given, rank, flat=True, **how)
     theirs = _of_mpi(call, group, given[rank], given[rank] if expected is None else expected)
     if expected is None:
         assert theirs is None or verb.reduces, repr(call)

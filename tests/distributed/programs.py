@@ -1,7 +1,7 @@
-"""Random programs: lists of calls that every rank makes, each compared with NumPy.
+"""Random programs: lists of calls that every rank makes. Each result is compared with NumPy.
 
-A call is plain data, so that hypothesis can draw and shrink it and the ranks can be sent it.
-What every rank gives is computed from the call and the rank, so any rank knows all inputs.
+A call is plain data, which hypothesis can draw and shrink and which can be sent to ranks. The input
+of every rank follows from the call and the rank, so any rank can compute all inputs.
 """
 
 import dataclasses
@@ -12,46 +12,46 @@ import numpy as np
 from hypothesis import strategies as st
 
 import flashlight_py as fl
-from flashlight_py.distributed.calls.combining import MEANINGS
+from flashlight_py.distributed.calls.combining import RESULTS
 from flashlight_py.distributed.verbs import ALL_TO_ALL, REDUCE_SCATTER, SCATTER
 from flashlight_py.distributed.verbs import VERBS as VERBS_OF_ALL
 from tests.distributed.conformance import (
     DTYPES,
     Array,
     assert_equal,
-    combined,
+    combine_arrays,
     dtype_of,
-    kept,
-    lay_out,
-    meant,
+    expected_result,
     ops_of,
     ranks_by_host,
     takes_scale,
+    unchanged_value,
     values,
+    with_layout,
 )
 
-# Those that the table has, each also with unequal parts where it knows them.
-TABLED = {verb.name: verb for verb in VERBS_OF_ALL if verb in MEANINGS}
+# Verbs of the table, each also with unequal parts if it supports them.
+TABLE_VERBS = {verb.name: verb for verb in VERBS_OF_ALL if verb in RESULTS}
 UNEVEN = {f"{verb}_uneven": verb for verb in (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)}
 MESSAGES = ("sendrecv", "crossing messages")
 OBJECTS = ("broadcast_object", "all_gather_object", "gather_object", "scatter_object")
-# Those whose calls may name a root, or be asynchronous.
-ROOTED = [name for name, verb in (TABLED | UNEVEN).items() if verb.rooted]
+# Verbs that accept a root, and verbs that accept async_op.
+ROOTED = [name for name, verb in (TABLE_VERBS | UNEVEN).items() if verb.rooted]
 ROOTED += ["broadcast_object", "gather_object", "scatter_object"]
-ASYNCHRONOUS = (*TABLED, *UNEVEN, "several", *MESSAGES)
+ASYNCHRONOUS = (*TABLE_VERBS, *UNEVEN, "several", *MESSAGES)
 VERBS = (*ASYNCHRONOUS, *OBJECTS, "barrier")
-# Those that compute with no element, and take arrays of any dtype.
-MOVING = [name for name, verb in (TABLED | UNEVEN).items() if not verb.reduces]
+# Verbs that compute nothing and accept any dtype.
+MOVING = [name for name, verb in (TABLE_VERBS | UNEVEN).items() if not verb.reduces]
 MOVING += MESSAGES
-# Rows are narrow or wide, so that arrays lie on both sides of every threshold of the libraries.
+# Widths of rows on both sides of every size threshold of the libraries.
 WIDTHS = (1, 3, 700, 30_000)
-TAGS = (0, 2**31 - 1)  # the least and the largest
-MOST_CALLS = 12  # of a program: the ranks are asked once for all of them
+TAGS = (0, 2**31 - 1)  # the smallest and the largest
+MOST_CALLS = 12  # per program: the ranks receive all calls in one request
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One verb; ``members`` are ranks of the world, in the group's order."""
+    """A call of one verb. ``members`` are ranks of the world, in the order of the group."""
 
     verb: str
     dtype: Any
@@ -65,12 +65,12 @@ class Call:
     members: tuple[int, ...]
 
     def array(self, member: int, rows: int | None = None) -> Array:
-        """What rank ``member`` of the group gives."""
+        """Return the input of rank ``member`` of the group."""
         count = self.rows if rows is None else rows
         return values(self.members[member], (count, self.width), self.dtype)
 
     def unequal(self, member: int) -> Array:
-        """The same with a first dimension of its own."""
+        """Return the same input with a first dimension that depends on the rank."""
         return self.array(member, self.rows * (member % 3))
 
     def rows_for(self, member: int) -> int:
@@ -82,7 +82,7 @@ class Call:
 
 @st.composite
 def programs(draw: Any, size: int, verbs: Sequence[str] = VERBS) -> list[Call]:
-    """Draw calls for a world of ``size`` ranks: in the world itself and in two groups of some."""
+    """Draw calls for a world of ``size`` ranks: in the world and in two groups of some ranks."""
     some = [draw(st.permutations(range(size)))[: draw(st.integers(1, size))] for _ in range(2)]
     groups = [tuple(range(size)), *map(tuple, some)]
     return draw(st.lists(_calls(groups, verbs), min_size=1, max_size=MOST_CALLS))
@@ -118,7 +118,7 @@ def every_verb(
     every_rows: Sequence[int] = (0, 1, 3),
     ways: Sequence[tuple[str, str]] = (("contiguous", "sum"),),
 ) -> list[Call]:
-    """Return each verb with few rows of every width, of every root, and blocking as well."""
+    """Return each verb with few rows of every width, every root, and also blocking."""
     everyone = tuple(range(size))
     return [
         Call(verb, dtype, rows, width, layout, root, op, 1.0, async_op, everyone)
@@ -135,7 +135,7 @@ def is_whole(dtype: Any) -> bool:
     return dtype_of(dtype).kind in "iu"
 
 
-# What runs on the ranks ---------------------------------------------------------------------
+# Functions that run on the ranks ------------------------------------------------------------
 
 
 Oracle = Callable[[Call, fl.ProcessGroup], None]
@@ -144,14 +144,14 @@ Oracle = Callable[[Call, fl.ProcessGroup], None]
 def run_program(
     rank: int, size: int, program: Sequence[Call], oracles: Mapping[str, Oracle] | None = None
 ) -> None:
-    """Make every call; each is checked before the next, by the oracle of its verb as well."""
+    """Make every call and check each result before the next one, also by the verb's oracle."""
     groups: dict[tuple[int, ...], fl.ProcessGroup] = {}
     for call in program:
         if call.members not in groups:
             groups[call.members] = fl.new_group(call.members)
         group = groups[call.members]
         if group.is_member:
-            print(call, flush=True)  # the end of a rank's output is shown when it is stuck
+            print(call, flush=True)  # printed so that the log of a stuck rank ends with it
             try:
                 _STEPS[call.verb](call, group)
                 if oracles is not None and call.verb in oracles:
@@ -164,8 +164,8 @@ def run_program(
 
 
 def _out(call: Call, like: Array) -> Array | None:
-    """Room for a result, of the call's layout, where the call is to use one."""
-    return lay_out(np.empty_like(like), call.layout) if call.op in ("max", "avg") else None
+    """Return an ``out`` array in the layout of the call, or None if the call uses none."""
+    return with_layout(np.empty_like(like), call.layout) if call.op in ("max", "avg") else None
 
 
 def _result(call: Call, answer: Any) -> Any:
@@ -173,8 +173,8 @@ def _result(call: Call, answer: Any) -> Any:
 
 
 def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
-    """Compare with what the table says that the verb means, of equal parts or unequal ones."""
-    verb, rank, size = (TABLED | UNEVEN)[call.verb], group.rank, group.size
+    """Compare with the definition of the verb in the table, for equal or unequal parts."""
+    verb, rank, size = (TABLE_VERBS | UNEVEN)[call.verb], group.rank, group.size
     how = {name: getattr(call, name) for name in ("op", "scale", "root") if name in verb.takes}
     rows = [call.rows_for(r) if call.verb in UNEVEN else call.rows for r in range(size)]
     if call.verb in UNEVEN:
@@ -182,9 +182,9 @@ def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
     given = [call.unequal(r) if verb.ragged else call.array(r) for r in range(size)]
     if verb.cuts:
         given = [call.array(r, sum(rows)) for r in range(size)]
-    x = lay_out(given[rank], call.layout)
-    expected = meant(verb, given, rank, flat=True, **how)
-    if expected is not None and not verb.reduces:  # NumPy closes holes of records
+    x = with_layout(given[rank], call.layout)
+    expected = expected_result(verb, given, rank, flat=True, **how)
+    if expected is not None and not verb.reduces:  # NumPy removes the padding of records
         expected = expected.astype(x.dtype)
     out = None if verb.in_place or expected is None else _out(call, expected)
     if out is not None:
@@ -196,7 +196,7 @@ def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
         assert_equal(x, given[rank], "the argument stays")
         assert got is None or got.dtype in (x.dtype, x.dtype.newbyteorder("=")), repr(call)
     elif expected is None:
-        expected = kept(verb.name, given[rank], call.op)
+        expected = unchanged_value(verb.name, given[rank], call.op)
     if verb.reduces:
         assert_reduced(call, got, expected)
     elif expected is None:
@@ -206,7 +206,7 @@ def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
 
 
 def assert_reduced(call: Call, got: Array, expected: Array) -> None:
-    """Bit for bit, except where the ranks of several hosts are combined host by host."""
+    """Compare bit by bit, except if ranks of several hosts are combined host by host."""
     if np.array_equal(got, expected):
         return
     if not ranks_by_host(len(call.members)) or got.dtype.kind in "iubmM":
@@ -218,7 +218,7 @@ def assert_reduced(call: Call, got: Array, expected: Array) -> None:
 
 
 def _scatter(call: Call, group: fl.ProcessGroup) -> None:
-    """Equal or unequal parts of an array, or a list of parts."""
+    """Scatter an array in equal or unequal parts, or a list of parts."""
     is_uneven = call.verb in UNEVEN
     rows = [call.rows_for(r) if is_uneven else call.rows for r in range(group.size)]
     whole = values(99, (sum(rows), call.width), call.dtype)
@@ -226,10 +226,11 @@ def _scatter(call: Call, group: fl.ProcessGroup) -> None:
     xs: Any = None
     if group.rank == call.root:
         as_list = call.layout == "fortran"
-        xs = [lay_out(p, "fortran") for p in parts] if as_list else lay_out(whole, call.layout)
+        xs = [with_layout(p, "fortran") for p in parts]
+        xs = xs if as_list else with_layout(whole, call.layout)
     own = parts[group.rank]
     machines, out = own.dtype.newbyteorder("="), None
-    if call.layout == "strided" or group.rank % 2:  # in either byte order
+    if call.layout == "strided" or group.rank % 2:  # in both byte orders
         out = np.empty(own.shape, own.dtype if call.async_op else machines)
     how: dict[str, Any] = {"rows": rows} if is_uneven else {}
     how |= {"out": out, "group": group, "async_op": call.async_op}
@@ -239,12 +240,12 @@ def _scatter(call: Call, group: fl.ProcessGroup) -> None:
 
 
 def _several(call: Call, group: fl.ProcessGroup) -> None:
-    """Arrays of several dtypes and lengths, with room for some of them."""
+    """Reduce arrays of several dtypes and lengths, some of them strided."""
     rank, size = group.rank, group.size
     lists = [[call.unequal(r), values(r, (3,), "int16"), call.array(r)] for r in range(size)]
     expected = [np.concatenate(arrays) for arrays in zip(*lists, strict=True)]
     outs = [None, np.empty_like(expected[1]), None] if call.layout == "fortran" else None
-    given = [lay_out(array, "contiguous") for array in lists[rank]]
+    given = [with_layout(array, "contiguous") for array in lists[rank]]
     gathered = _result(call, fl.all_gather(given, out=outs, async_op=call.async_op, group=group))
     assert outs is None or gathered[1] is outs[1]
     for got, whole in zip(gathered, expected, strict=True):
@@ -260,14 +261,14 @@ def _several(call: Call, group: fl.ProcessGroup) -> None:
     )
     for rows, part in zip((2, 1), _result(call, answer), strict=True):
         mine = [array[rows * rank : rows * (rank + 1)] for array in wide]
-        assert_reduced(call, part, combined(mine, call.op, call.scale, flat=True))
+        assert_reduced(call, part, combine_arrays(mine, call.op, call.scale, flat=True))
 
 
 def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
     size, rank = group.size, group.rank
     table = [[call.rows_between(s, d) for d in range(size)] for s in range(size)]
     everyone = [call.array(s, sum(table[s])) for s in range(size)]
-    x = lay_out(everyone[rank], call.layout)
+    x = with_layout(everyone[rank], call.layout)
     pieces = [np.split(everyone[s], np.cumsum(table[s])[:-1])[rank] for s in range(size)]
     expected = np.concatenate(pieces).astype(call.dtype)
     out = _out(call, expected)
@@ -284,23 +285,23 @@ def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
 
 def _sendrecv(call: Call, group: fl.ProcessGroup) -> None:
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    x, expected = lay_out(call.array(group.rank), call.layout), call.array(before)
-    out = x if call.async_op else lay_out(np.zeros_like(expected), call.layout)
+    x, expected = with_layout(call.array(group.rank), call.layout), call.array(before)
+    out = x if call.async_op else with_layout(np.zeros_like(expected), call.layout)
     got = fl.sendrecv(x, after, out=out, src=before, tag=call.rows, group=group)
     assert got is out
     assert_equal(out, expected, repr(call))
 
 
 def _crossing_messages(call: Call, group: fl.ProcessGroup) -> None:
-    """Everybody sends everybody, itself too, two messages, and takes them in another order."""
+    """Exchange two messages with every rank and itself, and receive them in another order."""
     size, rank = group.size, group.rank
     outs = {
-        (peer, tag): lay_out(np.zeros_like(call.array(peer)), call.layout)
+        (peer, tag): with_layout(np.zeros_like(call.array(peer)), call.layout)
         for peer in range(size)
         for tag in TAGS
     }
     sends = [
-        fl.P2POp("send", lay_out(call.array(rank, call.rows), call.layout), peer, tag)
+        fl.P2POp("send", with_layout(call.array(rank, call.rows), call.layout), peer, tag)
         for peer in range(size)
         for tag in TAGS[::-1]
     ]
@@ -312,7 +313,7 @@ def _crossing_messages(call: Call, group: fl.ProcessGroup) -> None:
 
 
 def _objects(call: Call, group: fl.ProcessGroup) -> None:
-    """Each rank gives an object; their pickles are of very different sizes."""
+    """Exchange objects whose pickles have very different sizes."""
     everyone = [{"rank": m, "values": call.unequal(m), "text": "x" * m} for m in range(group.size)]
     mine, is_root = everyone[group.rank], group.rank == call.root
     given: Any = mine
@@ -337,7 +338,7 @@ def _barrier(call: Call, group: fl.ProcessGroup) -> None:
 
 
 _STEPS: dict[str, Callable[[Call, fl.ProcessGroup], None]] = {
-    **dict.fromkeys((*TABLED, *UNEVEN), _of_the_table),
+    **dict.fromkeys((*TABLE_VERBS, *UNEVEN), _of_the_table),
     **dict.fromkeys(("scatter", "scatter_uneven"), _scatter),
     "several": _several,
     "all_to_all_uneven": _all_to_all_uneven,

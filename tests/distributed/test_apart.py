@@ -1,4 +1,4 @@
-"""Arrays that are written together must lie apart."""
+"""Overlap of arrays that a verb writes."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ from numpy.lib.array_utils import byte_bounds
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls import checks
-from flashlight_py.distributed.calls.checks import Apart
+from flashlight_py.distributed.calls.checks import OverlapCheck
 from flashlight_py.distributed.reducers import reducer
 from tests.cupy_stand_in import StandInCupy
 
@@ -43,44 +43,44 @@ def bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def add_all(arrays: Any) -> None:
-    together = Apart("a verb")
+    together = OverlapCheck("a verb")
     for array in arrays:
         together.add(array)
 
 
 @pytest.mark.parametrize("pair", OVERLAPPING)
-def test_arrays_that_overlap_are_refused_in_any_order(pair: tuple[Any, Any]) -> None:
+def test_overlap_check_rejects_overlapping_arrays_in_any_order(pair: tuple[Any, Any]) -> None:
     between = [np.zeros(2) for _ in range(20)]
     for arrays in ([*pair, *between], [*between, *pair[::-1]], [pair[0], *between, pair[1]]):
-        with pytest.raises(ValueError, match=r"a verb: array \d+ shares memory with array \d+"):
+        with pytest.raises(ValueError, match=r"array \d+, which shares memory with array \d+"):
             add_all(arrays)
 
 
-def test_places_count_arrays_without_elements() -> None:
-    with pytest.raises(ValueError, match="array 2 shares memory with array 1"):
+def test_overlap_check_counts_empty_arrays_in_the_index_of_its_error() -> None:
+    with pytest.raises(ValueError, match="array 2, which shares memory with array 1"):
         add_all([np.zeros(0), X, X[1:]])
 
 
 @pytest.mark.parametrize("pair", APART)
-def test_arrays_that_lie_apart_are_taken(pair: tuple[Any, Any]) -> None:
+def test_overlap_check_accepts_disjoint_arrays(pair: tuple[Any, Any]) -> None:
     for arrays in (pair, pair[::-1]):
         add_all(arrays)
 
 
-def test_what_is_only_read_may_overlap() -> None:
-    together = Apart("a verb")
+def test_overlap_check_accepts_overlapping_arrays_that_are_only_read() -> None:
+    together = OverlapCheck("a verb")
     together.add(X, writes=False)
     together.add(X[1:], writes=False)
-    with pytest.raises(ValueError, match=r"array 2 shares memory with array [01]"):
+    with pytest.raises(ValueError, match=r"array 2, which shares memory with array [01]"):
         together.add(X[2], writes=True)
 
 
 @pytest.mark.parametrize("verb", [fl.all_gather, fl.reduce_scatter])
-def test_results_in_a_list_lie_apart(verb: Any) -> None:
+def test_list_verbs_reject_overlapping_out_arrays(verb: Any) -> None:
     one, two, out = np.ones((1, 2)), np.full((1, 2), 2.0), np.zeros((1, 2))
-    with pytest.raises(ValueError, match=r"out\[1\] shares memory with out\[0\]"):
+    with pytest.raises(ValueError, match=r"out\[1\], which shares memory with out\[0\]"):
         verb([one, two], out=[out, out])
-    with pytest.raises(ValueError, match=r"x\[1\] shares memory with out\[0\]"):
+    with pytest.raises(ValueError, match=r"x\[1\], which shares memory with out\[0\]"):
         verb([one, two], out=[two, out])
     assert [x.tolist() for x in verb([one, two], out=[one, out])] == [[[1, 1]], [[2, 2]]]
 
@@ -88,7 +88,7 @@ def test_results_in_a_list_lie_apart(verb: Any) -> None:
 def many(make: Callable[[], reducer.Reducer]) -> Callable[[Any, Any], None]:
     def reduce(one: Any, other: Any) -> None:
         each = make()
-        for _ in range(2):  # after finalize the same ones may be added again
+        for _ in range(2):  # after finalize, arrays may be added again
             each.add(one)
             each.finalize()
         each.add(one)
@@ -113,7 +113,7 @@ VERBS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_verbs_refuse_arrays_that_overlap(name: str) -> None:
+def test_verbs_reject_overlapping_arrays(name: str) -> None:
     a = np.ones(4)
     with pytest.raises(ValueError, match="shares memory"):
         VERBS[name](a, a[:])
@@ -123,20 +123,20 @@ def test_verbs_refuse_arrays_that_overlap(name: str) -> None:
     fl.batch_isend_irecv([fl.P2POp("recv", np.zeros(4), 0), fl.P2POp("recv", np.zeros(4), 0)])
 
 
-def test_arrays_on_a_gpu_are_compared_as_cupy_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_check_compares_gpu_arrays_with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = StandInCupy(1)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     x = cupy.asarray(np.zeros((8, 6)))
     for one, other in [(x, x[3, 2:3]), (x[::2], x[::4]), (x.view(np.int32)[:, 1], x[:, 0])]:
-        with pytest.raises(ValueError, match="array 1 shares memory with array 0"):
+        with pytest.raises(ValueError, match="array 1, which shares memory with array 0"):
             add_all([one, other])
     add_all([x[::2], x[1::2]])
     add_all([x[:, :3], np.zeros(3), x[:, 3:], cupy.asarray(np.zeros(3))])
 
 
-def test_strides_that_are_too_hard_to_compare_are_refused_at_once() -> None:
-    """Those of NumPy's documentation, for which an answer takes minutes."""
-    buffer = np.zeros(192163377, np.int8)  # never touched
+def test_overlap_check_rejects_strides_at_once_if_the_search_is_too_hard() -> None:
+    """Strides of NumPy's documentation, for which the search takes minutes."""
+    buffer = np.zeros(192163377, np.int8)  # never accessed
     strided = np.lib.stride_tricks.as_strided
     one = strided(buffer, strides=(36674, 61119, 85569), shape=(1049, 1049, 1049))
     other = strided(buffer[64023025:], strides=(12223, 12224, 1), shape=(1049, 1049, 1))

@@ -1,4 +1,4 @@
-"""Worlds of several hosts: arrays of every size have the sums of their hosts, added in order."""
+"""Worlds of several hosts: arrays of every size equal the sums of the hosts, added in order."""
 
 import time
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
-from flashlight_py.distributed.calls.combining import cut
+from flashlight_py.distributed.calls.combining import split_rows
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_GATHER, REDUCE, Verb
 from tests.distributed.conformance import (
     assert_equal,
-    by_hosts,
+    combine_by_hosts,
     dtype_of,
-    in_places,
+    hosts_by_letter,
     on_ranks,
     values,
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import first_error
 
-# Which host each rank is on.
+# Host of each rank, as a letter.
 PLACES = {
     "2 x 2": "aabb",
     "3 + 1": "aaab",
@@ -35,7 +35,7 @@ PLACES = {
     "3 hosts": "aabbc",
 }
 FAST = "3 + 1, in turns"
-# Elements: travel with the call; of one leader; of all leaders.
+# Numbers of elements: sent with the call; reduced by one leader; reduced by all leaders.
 COUNTS = (1, 1000, 30_000, 100_003)
 
 
@@ -44,10 +44,10 @@ def hosts_of(places: str) -> list[list[int]]:
 
 
 def in_order(arrays: Sequence[Any], places: str, op: str = "sum", scale: float = 1.0) -> Any:
-    """Combine by hosts, whatever the order of the ranks."""
+    """Combine the arrays of each host, then the hosts, for any order of the ranks."""
     hosts = hosts_of(places)
     by_host = [arrays[rank] for host in hosts for rank in host]
-    return by_hosts(by_host, ReduceOp[op.upper()], scale, [len(host) for host in hosts])
+    return combine_by_hosts(by_host, ReduceOp[op.upper()], scale, [len(host) for host in hosts])
 
 
 def fractions(name: str) -> list[tuple[str, float]]:
@@ -71,7 +71,7 @@ def parts(rank: int, size: int, places: str, name: str) -> None:
         for uneven in (None, [rows * (1 + r % 3) for r in range(size)], [0] * (size - 1) + [rows]):
             many = uneven or [rows] * size
             everyone = [values(r, (sum(many), 2), name) for r in range(size)]
-            mine = [list(cut(array, many))[rank] for array in everyone]
+            mine = [list(split_rows(array, many))[rank] for array in everyone]
             for scale in {1.0, *(scale for _, scale in fractions(name))}:
                 expected = in_order(mine, places, "sum", scale)
                 what = f"{many} rows of {name}, scale={scale}"
@@ -99,7 +99,7 @@ def gathered(rank: int, size: int, places: str, name: str) -> None:
     wrong = np.zeros((7 + 80_000 * size, 2), dtype_of(name))
     for rows in (1, 40_000):
         if rank == 1:
-            with pytest.raises(ValueError, match=f"and {rows * size} arrived from all ranks"):
+            with pytest.raises(ValueError, match=f"expected out with {rows * size} rows"):
                 fl.all_gather(values(rank, (rows, 2), name), out=wrong)
             assert not wrong.any()
         else:
@@ -119,27 +119,29 @@ def broadcasts(rank: int, size: int, places: str, name: str) -> None:
 )
 def world(request: pytest.FixtureRequest, pool: Any) -> Any:
     places = PLACES[request.param]
-    return places, pool(len(places), env=in_places(places))
+    return places, pool(len(places), env=hosts_by_letter(places))
 
 
 @pytest.mark.parametrize("verb", [reductions, parts, gathered, broadcasts])
 @pytest.mark.parametrize(
     "name", ["float32", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bfloat16", "int8"))]
 )
-def test_verbs_of_every_size(world: Any, verb: Any, name: str) -> None:
+def test_verbs_match_numpy_for_every_size_between_hosts(world: Any, verb: Any, name: str) -> None:
     places, ranks = world
     ranks.run(verb, places, name)
 
 
 def means_of_large_halves(rank: int, size: int) -> None:
-    for count in (5, 100_000):  # with the call, and after it
+    for count in (5, 100_000):  # sent with the call, and after the call
         x = np.full(count, 60_000, np.float16)
         assert np.all(fl.all_reduce(x, op="avg") == 60_000)
         reduced = fl.reduce_scatter(np.full(count * size, 60_000, np.float16), op="avg")
         assert np.all(reduced == 60_000)
 
 
-def test_halves_are_rounded_once_per_host_and_their_means_do_not_overflow(world: Any) -> None:
+def test_all_reduce_rounds_float16_once_per_host_and_means_do_not_overflow(
+    world: Any,
+) -> None:
     places, ranks = world
     ranks.run(reductions, places, "float16")
     ranks.run(parts, places, "float16")
@@ -156,7 +158,7 @@ def several_pieces(rank: int, size: int) -> None:
 
 
 @pytest.mark.slow
-def test_long_arrays_go_in_pieces(world: Any) -> None:
+def test_all_reduce_splits_long_arrays_into_chunks(world: Any) -> None:
     world[1].run(several_pieces)
 
 
@@ -166,8 +168,8 @@ def on_two_hosts(timeout: float = 1) -> Any:
 
 @pytest.mark.slow
 @on_two_hosts(timeout=1.5)
-def test_who_waits_for_another_host_is_not_late_itself(rank: int, size: int) -> None:
-    """Rank 1 has not ended the reduce_scatter, as rank 3 has not; rank 0 calls the next verb."""
+def test_timeout_names_no_rank_that_waits_for_another_host(rank: int, size: int) -> None:
+    """Ranks 1 and 3 have not ended the reduce_scatter when rank 0 calls the next verb."""
     if rank == size - 1:
         real = HostCalls._reduce_section
 
@@ -189,11 +191,9 @@ def late_after_all_to_all(rank: int, size: int, timeout: float | None) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "timeout"), [(1, None), (30, 0.5)])
-def test_late_rank_is_named_on_other_hosts_after_any_verb(
-    limit: float, timeout: float | None
-) -> None:
-    """Rank 0 could wait longer for rank 1 than the other host did for rank 0, and was named."""
-    world = {"env": in_places("aabb"), "params": {"TIMEOUT": limit}}
+def test_timeout_names_the_late_rank_after_every_verb(limit: float, timeout: float | None) -> None:
+    """Regression: rank 0 waited longer for rank 1 than the other host for rank 0, and was named."""
+    world = {"env": hosts_by_letter("aabb"), "params": {"TIMEOUT": limit}}
     texts = run_ranks(late_after_all_to_all, 4, timeout, **world)
     for rank in (0, 2, 3):
         assert "rank 1 did not join within" in texts[rank], texts[rank]
@@ -201,12 +201,10 @@ def test_late_rank_is_named_on_other_hosts_after_any_verb(
 
 @pytest.mark.slow
 @on_two_hosts()
-def test_a_rank_that_was_given_up_tells_the_others_that_it_was_late_itself(
-    rank: int, size: int
-) -> None:
-    """Rank 0 goes on with a reduce once the other host has given it up; rank 1 waits for it.
+def test_late_rank_reports_itself_after_another_host_declared_it_lost(rank: int, size: int) -> None:
+    """Rank 0 continues after the other host declared it lost, and rank 1 waits for it.
 
-    It passed on that it had lost rank 2, which had waited for it in vain.
+    Regression: rank 0 reported the loss of rank 2, which had waited for rank 0.
     """
     if rank == 0:
         real = GlooBackend.start
@@ -227,12 +225,10 @@ def test_a_rank_that_was_given_up_tells_the_others_that_it_was_late_itself(
 
 @pytest.mark.slow
 @on_two_hosts()
-def test_a_rank_that_stops_before_the_answer_is_named_on_the_other_host(
-    rank: int, size: int
-) -> None:
-    """Rank 1 stops in the middle of a call, which the other host has ended.
+def test_timeout_names_a_rank_that_stopped_before_it_sent_the_answer(rank: int, size: int) -> None:
+    """Rank 1 stops in the middle of a call that the other host has ended.
 
-    There the next call waited for rank 0 less long than that waited for rank 1.
+    Regression: the next call there waited for rank 0 less long than rank 0 waited for rank 1.
     """
     if rank == 1:
         real = NativeBackend.step

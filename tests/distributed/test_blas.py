@@ -1,4 +1,4 @@
-"""Ranks of one host divide its cores between their BLAS, where nobody has chosen."""
+"""Ranks of one host divide its cores between their BLAS threads, unless the user chose a number."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import pytest
 from flashlight_py.cores import usable_cores
 from flashlight_py.distributed.start import blas
 from flashlight_py.launch.ranks import rank_variables
-from tests.distributed.jobs import ended, start
+from tests.distributed.jobs import finish, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -41,10 +41,11 @@ def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def threads(folder: Path, *arguments: str, **variables: str) -> tuple[int, int, str, int]:
-    """Threads before, during and after a world of two ranks, and how they are described."""
+    """Return the BLAS threads before, during and after a world of two ranks, and their
+    description."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, *arguments]
     where = [rank_variables(rank, 2, str(folder / "meet")) for rank in range(2)]
-    first, second = map(ended, [start(command, {**each, **variables}) for each in where])
+    first, second = map(finish, [start(command, {**each, **variables}) for each in where])
     assert first == second
     code, output = first
     assert code == 0, output
@@ -53,28 +54,28 @@ def threads(folder: Path, *arguments: str, **variables: str) -> tuple[int, int, 
 
 
 @NEEDS_OPENBLAS
-def test_ranks_that_share_a_host_share_its_cores(tmp_path: Path) -> None:
+def test_blas_limit_gives_each_rank_its_share_of_the_cores(tmp_path: Path) -> None:
     before, during, text, after = threads(tmp_path)
     assert during == max(1, min(before, usable_cores() // 2))
     assert text.startswith(f"{during}, ")
-    assert ("share of the cores" in text) == (during < before)
+    assert ("the share of this rank" in text) == (during < before)
     assert after == before
 
 
 @NEEDS_OPENBLAS
-def test_who_has_chosen_keeps_his_choice(tmp_path: Path) -> None:
+def test_blas_limit_keeps_the_number_that_the_user_chose(tmp_path: Path) -> None:
     many = str(os.cpu_count() or 1)
     before, during, text, _ = threads(tmp_path, OPENBLAS_NUM_THREADS=many)
     assert before == during
-    assert text == f"as OPENBLAS_NUM_THREADS={many} says"
+    assert text == f"set by OPENBLAS_NUM_THREADS={many}"
     more = (os.cpu_count() or 1) + 1
-    assert threads(tmp_path, str(more)) == (more, more, f"{more}, as it was", more)
+    assert threads(tmp_path, str(more)) == (more, more, f"{more}, unchanged", more)
 
 
-def test_another_blas_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blas_limit_has_no_effect_without_openblas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blas.libraries, "mapped", lambda name: [])
     blas.limit(1)
     try:
-        assert blas.reason.startswith("not set: NumPy's is no OpenBLAS")
+        assert blas.reason.startswith("not set: NumPy does not use OpenBLAS")
     finally:
         blas.restore()

@@ -1,4 +1,4 @@
-"""Every backend against NumPy: dtypes, layouts, sizes, ops, sync and async."""
+"""Every backend compared with NumPy: dtypes, layouts, sizes, ops, sync and async."""
 
 import itertools
 import zlib
@@ -17,24 +17,24 @@ from tests.distributed.conformance import (
     LAYOUTS,
     WORLDS,
     assert_equal,
-    combined,
-    lay_out,
+    combine_arrays,
     on_ranks,
     ranks_in,
     values,
+    with_layout,
 )
 from tests.distributed.programs import every_verb, run_program
 
 LARGER = [("gloo", 3), ("hierarchical", 4), ("mpi", 3)]
 ranks = ranks_in(*(world for world in WORLDS if world not in LARGER), slow=LARGER)
 
-# The verbs that reduce in place, and those of which every rank gets a result: all_reduce is first.
+# The in-place reductions, and verbs that return a result on every rank; all_reduce is first.
 REDUCTIONS = [verb.name for verb in VERBS if verb.reduces and verb.in_place]
 FOR_ALL = [name for name in REDUCTIONS if not BY_NAME[name].rooted]
 WIDTHS = ("int8", "float16", "complex128")
 
 DATES = ("M8[ns]", "m8[25s]", ">M8[D]")
-NO_ORDER = ("bfloat16", "bool", "int8", "uint8")  # their bytes have none that is swapped
+NO_ORDER = ("bfloat16", "bool", "int8", "uint8")  # byte order does not apply to 1-byte dtypes
 CASES = [
     (dtype, layout)
     for dtype, layout in itertools.product(DTYPES, LAYOUTS)
@@ -42,23 +42,24 @@ CASES = [
 ]
 
 
-def test_reductions_of_every_dtype_and_of_every_layout(ranks: Any) -> None:
+def test_reductions_match_numpy_for_each_dtype_and_each_layout(ranks: Any) -> None:
     some = [(d, lay) for d, lay in CASES if d == "float32" or lay == "strided"]
-    # Of the others: what differs between them is not the arithmetic.
+    # The arithmetic of the other verbs is the same.
     few = [(d, lay) for d, lay in some if d in ("float32", *WIDTHS)]
     dated = [*itertools.product(DATES, ("contiguous", "strided", "reversed", "empty"))]
     of = {verb: dated + (few if verb != REDUCTIONS[0] else some) for verb in REDUCTIONS}
     every = [(verb, *case) for verb, cases in of.items() for case in cases]
-    ranks.run_each(conformance.every_op, every)
+    ranks.run_each(conformance.check_every_op, every)
 
 
 @pytest.mark.slow
-def test_reductions_of_every_dtype_in_every_layout(ranks: Any) -> None:
-    ranks.run_each(conformance.every_op, [(REDUCTIONS[0], *case) for case in CASES])
+def test_reductions_match_numpy_for_every_dtype_in_every_layout(ranks: Any) -> None:
+    ranks.run_each(conformance.check_every_op, [(REDUCTIONS[0], *case) for case in CASES])
 
 
-def test_reductions_of_sizes_around_every_threshold(ranks: Any) -> None:
-    """16 KB travel inline in memory, 64 KB over TCP; more in 512 KB chunks of each rank's part."""
+def test_reductions_match_numpy_for_sizes_around_every_threshold(ranks: Any) -> None:
+    """Inline limits: 16 KB in memory, 64 KB over TCP. Larger arrays use chunks of 512 KB per
+    rank."""
     for verb, dtype in itertools.product(FOR_ALL, ("float32", "float16", "int8")):
         itemsize = conformance.dtype_of(dtype).itemsize
         inline = [(16 << 10) // itemsize, (64 << 10) // max(1, ranks.size - 1) // itemsize]
@@ -66,13 +67,13 @@ def test_reductions_of_sizes_around_every_threshold(ranks: Any) -> None:
         around = [*inline, chunk, chunk * ranks.size, 2 * chunk * ranks.size]
         counts = [n + d for n in around for d in (-1, 0, 1)]
         counts += [2, 3, 5, 3 * chunk * ranks.size + 17]
-        ranks.run(conformance.every_size, verb, dtype, counts)
+        ranks.run(conformance.check_every_size, verb, dtype, counts)
     widest = itertools.product(FOR_ALL, ("bfloat16", "clongdouble"), ([300_001],))
-    ranks.run_each(conformance.every_size, widest)
+    ranks.run_each(conformance.check_every_size, widest)
 
 
 @on_ranks()
-def test_a_reduction_gives_the_same_bits_every_time(rank: int, size: int) -> None:
+def test_reductions_have_the_same_bits_in_every_run(rank: int, size: int) -> None:
     for verb, count in itertools.product(FOR_ALL, (100, 300_001)):
         x = values(rank, (count,), "float32")
         first, *others = [getattr(fl, verb)(x.copy()).tobytes() for _ in range(3)]
@@ -83,16 +84,18 @@ def test_a_reduction_gives_the_same_bits_every_time(rank: int, size: int) -> Non
 
 @pytest.mark.parametrize(("op", "scale"), [("sum", 2.0), ("max", 2.0), ("avg", 1 / 3)])
 @on_ranks()
-def test_all_reduce_multiple_of_mixed_arrays(rank: int, size: int, op: Any, scale: float) -> None:
-    """Arrays below and above the limit of packing, more than one message holds, plain or not."""
+def test_all_reduce_multiple_reduces_mixed_arrays(
+    rank: int, size: int, op: Any, scale: float
+) -> None:
+    """Arrays below and above the packing limit, more than one message, contiguous and strided."""
     for contiguous, async_op in itertools.product((False, True), (False, True)):
         names = ["float32", "float16", "float64"] + ["int32"] * (op != "avg")
         shapes = [(), (0,), (3, 2), (2, 3), *[(1500,)] * 60, (2500,), (9000,)]
         shapes += [(n,) for n in range(99)]
         xs = [values(rank, shape, names[i % len(names)]).copy() for i, shape in enumerate(shapes)]
-        xs[2] = lay_out(xs[2], "fortran")
-        if rank % 2:  # which is left to Python on this rank
-            xs[7] = lay_out(xs[7], "strided")
+        xs[2] = with_layout(xs[2], "fortran")
+        if rank % 2:  # handled in Python on this rank
+            xs[7] = with_layout(xs[7], "strided")
         expected = [x.copy() for x in xs]
         for x in expected:
             fl.all_reduce(x, scale, op=op)
@@ -103,9 +106,9 @@ def test_all_reduce_multiple_of_mixed_arrays(rank: int, size: int, op: Any, scal
 
 
 @on_ranks()
-def test_works_that_are_in_flight_or_dropped(rank: int, size: int) -> None:
-    """Where nobody keeps the Work nor the array the library still writes into live memory."""
-    conformance.many_in_flight(rank, size)
+def test_async_verbs_complete_even_if_their_work_is_dropped(rank: int, size: int) -> None:
+    """If the program keeps neither Work nor array, the library still writes to live memory."""
+    conformance.check_pending_works(rank, size)
     room = np.full((1000, 2), float(rank))
     packed = [np.full(10, float(rank)), np.full((2, 2), float(rank))]
     fl.all_reduce(room[:, 1], async_op=True)
@@ -122,8 +125,8 @@ def test_works_that_are_in_flight_or_dropped(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_everything_at_once_in_any_order_of_waiting(ranks: Any, seed: int) -> None:
-    ranks.run(conformance.everything_at_once, seed, 150)
+def test_concurrent_verbs_match_numpy_in_any_order_of_waiting(ranks: Any, seed: int) -> None:
+    ranks.run(conformance.check_random_operations, seed, 150)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_everything_at_once_in_any_order_of_waiting(ranks: Any, seed: int) -> No
         ("reduce_scatter", ("float32", "float16", "int64", *DATES), (0, 1, 100, 150_000)),
     ],
 )
-def test_verbs_from_every_root_with_every_op(
+def test_verbs_match_numpy_for_every_root_and_op(
     ranks: Any, verb: str, dtypes: tuple[str, ...], rows: tuple[int, ...]
 ) -> None:
     for dtype in dtypes:
@@ -145,12 +148,11 @@ def test_verbs_from_every_root_with_every_op(
 
 
 @on_ranks()
-def test_messages(rank: int, size: int) -> None:
-    """Around a ring, and beside the collectives of another thread."""
+def test_messages_in_a_ring_arrive_during_collectives_of_a_thread(rank: int, size: int) -> None:
     if size == 1:
-        return  # it has nobody to send to (refused: test_arguments.py)
+        return  # no other rank (error case: test_arguments.py)
     for count in (0, 1, 5_000, 1_000_000):
-        conformance.ring_of_messages(rank, size, count)
+        conformance.check_message_ring(rank, size, count)
     if size % 2:
         return
     peer = rank ^ 1
@@ -175,15 +177,15 @@ def test_messages(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
 @on_ranks()
-def test_where_the_extremes_are(rank: int, size: int, name: str) -> None:
+def test_all_reduce_location_returns_values_and_ranks(rank: int, size: int, name: str) -> None:
     everyone = [values(r, (40, 3), name).copy() for r in range(size)]
     if everyone[0].dtype.kind not in "biu":
         everyone[-1][0] = everyone[0][1, 0] = np.nan
     for op, find in (("min", np.argmin), ("max", np.argmax)):
-        x = lay_out(everyone[rank], "fortran")
+        x = with_layout(everyone[rank], "fortran")
         got, ranks = fl.all_reduce_location(x, op=op)
         assert_equal(ranks, find(np.stack(everyone), axis=0), f"where the {op} of {name} is")
-        expected = combined(everyone, op, 1.0, flat=True)
+        expected = combine_arrays(everyone, op, 1.0, flat=True)
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got.astype(float), expected.astype(float))  # NaNs as well
         assert x.tobytes() == everyone[rank].tobytes(), "the argument stays"

@@ -1,7 +1,7 @@
-"""Connections that are not made in an operation, or break in the middle of a message.
+"""Connections outside of operations, and connections that break in the middle of a message.
 
-Ranks are groups of the native library in one process, whose connections a test can lead elsewhere,
-or programs of tests/native/gloo.
+Ranks are native groups in one process, so a test can redirect their connections, or programs of
+tests/native/gloo.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from flashlight_py import _native
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER
 from flashlight_py.errors import BackendUnavailableError
-from tests.distributed.conformance import in_places, on_ranks
+from tests.distributed.conformance import hosts_by_letter, on_ranks
 from tests.distributed.processes import descriptors_below
 from tests.distributed.threads import on_threads
 
 HERE = "127.0.0.1"
-# So many pass on what they call; two that are no neighbours connect when arrays are large.
+# Ranks that forward calls. Ranks that are not neighbours connect only for large arrays.
 MANY, FAR = 9, 3
 LARGE = 200_000
-# What Gloo writes before each message; so much of a call comes, a part of what says which it is.
+# Bytes of Gloo's header before each message, and the bytes of a call that arrive: a part of it.
 PREAMBLE, BEGINNING = 48, 16
 
 
 class Raw:
-    """``size`` ranks, each with the addresses of all, which may be changed before they connect."""
+    """``size`` native ranks with the addresses of all ranks, which may change before they
+    connect."""
 
     def __init__(self, size: int) -> None:
         try:
@@ -60,7 +61,7 @@ class Raw:
         return int.from_bytes(self.addresses[rank][rank][2:4], "big")
 
     def lead(self, rank: int, peer: int, port: int) -> None:
-        """Have ``rank`` find ``peer`` at ``port``."""
+        """Redirect the connection of ``rank`` to ``peer`` to ``port``."""
         address = self.addresses[rank][peer]
         self.addresses[rank][peer] = address[:2] + port.to_bytes(2, "big") + address[4:]
 
@@ -89,7 +90,7 @@ class Raw:
         return self.lib.fl_run(self.groups[rank], call, data, null, -1, 20.0, not blocking, null)
 
     def end(self, op: Any) -> int:
-        """Wait for ``op`` and return how it ended."""
+        """Wait for ``op`` and return its status."""
         if op == self.ffi.NULL:
             return int(self.lib.FL_OK)
         while self.lib.fl_op_wait(op, 0.1) == self.lib.FL_PENDING:
@@ -105,8 +106,8 @@ class Raw:
             self.lib.fl_free(group)
 
 
-def test_a_signal_ends_a_wait_for_a_connection() -> None:
-    """It was swallowed, and what came then to another place gave wrong sums everywhere."""
+def test_signal_ends_a_wait_for_a_connection() -> None:
+    """Regression: the signal was lost, and later data arrived at a wrong address."""
     raw, nobody = Raw(MANY), socket.create_server((HERE, 0))  # who takes calls and says nothing
     silent = nobody.getsockname()[1]
     raw.lead(0, FAR, silent)
@@ -116,12 +117,12 @@ def test_a_signal_ends_a_wait_for_a_connection() -> None:
 
     @raw.ffi.callback("int(void)")  # type: ignore[untyped-decorator]
     def check() -> int:
-        """Answer as Python does: a handler raises once."""
+        """Return 1 once, like Python when a signal handler raises."""
         return answers.pop() if answers and time.monotonic() - began > 1.0 else 0
 
     def run(rank: int) -> None:
         raw.connect(rank)
-        time.sleep(0.3)  # else it may run on the thread that has connected, where no signal counts
+        time.sleep(0.3)  # otherwise the connecting thread, without signals, may run it
         if rank == 0:
             raw.lib.fl_on_interrupt(raw.groups[0], check)
         status = raw.end(raw.all_reduce(rank, np.ones(LARGE, np.float32)))
@@ -140,7 +141,7 @@ def test_a_signal_ends_a_wait_for_a_connection() -> None:
 
 
 class Cut:
-    """Leads connections to ``port``; from ``cut()`` on only ``most`` bytes more come from there."""
+    """A proxy of ``port``. After ``cut()`` it forwards only ``most`` more bytes."""
 
     def __init__(self, port: int) -> None:
         self._to, self._server = port, socket.create_server((HERE, 0))
@@ -170,8 +171,9 @@ class Cut:
                 sink.sendall(data)
 
 
-def test_a_call_is_not_reported_before_all_of_it_has_come() -> None:
-    """Its first bytes, and the rest of an earlier call, which once was what a rank had begun."""
+def test_call_is_compared_only_after_its_whole_header_has_arrived() -> None:
+    """Regression: the first bytes of a call and the rest of an earlier call were read as one
+    call."""
     raw = Raw(2)
     cut = Cut(raw.port(1))
     raw.lead(0, 1, cut.port)
@@ -180,8 +182,8 @@ def test_a_call_is_not_reported_before_all_of_it_has_come() -> None:
         on_threads(raw.size, lambda rank: raw.connect(rank, lazily=rank == 1))
         for _ in range(2):
             on_threads(raw.size, raw.barrier)
-        time.sleep(0.1)  # nothing is on its way any more
-        # It asks for the next call, and sends.
+        time.sleep(0.1)  # all data has arrived
+        # The rank waits for the next call, and sends.
         cut.cut(2 * PREAMBLE + BEGINNING)
         op = raw.all_reduce(1, np.ones(5, np.float32), blocking=False)
         time.sleep(0.3)
@@ -193,9 +195,9 @@ def test_a_call_is_not_reported_before_all_of_it_has_come() -> None:
         raw.close()
 
 
-@on_ranks(("hierarchical", 2), fresh=True, env=in_places("ab"))
-def test_a_process_that_has_no_descriptors_left_leaves_in_order(rank: int, size: int) -> None:
-    """Its own error is what it is to end with, not an abort."""
+@on_ranks(("hierarchical", 2), fresh=True, env=hosts_by_letter("ab"))
+def test_rank_without_free_descriptors_raises_its_own_error(rank: int, size: int) -> None:
+    """Regression: the process aborted instead."""
     fl.barrier()
     with descriptors_below(3):
         fl.distributed_shutdown()
@@ -210,7 +212,7 @@ WITH_GLOO = "-idirafter", str(ROOT / "csrc/gloo/missing"), "-lgloo"
 
 
 def compiled(test: Any) -> Any:
-    """Mark a test of a program that is compiled."""
+    """Mark a test of a compiled program."""
     missing = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
     return pytest.mark.slow(missing(test))
 
@@ -218,7 +220,7 @@ def compiled(test: Any) -> Any:
 def output(
     folder: Path, name: str, parts: str, *cases: Sequence[str], options: Sequence[str] = ()
 ) -> list[str]:
-    """Return what a program prints, built with ``parts`` of csrc/gloo, given each of ``cases``."""
+    """Build a program with ``parts`` of csrc/gloo, and return its output for ``cases``."""
     sources = [ROOT / "csrc/gloo" / f"{part}.cc" for part in parts.split()]
     sources += [ROOT / "tests/native/gloo" / f"{name}.cc", ROOT / "csrc/common/operation.cc"]
     compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"]
@@ -233,35 +235,33 @@ def output(
 
 
 @compiled
-def test_nobody_has_a_connection_before_it_is_ready(tmp_path: Path) -> None:
-    """Whoever had it, and found it broken, waited for the thread that was to make it ready.
-
-    And who closed it in between had Gloo end the process: Gloo's loop did not serve it any more.
-    """
+def test_connection_is_published_only_when_it_is_ready(tmp_path: Path) -> None:
+    """Regression: a thread that found the connection broken waited for the thread that created it.
+    If it closed the connection meanwhile, Gloo ended the process."""
     assert output(tmp_path, "ready", LINKS, [], options=WITH_GLOO) == ["0 1\n"]
 
 
 @compiled
-def test_a_message_does_not_use_a_buffer_that_is_destroyed(tmp_path: Path) -> None:
-    """The thread that read the message took the part of the buffer that was left for all of it."""
+def test_message_does_not_use_a_destroyed_buffer(tmp_path: Path) -> None:
+    """Regression: the reading thread used the remaining part of the buffer as the whole buffer."""
     sanitizer = "-fsanitize=undefined", "-fno-sanitize-recover=all"
     output(tmp_path, "destroyed", LINKS, ["20000"], options=(*sanitizer, *WITH_GLOO))
 
 
 @compiled
-def test_one_rank_answers_a_host_full_of_heartbeats(tmp_path: Path) -> None:
-    """At the start all connect at once, as strangers do who have not proven anything yet."""
+def test_rank_answers_the_heartbeats_of_a_full_host(tmp_path: Path) -> None:
+    """At the start, all ranks connect at once, before they have authenticated."""
     assert output(tmp_path, "crowd", HEARTBEAT, ["100"]) == ["99\n"]
 
 
 @compiled
-def test_a_forked_child_closes_no_descriptor_of_others(tmp_path: Path) -> None:
+def test_forked_child_closes_no_foreign_descriptors(tmp_path: Path) -> None:
     assert output(tmp_path, "child", HEARTBEAT, []) == [""]
 
 
 @compiled
-def test_a_proof_is_an_hmac_of_sha_256(tmp_path: Path) -> None:
-    """Of texts that end before, at and behind the end of a block."""
+def test_handshake_proof_is_hmac_sha256(tmp_path: Path) -> None:
+    """Lengths below, at and above the end of a block."""
     cases = [("k" * (1 + n % 64), "t" * n) for n in (0, 1, 55, 56, 63, 64, 65, 119, 120, 300)]
     expected = [hmac.new(key.encode(), text.encode(), "sha256").hexdigest() for key, text in cases]
     assert output(tmp_path, "proof", HEARTBEAT, *cases) == expected

@@ -1,6 +1,6 @@
-"""Connections are made when they are needed, and groups that are made of a group share them.
+"""Connections are created on demand, and shared by a group and its subgroups.
 
-Many ranks pass on what they call, and are not all connected.
+In large groups, ranks forward calls and are not all connected.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from flashlight_py.errors import (
     MismatchError,
     PeerLostError,
 )
-from tests.distributed.conformance import in_places, on_ranks
+from tests.distributed.conformance import hosts_by_letter, on_ranks
 from tests.distributed.harness import run_ranks
 
-RANKS = 12  # a number of ranks that pass on what they call, and are not all connected
-# One listens; 1, 2, 4 and 8 ranks before and after it are 6 others.
+RANKS = 12  # ranks that forward calls, without a full mesh
+# One side listens. The ranks at distance 1, 2, 4 and 8 are 6 different ranks.
 AT_FIRST = 1 + 6
 LATE, GONE = 7, 5
-EACH_A_HOST = in_places("abcdefghijkl")
+EACH_A_HOST = hosts_by_letter("abcdefghijkl")
 
 
 def sockets() -> int:
-    """Return how many are open; both ends may have begun a connection, and one is given up soon."""
+    """Return the number of open sockets. If both ends connect at once, one socket closes soon."""
     return min(open_now() for _ in range(20))
 
 
@@ -47,14 +47,14 @@ def open_now() -> int:
 
 
 def among_many(timeout: float = 20, lost: int | None = None) -> Any:
-    """Return a decorator of a test on new ranks, each of which is a host."""
+    """Return a decorator that runs a test on new ranks, each on its own host."""
     how: Any = {"params": {"TIMEOUT": timeout}, "env": EACH_A_HOST}
     return on_ranks(("hierarchical", RANKS), fresh=True, lost=lost, **how)
 
 
 @among_many()
-def test_only_those_who_need_each_other_are_connected(rank: int, size: int) -> None:
-    """Small calls need no more than the neighbours, a message one more, large arrays all."""
+def test_collectives_connect_only_the_ranks_that_exchange_data(rank: int, size: int) -> None:
+    """Small calls connect neighbours, a message one more rank, large arrays all ranks."""
     first = sockets()
     total = size * (size - 1) // 2
     for count in (0, 1, 100):
@@ -66,7 +66,7 @@ def test_only_those_who_need_each_other_are_connected(rank: int, size: int) -> N
     assert (gathered is None) == (rank != 2)
     fl.barrier()
     assert sockets() == first
-    far = (rank + size // 2) % size  # no neighbour of this one
+    far = (rank + size // 2) % size  # not a neighbour of this rank
     came = np.empty(4, int)
     fl.sendrecv(np.full(4, rank), far, out=came, src=far)
     assert (came == far).all()
@@ -88,19 +88,17 @@ def test_only_those_who_need_each_other_are_connected(rank: int, size: int) -> N
 
 
 @among_many()
-def test_many_ranks_send_to_the_next_in_a_ring(rank: int, size: int) -> None:
-    """Each waited for the next to receive, which waited for the one after it."""
+def test_send_to_the_next_rank_does_not_deadlock_in_a_large_ring(rank: int, size: int) -> None:
+    """Regression: each rank waited for the next one to receive."""
     came = np.empty(1)
     for _ in range(3):
         fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, out=came, src=(rank - 1) % size)
         assert came[0] == (rank - 1) % size
 
 
-@on_ranks(("hierarchical", 6), fresh=True, params={"TIMEOUT": 20}, env=in_places("ab"))
-def test_ranks_that_share_memory_connect_to_nobody_but_their_counterparts(
-    rank: int, size: int
-) -> None:
-    """What joins all ranks is left alone until a message needs it."""
+@on_ranks(("hierarchical", 6), fresh=True, params={"TIMEOUT": 20}, env=hosts_by_letter("ab"))
+def test_ranks_connect_only_to_their_local_rank_on_other_hosts(rank: int, size: int) -> None:
+    """The backend of all ranks opens no connection until a message needs it."""
     first = sockets()
     assert (fl.all_reduce(np.full(3, rank)) == size * (size - 1) // 2).all()
     fl.barrier()
@@ -113,8 +111,8 @@ def test_ranks_that_share_memory_connect_to_nobody_but_their_counterparts(
 
 
 @among_many()
-def test_who_calls_something_else_is_named_among_many(rank: int, size: int) -> None:
-    """All have heard of all, and the group lives on."""
+def test_mismatch_error_names_the_rank_with_another_call_among_many(rank: int, size: int) -> None:
+    """Every rank raises, and the group remains usable."""
     with pytest.raises(MismatchError, match=f"rank {LATE}"):
         fl.all_reduce(np.zeros(4 if rank == LATE else 3))
     assert fl.all_reduce(np.ones(1)) == size
@@ -122,23 +120,23 @@ def test_who_calls_something_else_is_named_among_many(rank: int, size: int) -> N
 
 @pytest.mark.slow
 @among_many(timeout=1)
-def test_who_is_late_is_named_among_many(rank: int, size: int) -> None:
-    """Not those who wait for it, and were to pass on what it calls."""
+def test_timeout_error_names_the_late_rank_among_many(rank: int, size: int) -> None:
+    """Ranks that wait for the late rank, and would forward its call, are not named."""
     fl.barrier()
     if rank == LATE:
         time.sleep(2.5)
         with pytest.raises(PeerLostError, match="gave up waiting for this rank"):
             fl.barrier()
         return
-    time.sleep(0.1 * (rank % 3))  # their times are up one after the other
+    time.sleep(0.1 * (rank % 3))  # their timeouts end one after the other
     with pytest.raises(CollectiveTimeoutError, match=rf"rank {LATE}\b"):
         fl.all_reduce(np.zeros(3))
 
 
 @pytest.mark.slow
 @among_many(lost=GONE)
-def test_who_is_gone_is_named_among_many(rank: int, size: int) -> None:
-    """Also by those who were not connected to it."""
+def test_peer_lost_error_names_the_lost_rank_among_many(rank: int, size: int) -> None:
+    """Also by ranks that are not connected to it."""
     fl.barrier()
     if rank == GONE:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,7 +147,8 @@ def test_who_is_gone_is_named_among_many(rank: int, size: int) -> None:
 def first_message(
     rank: int, size: int, folder: Path, ranks: list[int], part: bool, shuts_down: bool
 ) -> str:
-    """Have the first of ``ranks`` give up the second, which stalls, and the third ask the first."""
+    """Make the first of ``ranks`` declare the second, which stalls, lost. The third asks the
+    first."""
     gave_up, over = folder / "gave-up", folder / "over"
     group = fl.new_group(ranks) if part else None
     place = ranks.index(rank) if rank in ranks else -1
@@ -182,7 +181,7 @@ FIRST_MESSAGES = {
     "aabb": [0, 2, 3],
     "aabbc": [1, 3, 4],
     "abcd": [0, 1, 2],
-    "abcdefghijkl": [0, 5, 7],  # who are no neighbours
+    "abcdefghijkl": [0, 5, 7],  # not neighbours
 }
 
 
@@ -193,12 +192,12 @@ FIRST_MESSAGES = {
         for case in itertools.product(FIRST_MESSAGES, (False, True), (False, True))
     ],
 )
-def test_a_first_message_to_a_rank_that_gave_up_finds_the_reason(
+def test_first_message_to_a_failed_rank_returns_the_reason_of_the_failure(
     tmp_path: Path, places: str, part: bool, shuts_down: bool
 ) -> None:
-    """Nobody listened there any more, and the well rank was named."""
+    """Regression: no thread listened on that rank any more, and a healthy rank was named."""
     ranks = FIRST_MESSAGES[places]
-    how = {"params": {"TIMEOUT": 1}, "env": in_places(places)}
+    how = {"params": {"TIMEOUT": 1}, "env": hosts_by_letter(places)}
     texts = run_ranks(first_message, len(places), tmp_path, ranks, part, shuts_down, **how)
     late = re.compile(rf"rank {1 if part else ranks[1]} did not join")
     for rank in (ranks[0], ranks[2]):
@@ -206,11 +205,11 @@ def test_a_first_message_to_a_rank_that_gave_up_finds_the_reason(
 
 
 @pytest.mark.slow
-@on_ranks(("hierarchical", 5), fresh=True, params={"TIMEOUT": 1}, env=in_places("aabbc"))
-def test_the_first_rank_that_gave_up_has_the_reason(rank: int, size: int, tmp_path: Path) -> None:
-    """Rank 0 stops as a whole until rank 4 has given it up, and asks that for a message then.
+@on_ranks(("hierarchical", 5), fresh=True, params={"TIMEOUT": 1}, env=hosts_by_letter("aabbc"))
+def test_stopped_rank_reports_the_first_failure(rank: int, size: int, tmp_path: Path) -> None:
+    """Rank 0 stops until rank 4 has declared it lost, then asks rank 4 for a message.
 
-    It said that it had lost rank 4.
+    Regression: rank 0 reported the loss of rank 4.
     """
     gave_up, over, pid = tmp_path / "gave-up", tmp_path / "over", tmp_path / "pid"
     text = ""
@@ -240,11 +239,11 @@ def test_the_first_rank_that_gave_up_has_the_reason(rank: int, size: int, tmp_pa
 # Groups share connections and threads, and nothing else -------------------------------------------
 
 
-LARGE = 4_000_000  # more than fits into the kernel's memory of a connection
+LARGE = 4_000_000  # more than the socket buffer of the kernel
 
 
 def by_both(size: int) -> Any:
-    """Return a decorator of a test on new ranks, in shared memory and over TCP."""
+    """Return a decorator that runs a test on new ranks, in shared memory and over TCP."""
     return on_ranks(("gloo", size), ("shm", size), fresh=True, params={"TIMEOUT": 30})
 
 
@@ -253,7 +252,7 @@ def total(group: Any = None) -> int:
 
 
 def goes_on(size: int) -> None:
-    """Check that the world does: collectives, messages, large and small."""
+    """Check that the world works: collectives and messages, large and small."""
     assert total() == size
     x = np.full(LARGE, 1.0)
     assert fl.all_reduce(x)[-1] == size
@@ -269,7 +268,7 @@ def tasks_and_descriptors() -> tuple[int, int]:
 
 
 @by_both(4)
-def test_groups_cost_no_threads_and_no_descriptors(rank: int, size: int) -> None:
+def test_groups_add_no_threads_and_no_descriptors(rank: int, size: int) -> None:
     assert total() == size
     before = tasks_and_descriptors()
     groups = [fl.new_group(range(size)) for _ in range(200)]
@@ -281,8 +280,8 @@ def test_groups_cost_no_threads_and_no_descriptors(rank: int, size: int) -> None
         assert came[0] == ahead % group.size
     tasks, descriptors = tasks_and_descriptors()
     assert tasks == before[0]
-    assert descriptors <= before[1] + size - 1  # of each other process one, at the first long wait
-    for group in groups:  # a thread that has done its call is in use until it runs again
+    assert descriptors <= before[1] + size - 1  # one per process, at the first long wait
+    for group in groups:  # a thread counts as used until it runs again
         assert group.all_reduce(np.ones(1, int), async_op=True).wait()[0] == size
     assert tasks_and_descriptors()[0] <= before[0] + 10
     for group in groups[::2]:
@@ -291,8 +290,8 @@ def test_groups_cost_no_threads_and_no_descriptors(rank: int, size: int) -> None
 
 
 @by_both(3)
-def test_what_is_late_for_a_closed_group_does_not_disturb_others(rank: int, size: int) -> None:
-    """What comes for a group that a rank has closed, or was to go out of it, is in nobody's way."""
+def test_late_data_for_a_closed_group_does_not_disturb_other_groups(rank: int, size: int) -> None:
+    """Data for a group that a rank has closed, or data that the group was to send."""
     for count in (3, LARGE):
         group = fl.new_group(range(size))
         works = [group.isend(np.ones(count), (rank + 1) % size, tag=tag) for tag in range(5)]
@@ -309,10 +308,10 @@ def test_what_is_late_for_a_closed_group_does_not_disturb_others(rank: int, size
 
 
 @by_both(3)
-def test_a_group_that_is_closed_while_it_sends_sends_nothing_else(rank: int, size: int) -> None:
-    """Its array is filled with something else at once: none of that may arrive as the array.
+def test_group_closed_during_a_send_sends_no_later_content(rank: int, size: int) -> None:
+    """The array is overwritten at once. The new content must not arrive.
 
-    Where it is read from the sender's memory some may be in one that has not arrived.
+    If the receiver reads the memory of the sender, an incomplete message may contain new content.
     """
     is_read = fl.distributed_backend() is fl.DistributedBackend.SHM
     for seconds in (0.0, 0.003, 0.01, 0.03):
@@ -339,8 +338,8 @@ def test_a_group_that_is_closed_while_it_sends_sends_nothing_else(rank: int, siz
 
 
 @on_ranks(("gloo", 3), fresh=True, params={"TIMEOUT": 30})
-def test_a_group_that_breaks_breaks_no_other(rank: int, size: int) -> None:
-    # In shared memory who comes late finds all calls there, and is in time.
+def test_failed_group_leaves_other_groups_usable(rank: int, size: int) -> None:
+    # In shared memory a late rank finds all calls and is in time.
     group, other = fl.new_group(range(size), timeout=0.5), fl.new_group(range(size))
     if rank == 2:
         time.sleep(1.5)
@@ -358,7 +357,7 @@ def test_a_group_that_breaks_breaks_no_other(rank: int, size: int) -> None:
 @on_ranks(
     *(("gloo", 4), ("shm", 4), ("gloo", RANKS), ("shm", RANKS)), lost=-1, params={"TIMEOUT": 30}
 )
-def test_a_lost_rank_ends_the_groups_that_have_it(rank: int, size: int) -> None:
+def test_lost_rank_ends_only_the_groups_that_contain_it(rank: int, size: int) -> None:
     with_it, without = fl.new_group([0, size - 1, 1]), fl.new_group(range(size - 1))
     pair = without.split(rank % 2) if without.is_member else without
     fl.barrier()
@@ -374,8 +373,7 @@ def test_a_lost_rank_ends_the_groups_that_have_it(rank: int, size: int) -> None:
 
 
 @by_both(3)
-def test_groups_are_made_in_any_order(rank: int, size: int) -> None:
-    """Threads of a rank make groups of different groups at the same time."""
+def test_threads_create_groups_in_any_order(rank: int, size: int) -> None:
     parents = [fl.new_group(range(size)) for _ in range(4)]
     made: dict[int, Any] = {}
 
@@ -397,13 +395,13 @@ def test_groups_are_made_in_any_order(rank: int, size: int) -> None:
 
 
 @by_both(RANKS)
-def test_a_group_connects_who_is_not_connected(rank: int, size: int) -> None:
-    """Ranks that are no neighbours: connections are made by the group that needs them first."""
+def test_group_connects_members_that_were_not_connected(rank: int, size: int) -> None:
+    """The group that first needs a connection creates it."""
     far = fl.split(rank % (size // 2), rank)
     assert far.ranks == (rank % 6, rank % 6 + 6)
     again = far.new_group([1, 0])
     assert total(again) == total(far) == 2
-    ended = fl.split(rank % (size // 3), rank)  # others that are no neighbours
+    ended = fl.split(rank % (size // 3), rank)  # other ranks that are not neighbours
     if ended.rank == 0:
         ended.close()
     else:
@@ -413,7 +411,7 @@ def test_a_group_connects_who_is_not_connected(rank: int, size: int) -> None:
 
 
 @by_both(2)
-def test_a_group_outlives_one_that_is_dropped_and_not_the_world(rank: int, size: int) -> None:
+def test_group_outlives_its_dropped_parent_but_not_the_world(rank: int, size: int) -> None:
     for _ in range(3):
         middle = fl.new_group(range(size))
         inner = middle.new_group(range(size))
@@ -424,8 +422,8 @@ def test_a_group_outlives_one_that_is_dropped_and_not_the_world(rank: int, size:
         inner.barrier()
 
 
-@on_ranks(("hierarchical", 4), fresh=True, params={"TIMEOUT": 30}, env=in_places("ab"))
-def test_groups_over_hosts_cost_no_threads(rank: int, size: int) -> None:
+@on_ranks(("hierarchical", 4), fresh=True, params={"TIMEOUT": 30}, env=hosts_by_letter("ab"))
+def test_groups_across_hosts_add_no_threads(rank: int, size: int) -> None:
     assert total() == size
     before = tasks_and_descriptors()
     groups = [fl.new_group([3, 0, 1, 2]) for _ in range(10)]

@@ -1,4 +1,4 @@
-"""Groups that nobody closes end when nothing needs them, at the latest by a shutdown."""
+"""Groups without close() end when they are no longer needed, at the latest in the shutdown."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ ranks = ranks_in(("gloo", 2), ("shm", 2), slow=[("hierarchical", 4), ("mpi", 2)]
 
 
 def held() -> tuple[int, int]:
-    """Return the numbers of this process's descriptors and threads."""
+    """Return the numbers of descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
@@ -32,12 +32,12 @@ def drop_groups(rank: int, size: int, count: int) -> None:
     for _ in range(count):
         group = fl.new_group(range(size))
         assert group.all_reduce(np.full(3, rank + 1.0))[0] == size * (size + 1) / 2
-        group.all_reduce(np.ones((40, 40)).T[::2], async_op=True).wait()  # on a thread
+        group.all_reduce(np.ones((40, 40)).T[::2], async_op=True).wait()  # runs on a thread
 
 
 def count_held(rank: int, size: int) -> tuple[int, int]:
     end = time.monotonic() + 20
-    while fast_path.dropped and time.monotonic() < end:  # messages in them end by themselves
+    while fast_path.dropped and time.monotonic() < end:  # their messages end without a call
         membership.close_dropped()
         time.sleep(0.001)
     fl.barrier()
@@ -45,25 +45,24 @@ def count_held(rank: int, size: int) -> tuple[int, int]:
 
 
 @on_ranks()
-def test_a_dropped_group_is_closed_by_the_next_call(rank: int, size: int) -> None:
+def test_next_call_closes_a_dropped_group(rank: int, size: int) -> None:
     drop_groups(rank, size, 2)
     fl.barrier()
     before = held()
     drop_groups(rank, size, 15)
     fl.barrier()
-    # The world itself may have got another thread for its messages meanwhile, and one group may
-    # not be closed yet.
+    # The world may have one more thread for its messages, and one group may still be open.
     assert all(now < then + 8 for then, now in zip(before, held(), strict=True)), (before, held())
 
 
 def cycle(group: Any) -> None:
-    """Let nothing but the garbage collector free ``group``."""
+    """Put ``group`` into a reference cycle."""
     holder = [group]
     holder.append(holder)
 
 
 @on_ranks()
-def test_a_dropped_group_stays_while_something_runs_in_it(rank: int, size: int) -> None:
+def test_dropped_group_stays_open_while_an_operation_runs(rank: int, size: int) -> None:
     got = np.zeros(1000)
     last = size - 1
     if rank == 0:
@@ -73,9 +72,9 @@ def test_a_dropped_group_stays_while_something_runs_in_it(rank: int, size: int) 
     else:
         fl.new_group([0, last])
     gc.collect()
-    fl.barrier()  # closes what is dropped and not busy
+    fl.barrier()  # closes dropped groups without pending operations
     if rank == last:
-        group.isend(np.ones(1000), 0)  # nobody keeps the Work
+        group.isend(np.ones(1000), 0)  # the Work is dropped
         cycle(group)
         del group
         gc.collect()
@@ -87,14 +86,14 @@ def test_a_dropped_group_stays_while_something_runs_in_it(rank: int, size: int) 
 
 
 @on_ranks()
-def test_a_dropped_group_stays_while_it_receives_from_any_rank(rank: int, size: int) -> None:
+def test_dropped_group_stays_open_while_it_receives_from_any_rank(rank: int, size: int) -> None:
     group, got = fl.new_group(range(size)), np.zeros(1000)
     if rank == 0:
         work = group.irecv(got, None)
         cycle(group)
         del group
         gc.collect()
-    fl.barrier()  # closes what is dropped and not busy
+    fl.barrier()  # closes dropped groups without pending operations
     if rank == size - 1:
         group.send(np.ones(1000), 0)
     if rank == 0:
@@ -104,7 +103,7 @@ def test_a_dropped_group_stays_while_it_receives_from_any_rank(rank: int, size: 
 
 
 def used(group: fl.ProcessGroup) -> fl.ProcessGroup:
-    """Return ``group`` after calls of every kind: what they leave behind is freed with it."""
+    """Return ``group`` after calls of every kind, whose resources must be freed with it."""
     group.all_reduce(np.ones(3))
     group.all_reduce(np.ones((40, 40)).T[::2], async_op=True).wait()
     functional.all_reduce(fl.param(np.ones(3)), group=group)
@@ -132,11 +131,11 @@ FREED: dict[str, Callable[[fl.ProcessGroup], Any]] = {
 
 
 def free_under_ctrl_c(rank: int, size: int, what: str) -> None:
-    """SIGINT arrives first; the next Python code, wherever it is, runs its handler."""
+    """Raise SIGINT first. The next Python code of the process runs its handler."""
     lost: list[Any] = []
     sys.unraisablehook = lost.append
     library = cffi.FFI()
-    library.cdef("int raise(void *);")  # it takes a number, which travels as a pointer does
+    library.cdef("int raise(void *);")  # takes a number, which is passed as a pointer
     press = getattr(library.dlopen(None), "raise")
     group = fl.new_group(range(size))
     held_by = [FREED[what](group), library.gc(library.cast("void *", signal.SIGINT), press)]
@@ -145,24 +144,24 @@ def free_under_ctrl_c(rank: int, size: int, what: str) -> None:
     del group
     try:
         with pytest.raises(KeyboardInterrupt):
-            held_by.clear()  # the last one first
+            held_by.clear()  # in reverse order
     finally:
         sys.unraisablehook = sys.__unraisablehook__
     assert lost == []
     fl.barrier()
 
 
-def test_ctrl_c_is_not_lost_while_something_is_freed(ranks: Any) -> None:
+def test_ctrl_c_is_raised_if_it_arrives_while_an_object_is_freed(ranks: Any) -> None:
     ranks.run_each(free_under_ctrl_c, [(what,) for what in FREED])
     before = ranks.run(count_held)
     ranks.run_each(free_under_ctrl_c, [(what,) for what in FREED] * 2)
     for then, now in zip(before, ranks.run(count_held), strict=True):
         assert now[0] < then[0] + 8
-        assert now[1] < then[1] + 8  # the world itself may have got another thread
+        assert now[1] < then[1] + 8  # the world may have one more thread
 
 
 class _Interrupted:
-    """Ctrl-C comes while it is closed."""
+    """A backend whose close() raises KeyboardInterrupt."""
 
     closed = 0
 
@@ -175,7 +174,7 @@ class _Interrupted:
             raise KeyboardInterrupt
 
 
-def test_a_group_whose_closing_is_interrupted_is_closed_later() -> None:
+def test_group_is_closed_later_if_its_closing_was_interrupted() -> None:
     backend, group = _Interrupted(), fl.ProcessGroup(None)
     membership._watched[weakref.ref(group, fast_path.dropped.append)] = [backend]
     del group
@@ -190,12 +189,12 @@ def test_a_group_whose_closing_is_interrupted_is_closed_later() -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @on_ranks(("shm", 2), fresh=True, init=None)
-def test_a_shutdown_closes_every_group(rank: int, size: int, tmp_path: Path, backend: str) -> None:
+def test_shutdown_closes_every_group(rank: int, size: int, tmp_path: Path, backend: str) -> None:
     def world(number: int) -> Any:
         params = {"FILE_PATH": str(tmp_path / f"meet{number}"), "BACKEND": backend}
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
         fl.new_group(range(size)).all_reduce(np.ones((40, 40)).T[::2], async_op=True)
-        inner = fl.new_group(range(size)).new_group(range(size))  # its parent is dropped
+        inner = fl.new_group(range(size)).new_group(range(size))  # the parent is dropped
         assert inner.all_reduce(np.ones(3))[0] == size
         fl.distributed_shutdown()
         return inner

@@ -1,4 +1,4 @@
-"""Who started us: one launcher's variables, several at once, half of them, or leftovers."""
+"""Launchers in the environment: variables of one or several launchers, incomplete or stale ones."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from flashlight_py.distributed.rendezvous.environment import (
 
 
 def variables(text: str) -> dict[str, str]:
-    """Return an environment, given as a shell writes it: "NAME=value NAME=value"."""
+    """Return an environment from a shell assignment: "NAME=value NAME=value"."""
     return dict(word.split("=", 1) for word in text.split())
 
 
@@ -38,18 +38,18 @@ STEP = BATCH_SHELL | variables(
     "SLURM_STEP_NODELIST=gpu[03-05,9] SLURM_PROCID=4 SLURM_LOCALID=0 SLURM_NODEID=2 "
     "SLURM_LAUNCH_NODE_IPADDR=10.0.0.1"
 )
-# As Kubeflow's Trainer sets them, beside an indexed Job's own.
+# Kubeflow's Trainer sets these, in addition to an indexed Job.
 TRAINJOB = variables(
     "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=1 PET_MASTER_ADDR=train-node-0-0.train "
     "PET_MASTER_PORT=29400 JOB_COMPLETION_INDEX=1"
 )
-# Hydra starts its proxies by srun: Slurm's numbers are then those of the nodes.
+# Hydra starts its proxies by srun, so Slurm's numbers are those of the nodes.
 HYDRA_BY_SRUN = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **HYDRA}
 FLUX = variables("FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1")
 JSM = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
 JSRUN = {f"JSM_NAMESPACE_{name}": value for name, value in JSM.items()}
 KUBEFLOW = variables("RANK=1 WORLD_SIZE=2 PET_NNODES=2 PET_NODE_RANK=1")
-# The manifest says how many pods there are and where the first is, Kubernetes which it is.
+# The manifest has the number of pods and the first pod, Kubernetes the index.
 POD = variables("JOB_COMPLETION_INDEX=2 HOSTNAME=train-workers-0-2")
 POD_MEETING = variables("MASTER_ADDR=train-workers-0-0.train MASTER_PORT=29500")
 
@@ -71,7 +71,7 @@ def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
         (FLUX, ("flux", 3, 4, 1, None)),
         (JSRUN, ("jsm", 1, 2, 0, 1)),
         ({**STEP, **FLUX}, ("flux", 3, 4, 1, None)),  # its broker was started by srun
-        ({**JSRUN, **OPEN_MPI}, ("openmpi", 1, 4, 1, 4)),  # jsrun's MPI
+        ({**JSRUN, **OPEN_MPI}, ("openmpi", 1, 4, 1, 4)),  # the MPI of jsrun
         ({**KUBEFLOW, "PET_NPROC_PER_NODE": "1"}, ("launcher", 1, 2, None, None)),
         ({**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"}, ("launcher", 1, 2, None, None)),
         ({**KUBEFLOW, "PET_NPROC_PER_NODE": "2", **TORCHRUN}, ("launcher", 3, 4, 1, 2)),
@@ -90,7 +90,7 @@ def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
         ({"RANK": "1", "WORLD_SIZE": "4", **OPEN_MPI}, ("launcher", 1, 4, None, None)),
     ],
 )
-def test_the_innermost_launcher_gives_rank_and_size(
+def test_detect_takes_rank_and_size_from_the_innermost_launcher(
     environ: dict[str, str], expected: tuple[object, ...]
 ) -> None:
     found = detected(environ)
@@ -110,7 +110,7 @@ def test_the_innermost_launcher_gives_rank_and_size(
         {**BATCH_SHELL, "SLURM_STEP_ID": str(0xFFFFFFFB)},
     ],
 )
-def test_no_launcher_started_us(environ: dict[str, str]) -> None:
+def test_detect_returns_none_without_a_launcher(environ: dict[str, str]) -> None:
     assert detect(environ) is None
 
 
@@ -125,19 +125,21 @@ def test_no_launcher_started_us(environ: dict[str, str]) -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "FLASHLIGHT_FILE": "/x"}, None, None),
     ],
 )
-def test_the_place_to_meet(environ: dict[str, str], address: str | None, port: int | None) -> None:
+def test_detect_returns_the_rendezvous_of_the_launcher(
+    environ: dict[str, str], address: str | None, port: int | None
+) -> None:
     found = detected(environ)
     assert (found.master_address, found.master_port) == (address, port)
     assert found.file == environ.get("FLASHLIGHT_FILE")
 
 
-def test_the_variables_that_said_so() -> None:
+def test_detect_names_the_variables_that_it_used() -> None:
     said = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
     assert detected(TORCHRUN).said_by == said
     assert detected(TRAINJOB).said_by == "PET_NODE_RANK, PET_NNODES"
 
 
-def test_os_environ_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detect_reads_os_environ_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert detect() == detected(TORCHRUN)
@@ -154,23 +156,24 @@ def test_os_environ_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"FLASHLIGHT_ADDRESSES": ""}, 40000, ()),
     ],
 )
-def test_our_port_and_addresses_count_if_master_addr_and_port_were_set_with_them(
+def test_detect_uses_flrun_addresses_only_if_master_addr_and_port_are_unchanged(
     change: dict[str, str], port: int, addresses: tuple[str, ...]
 ) -> None:
-    """An inner launcher sets another one, on the same host, and inherits ours."""
+    """An inner launcher sets another address on the same host, and inherits the variables of
+    flrun."""
     ours = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40000"}
     meeting = {"FLASHLIGHT_PORT": "40001:40000", "FLASHLIGHT_ADDRESSES": "10.0.0.1,fd00::1"}
     found = detected({**ours, **meeting, **change})
     assert (found.master_port, found.addresses) == (port, addresses)
 
 
-def test_a_port_beside_that_of_torchruns_agent_is_never_the_same() -> None:
+def test_derived_port_differs_from_the_port_of_the_torchrun_agent() -> None:
     assert all(12_000 <= derived_port(port, 1) < 32_000 for port in range(1, 65536))
     assert not any(derived_port(port, 1) == port for port in range(1, 65536))
 
 
-def test_our_launcher_inside_a_step_of_another_one() -> None:
-    """Its mark says that RANK and WORLD_SIZE were not left behind by an earlier launch."""
+def test_detect_prefers_flrun_inside_a_step_of_another_launcher() -> None:
+    """The mark of flrun shows that RANK and WORLD_SIZE are not left over from an earlier launch."""
     inner = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
     with pytest.raises(ValueError, match="contradict OMPI_COMM_WORLD_RANK"):
         detect(inner)
@@ -185,7 +188,7 @@ def test_our_launcher_inside_a_step_of_another_one() -> None:
         *(("gpu[3-5]-ib,x", "gpu3-ib"), ("rack1-n[007]", "rack1-n007")),
     ],
 )
-def test_ranks_of_a_slurm_step_meet_at_the_first_host_of_its_list(nodes: str, first: str) -> None:
+def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first: str) -> None:
     found = detected({**STEP, "SLURM_STEP_NODELIST": nodes})
     assert found.master_address == first
     assert found.master_port is not None
@@ -212,7 +215,7 @@ def test_ranks_of_a_slurm_step_meet_at_the_first_host_of_its_list(nodes: str, fi
         ({**STEP, "SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
         ({**POD, "WORLD_SIZE": "2", **POD_MEETING}, "JOB_COMPLETION_INDEX=2 and WORLD_SIZE=2"),
         (
-            {"RANK": "0", "WORLD_SIZE": "1", **OPEN_MPI},  # left in the shell of an mpirun
+            {"RANK": "0", "WORLD_SIZE": "1", **OPEN_MPI},  # left over in the shell of an mpirun
             "WORLD_SIZE=1 contradict .*OMPI_COMM_WORLD_SIZE=4",
         ),
         (
@@ -221,13 +224,13 @@ def test_ranks_of_a_slurm_step_meet_at_the_first_host_of_its_list(nodes: str, fi
         ),
     ],
 )
-def test_half_set_or_contradictory_variables_are_named(environ: dict[str, str], named: str) -> None:
+def test_detect_names_contradictory_variables(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         detect(environ)
 
 
 class Asked(dict[str, str]):
-    """An environment that remembers the variables that were read."""
+    """An environment that records which variables are read."""
 
     read: ClassVar[set[str]] = set()
 
@@ -240,7 +243,7 @@ class Asked(dict[str, str]):
         return super().__contains__(name)
 
 
-def test_variables_that_the_page_on_starting_jobs_names_are_read() -> None:
+def test_detect_reads_every_variable_in_the_documentation() -> None:
     page = Path(__file__).parents[2].joinpath("docs/starting-jobs.md").read_text()
     table = page.partition("### More than 64 hosts")[2].partition("\n## ")[0]
     named = {name for name in re.findall(r"`([A-Z_]+)`", table) if "_" in name}

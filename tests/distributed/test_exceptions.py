@@ -1,4 +1,4 @@
-"""A rank whose program raises: the others raise as well, soon, with its traceback."""
+"""If the program of a rank raises, the other ranks raise soon, with its traceback."""
 
 import signal
 import sys
@@ -15,7 +15,7 @@ from flashlight_py.distributed.failures import abort
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import mpirun_command
-from tests.distributed.jobs import ended, start
+from tests.distributed.jobs import finish, start
 
 PROGRAM = """
 import os, sys, threading
@@ -38,7 +38,7 @@ fl.barrier()
 train()
 fl.distributed_shutdown()
 """
-# The name of a file may be no text.
+# File names may not be valid text.
 RAISE = "raise ValueError('no such file' + chr(10) + 'of that name: caf' + chr(0xDCE9))"
 IN_A_THREAD = (
     "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join(); sys.exit(0)"
@@ -51,14 +51,14 @@ def by_hand(path: Path, how: str, size: int = 2, env: Any = None, **params: Any)
     for rank in range(size):
         program = PROGRAM.format(how=how, rank=rank, size=size, params=params)
         ranks.append(start([sys.executable, "-c", program], env and env(rank)))
-    return [ended(rank) for rank in ranks]
+    return [finish(rank) for rank in ranks]
 
 
 @pytest.mark.parametrize(
     ("size", "world"),
     [(2, {"BACKEND": "shm"}), (2, {"BACKEND": "gloo"}), (3, {"env": conformance.two_hosts})],
 )
-def test_the_others_raise_with_the_traceback(tmp_path: Path, size: int, world: Any) -> None:
+def test_other_ranks_raise_with_the_traceback(tmp_path: Path, size: int, world: Any) -> None:
     started = time.monotonic()
     outcomes = by_hand(tmp_path, RAISE, size, **world)
     assert time.monotonic() - started < 15
@@ -72,7 +72,7 @@ def test_the_others_raise_with_the_traceback(tmp_path: Path, size: int, world: A
             assert r"of that name: caf\udce9" in output
 
 
-def test_a_thread_that_raised_is_reported_when_its_process_ends(tmp_path: Path) -> None:
+def test_exception_of_a_thread_is_reported_when_the_process_ends(tmp_path: Path) -> None:
     (code, output), (other, _) = by_hand(tmp_path, IN_A_THREAD, BACKEND="shm")
     assert (code, other) == (1, 0)
     assert "it raised ZeroDivisionError: division by zero" in output
@@ -80,18 +80,20 @@ def test_a_thread_that_raised_is_reported_when_its_process_ends(tmp_path: Path) 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("os._exit(4)", 4)])
-def test_a_rank_that_exits_is_lost(tmp_path: Path, backend: str, how: str, code: int) -> None:
+def test_exit_of_a_rank_raises_peer_lost_error(
+    tmp_path: Path, backend: str, how: str, code: int
+) -> None:
     (first, output), (second, _) = by_hand(tmp_path, how, BACKEND=backend)
     assert (first, second) == (1, code)
     assert "PeerLostError: [all_reduce] rank 0 of 2: lost rank 1 (" in output
 
 
 @pytest.mark.parametrize("params", [{}, {"BACKEND": "mpi"}])
-def test_under_mpirun_the_others_raise_too(tmp_path: Path, params: Any) -> None:
+def test_uncaught_exception_raises_on_other_ranks_under_mpirun(tmp_path: Path, params: Any) -> None:
     pytest.importorskip("mpi4py")
     program = PROGRAM.format(how=RAISE, rank=-1, size=-1, params=params)
     command = [*mpirun_command(2), sys.executable, "-c", program]
-    code, _ = ended(start(command, {"ERRORS": str(tmp_path / "rank")}))
+    code, _ = finish(start(command, {"ERRORS": str(tmp_path / "rank")}))
     assert code != 0
     output = (tmp_path / "rank0").read_text()
     assert "PeerLostError: [all_reduce] rank 0 of 2: lost rank 1, which is process " in output
@@ -100,7 +102,7 @@ def test_under_mpirun_the_others_raise_too(tmp_path: Path, params: Any) -> None:
 
 
 def fail(rank: int, reported: str) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which spawn ends the others
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # spawn ends the other ranks by SIGTERM
     fl.barrier()
     if rank == 1:
         raise ValueError("no such file")
@@ -112,7 +114,7 @@ def fail(rank: int, reported: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_in_a_spawn_the_others_are_notified_too(tmp_path: Path, backend: str) -> None:
+def test_uncaught_exception_raises_on_other_ranks_of_spawn(tmp_path: Path, backend: str) -> None:
     reported = tmp_path / "reported"
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 raised ValueError"):
         fl.spawn(fail, (str(reported),), nprocs=2, params={"BACKEND": backend})
@@ -122,18 +124,18 @@ def test_in_a_spawn_the_others_are_notified_too(tmp_path: Path, backend: str) ->
     assert ", in fail\n" in message
 
 
-# What is reported ---------------------------------------------------------------------------
+# Content of reports -------------------------------------------------------------------------
 
 
 def deep(depth: int) -> None:
     if depth == 0:
         raise ValueError("first line\nsecond line")
-    if depth % 2:  # else a traceback would count repeated lines
+    if depth % 2:  # otherwise the traceback would collapse repeated lines
         return deep(depth - 1)
     return deep(depth - 1)
 
 
-def test_a_long_traceback_is_reported_by_its_end() -> None:
+def test_report_contains_the_end_of_a_long_traceback() -> None:
     try:
         deep(300)
     except ValueError as error:
@@ -144,7 +146,7 @@ def test_a_long_traceback_is_reported_by_its_end() -> None:
     assert rest.endswith("second line")
 
 
-def test_a_signal_handler_of_the_user_is_no_exception_of_ours(tmp_path: Path) -> None:
+def test_keyboard_interrupt_is_reported_and_keeps_its_exit_status(tmp_path: Path) -> None:
     how = f"os.kill(os.getpid(), {int(signal.SIGINT)})"
     (code, output), (other, _) = by_hand(tmp_path, how, BACKEND="shm")
     assert code == 1
@@ -152,22 +154,22 @@ def test_a_signal_handler_of_the_user_is_no_exception_of_ours(tmp_path: Path) ->
     assert "it raised KeyboardInterrupt" in output
 
 
-def test_hooks_of_others_stay_and_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_call_previous_hooks_and_restore_them(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
     before = sys.excepthook
-    abort.install()
+    abort.install_hooks()
     hook, error = sys.excepthook, ValueError("uncaught")
     hook(ValueError, error, None)
-    abort.uninstall()
+    abort.uninstall_hooks()
     assert printed == [error]
     assert sys.excepthook is before
 
 
-def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_are_not_installed_at_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
-    abort.install()
+    abort.install_hooks()
     assert sys.excepthook is before
 
 
@@ -176,8 +178,8 @@ def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @fl.abort_on_exception()
 def train(batch: Any) -> Any:
-    """A user's function: what it raises is reported."""
-    with fl.abort_on_exception():  # nested: the innermost reports
+    """Run a user function whose exceptions are reported."""
+    with fl.abort_on_exception():  # nested: the innermost block reports
         if batch is None:
             raise ValueError("a bad batch")
         if isinstance(batch, BaseException):
@@ -186,10 +188,10 @@ def train(batch: Any) -> Any:
 
 
 def caught(fn: Any, *args: Any) -> str:
-    """What a host program does: catch, and live on."""
+    """Call ``fn``, catch its exception, and continue, like a host program."""
     try:
         fn(*args)
-    except BaseException as error:  # noqa: BLE001 - as hosts do
+    except BaseException as error:  # noqa: BLE001 - like host programs
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -207,7 +209,7 @@ WORLDS = ("shm", 2), ("gloo", 2), ("hierarchical", 3), ("mpi", 2)
     indirect=["ranks"],
 )
 @on_ranks(fresh=True)
-def test_the_others_raise_while_its_host_lives_on(
+def test_abort_on_exception_raises_on_other_ranks_while_the_host_program_continues(
     rank: int, size: int, error: BaseException | None, said: str
 ) -> None:
     fl.barrier()
@@ -218,12 +220,12 @@ def test_the_others_raise_while_its_host_lives_on(
     assert heard.startswith("PeerLostError: ")
     assert f"it raised {said}" in heard
     assert "in train\n" in heard
-    fl.distributed_shutdown()  # the group is closed, so this waits for nobody
+    fl.distributed_shutdown()  # does not wait, because the group is closed
 
 
 @on_ranks(("shm", 3), ("gloo", 3), fresh=True)
-def test_a_thread_reports_while_another_one_waits(rank: int, size: int) -> None:
-    """Rank 1 waits in a call that nobody joins, and raises on another thread."""
+def test_abort_on_exception_reports_while_another_thread_waits(rank: int, size: int) -> None:
+    """Rank 1 waits in a call that no rank joins, and raises on another thread."""
     fl.barrier()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(train, None) if rank == 1 else None
@@ -232,25 +234,25 @@ def test_a_thread_reports_while_another_one_waits(rank: int, size: int) -> None:
     if future is None:
         assert "PeerLostError" in said
     else:
-        assert said.startswith(("GroupClosedError", "PeerLostError"))  # whichever it notices first
+        assert said.startswith(("GroupClosedError", "PeerLostError"))  # depends on which is first
         assert repr(future.exception()) == "ValueError('a bad batch')"
 
 
 @on_ranks(("shm", 2))
-def test_an_end_as_planned_is_none_to_report(rank: int, size: int) -> None:
+def test_abort_on_exception_ignores_planned_exits(rank: int, size: int) -> None:
     for end in (SystemExit(0), SystemExit()):
         assert caught(train, end).startswith("SystemExit")
     assert fl.all_reduce(np.array(rank)) == 1
 
 
-def test_without_other_ranks_it_does_nothing() -> None:
+def test_abort_on_exception_has_no_effect_without_other_ranks() -> None:
     assert caught(train, None) == "ValueError: a bad batch"
     assert caught(train, np.zeros(3)) == ""
 
 
-def test_a_function_that_runs_later_is_refused() -> None:
+def test_abort_on_exception_rejects_coroutine_and_generator_functions() -> None:
     async def later() -> None:
         """Do nothing."""
 
-    with pytest.raises(TypeError, match=r"cannot decorate .*later"):
+    with pytest.raises(TypeError, match=r"expected a plain function, got .*later"):
         fl.abort_on_exception()(later)

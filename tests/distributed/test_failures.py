@@ -1,4 +1,4 @@
-"""What ranks get wrong against each other raises on every rank, and names who and what."""
+"""Mistakes between ranks raise on every rank, and name the ranks and their calls."""
 
 import contextlib
 import os
@@ -30,12 +30,12 @@ def params(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def all_first(places: int = 1) -> list[int]:
-    """Return the rows of an array of 6 that all go to the first rank, or to the first two."""
+    """Return row counts for an array of 6 rows that all go to the first one or two ranks."""
     first = [6] if places == 1 else [4, 2]
     return first + [0] * (fl.get_world_size() - places)
 
 
-# What the ranks call is not the same.
+# Pairs of calls that do not match.
 CALLS: dict[str, Any] = {
     "shape": lambda rank: fl.all_reduce(np.zeros((2, 3) if rank else (3, 2))),
     "size": lambda rank: fl.all_reduce(np.zeros(1_000_000 + rank)),
@@ -89,12 +89,12 @@ CALLS: dict[str, Any] = {
 
 
 @on_ranks()
-def test_a_mismatch_raises_on_every_rank_and_names_both_calls(rank: int, size: int) -> None:
+def test_mismatch_raises_on_every_rank_and_names_both_calls(rank: int, size: int) -> None:
     for name, call in CALLS.items():
         message = told_now_or_later(partial(call, rank))
         assert f"rank {rank} of {size}" in message, name
         assert "rank 0 called" in message, name
-        assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group lives on
+        assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group remains usable
 
 
 def reduce_forever(count: int) -> None:
@@ -117,13 +117,13 @@ def die_in_the_middle(rank: int, size: int, count: int, victim: int) -> None:
 
 @pytest.mark.parametrize("count", [10, 2_000_000])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_ends_the_others_and_is_named(params: Any, count: int, victim: int) -> None:
+def test_killed_rank_is_named_by_other_ranks(params: Any, count: int, victim: int) -> None:
     run_survivors(die_in_the_middle, 3, victim, count, victim, params=params)
 
 
 @on_ranks(("gloo", 3), slow=[("shm", 3)], lost=1)
-def test_sync_distributed_raises_the_cause_of_the_end_of_a_group(rank: int, size: int) -> None:
-    """A receive that no rank sends to is older than the call that names the lost rank."""
+def test_sync_distributed_raises_the_error_that_closed_the_group(rank: int, size: int) -> None:
+    """A receive without a sender is older than the call that names the lost rank."""
     fl.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -135,10 +135,8 @@ def test_sync_distributed_raises_the_cause_of_the_end_of_a_group(rank: int, size
 
 
 @on_ranks(("gloo", 4), ("shm", 4), lost=1)
-def test_the_cause_is_named_once_whoever_has_told_it_and_again_in_later_errors(
-    rank: int, size: int
-) -> None:
-    """Rank 1 goes. Rank 3 notices, rank 2 hears of it there, and rank 0 from both; twice each."""
+def test_errors_name_the_cause_once_and_later_errors_repeat_it(rank: int, size: int) -> None:
+    """Rank 1 exits. Rank 3 detects it, rank 2 is notified by rank 3, rank 0 by both; twice each."""
     fl.all_reduce(np.zeros(10))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -156,7 +154,7 @@ def test_the_cause_is_named_once_whoever_has_told_it_and_again_in_later_errors(
 
 
 def wait_for_one_that_goes(rank: int, size: int, closes: bool) -> str:
-    """Rank 1 goes, and then rank 0, for which rank 2 waits."""
+    """Rank 1 exits, then rank 0, for which rank 2 waits."""
     group = fl.new_group(range(size))
     pids = group.all_gather_object(os.getpid())
     first = os.pidfd_open(pids[1])
@@ -167,7 +165,7 @@ def wait_for_one_that_goes(rank: int, size: int, closes: bool) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
         select.select([first], [], [])
-        time.sleep(0.5)  # as long as a reason for giving up may take to come through
+        time.sleep(0.5)  # time for the reason of a failure to arrive
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(fl.errors.PeerLostError) as caught:
         group.recv(np.zeros(1), 0)
@@ -175,10 +173,10 @@ def wait_for_one_that_goes(rank: int, size: int, closes: bool) -> str:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_the_first_rank_that_was_lost_is_named(closes: bool) -> None:
-    """Others close their connections because of it, also where nothing comes through from them.
+def test_peer_lost_error_names_the_first_lost_rank(closes: bool) -> None:
+    """Other ranks close their connections because of the loss, also if no reason arrives from them.
 
-    One that has closed the group was not lost.
+    A rank that has closed the group does not count as lost.
     """
     outcomes = run_outcomes(wait_for_one_that_goes, 3, closes, params={"BACKEND": "gloo"})
     assert outcomes[2].ok, outcomes[2].report()
@@ -186,7 +184,7 @@ def test_the_first_rank_that_was_lost_is_named(closes: bool) -> None:
 
 
 @on_ranks(("gloo", 3), fresh=True)
-def test_a_rank_that_has_left_is_named_where_nobody_else_has_gone(rank: int, size: int) -> None:
+def test_peer_lost_error_names_a_rank_that_left_if_none_is_lost(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     group.barrier()
     if rank == 1:
@@ -198,9 +196,9 @@ def test_a_rank_that_has_left_is_named_where_nobody_else_has_gone(rank: int, siz
 
 
 def stay_away(rank: int, size: int, seconds: float) -> str:
-    fl.barrier()  # all begin to count now, whoever has started late
+    fl.barrier()  # start of the timeouts of all ranks
     if rank == 1:
-        time.sleep(seconds)  # what a stuck rank does: nothing
+        time.sleep(seconds)  # like a stuck rank
         with pytest.raises(fl.errors.PeerLostError, match="gave up waiting for this rank"):
             fl.all_reduce(np.zeros(3))
         return "stayed away"
@@ -212,11 +210,11 @@ def stay_away(rank: int, size: int, seconds: float) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", SHM, MPI])
-def test_a_rank_that_stays_away_is_named_after_the_timeout(backend: str) -> None:
+def test_timeout_error_names_a_rank_that_does_not_call(backend: str) -> None:
     outcomes = run_outcomes(stay_away, 3, 4.0, **world_of(backend, TIMEOUT=1))
     for rank in (0, 2):
         assert f"rank {rank} of 3: rank 1 did not join within 1 seconds" in outcomes[rank].value
-    # In shared memory who comes late finds all calls there, and is in time.
+    # In shared memory a late rank finds all calls and is in time.
     assert outcomes[1].value == "stayed away" or backend == "shm"
 
 
@@ -233,7 +231,7 @@ def stop_in_the_middle(rank: int, size: int, meeting: str) -> str:
         return f"lost: {error}"
     finally:
         if rank != 1:
-            with open(meeting, "w" if rank else "r"):  # opens when both know of the failure
+            with open(meeting, "w" if rank else "r"):  # opens when both ranks know of the failure
                 os.kill(pids[1], signal.SIGCONT)
         with contextlib.suppress(fl.errors.DistributedError):
             fl.distributed_shutdown()
@@ -243,11 +241,11 @@ def stop_in_the_middle(rank: int, size: int, meeting: str) -> str:
 @pytest.mark.parametrize(
     "backend", ["hierarchical", pytest.param("gloo", marks=pytest.mark.slow), SHM, MPI]
 )
-def test_a_stopped_rank_is_named_with_what_it_joined_last(backend: str, tmp_path: Path) -> None:
+def test_timeout_error_names_a_stopped_rank_and_its_last_call(backend: str, tmp_path: Path) -> None:
     os.mkfifo(meeting := str(tmp_path / "meeting"))
     texts = run_ranks(stop_in_the_middle, 3, meeting, **world_of(backend, TIMEOUT=1))
     late = [text for text in texts if text.startswith("timeout: ")]
-    assert late, texts  # the second receives the failure of the first
+    assert late, texts  # the second one receives the error of the first
     for text in late:
         assert "rank 1 did not join within 1 seconds" in text
         assert "which is process " in text
@@ -256,11 +254,11 @@ def test_a_stopped_rank_is_named_with_what_it_joined_last(backend: str, tmp_path
 
 
 @on_ranks(("gloo", 2), slow=[("shm", 2), ("mpi", 2)], fresh=True)
-def test_a_barrier_has_a_timeout_of_its_own(rank: int, size: int) -> None:
-    fl.barrier()  # all begin to count now, whoever has started late
+def test_barrier_uses_its_own_timeout(rank: int, size: int) -> None:
+    fl.barrier()  # start of the timeouts of all ranks
     if rank == 1:
         time.sleep(3.0 if fl.distributed_backend() is fl.DistributedBackend.MPI else 1.5)
-        # In shared memory the first one is in time.
+        # In shared memory the first rank is in time.
         assert "lost rank 0" in first_error(fl.barrier, fl.barrier)
     else:
         late = "rank 1 did not join within 0.5 seconds"
@@ -269,7 +267,7 @@ def test_a_barrier_has_a_timeout_of_its_own(rank: int, size: int) -> None:
 
 
 @pairs
-def test_a_wait_that_times_out_can_be_repeated(rank: int, size: int) -> None:
+def test_wait_can_be_repeated_after_its_timeout(rank: int, size: int) -> None:
     x = np.full(3, 1.0)
     if rank == 1:
         time.sleep(0.5)
@@ -277,19 +275,19 @@ def test_a_wait_that_times_out_can_be_repeated(rank: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(fl.errors.CollectiveTimeoutError, match="still running"):
             work.wait(timeout=0.1)
-        with pytest.raises(RuntimeError, match="not ended yet"):
+        with pytest.raises(RuntimeError, match="before the operation ended"):
             work.result()
     assert work.wait() is x
     assert np.all(x == size)
 
 
 @on_ranks(("gloo", 2), slow=[("shm", 2), ("mpi", 2)], fresh=True)
-def test_waiting_answers_ctrl_c(rank: int, size: int) -> None:
-    fl.barrier()  # all begin to count now, whoever has started late
+def test_wait_reacts_to_ctrl_c(rank: int, size: int) -> None:
+    fl.barrier()  # start of the timeouts of all ranks
     if rank == 1:
         time.sleep(1.5)
-        # Through Gloo the interrupted operation goes on by itself; in shared memory, where it ran
-        # on the interrupted thread, it cannot.
+        # With Gloo the interrupted operation continues. In shared memory it ran on the interrupted
+        # thread and cannot continue.
         with contextlib.suppress(fl.errors.PeerLostError):
             fl.all_reduce(np.zeros(3))
             fl.barrier()
@@ -304,7 +302,7 @@ def test_waiting_answers_ctrl_c(rank: int, size: int) -> None:
 
 
 @pairs
-def test_waiting_releases_the_gil(rank: int, size: int) -> None:
+def test_wait_releases_the_gil(rank: int, size: int) -> None:
     ticks = 0
     done = threading.Event()
 
@@ -336,9 +334,7 @@ def init_many_times(rank: int, size: int, path: str, params: Any) -> int:
     return threading.active_count()
 
 
-def test_after_a_shutdown_the_world_is_this_process_and_init_can_be_repeated(
-    tmp_path: Any, params: Any
-) -> None:
+def test_distributed_init_works_again_after_a_shutdown(tmp_path: Any, params: Any) -> None:
     counts = run_ranks(init_many_times, 2, str(tmp_path / "meet"), params, init=None)
     assert list(tmp_path.iterdir()) == []
     assert max(counts) < 4
@@ -346,8 +342,8 @@ def test_after_a_shutdown_the_world_is_this_process_and_init_can_be_repeated(
 
 @pytest.mark.slow
 @on_ranks(("gloo", 3), fresh=True, params={"TIMEOUT": 1})
-def test_a_rank_that_has_said_why_it_ended_is_not_called_late(rank: int, size: int) -> None:
-    """Rank 1, whose wait was for rank 0 first, named both."""
+def test_timeout_error_does_not_name_a_rank_that_reported_its_end(rank: int, size: int) -> None:
+    """Regression: rank 1, which waited for rank 0 first, named both ranks."""
     if rank == 2:
         with pytest.raises(ZeroDivisionError), fl.abort_on_exception():
             raise ZeroDivisionError("on purpose")

@@ -1,6 +1,6 @@
-"""Ranks meet at a path: its files, paths that cannot be used, and what runs that died have left.
+"""Rendezvous at a path: its files, unusable paths, and files of dead runs.
 
-That must neither mislead nor disturb the next run.
+Files of dead runs must neither mislead nor delay the next run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from tests.distributed.threads import on_threads
 ranks = ranks_at("file")
 
 
-def test_a_path_that_is_a_directory_holds_the_files_of_this_user_alone(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_file_store_creates_private_files_in_a_directory(ranks: Ranks, tmp_path: Path) -> None:
     started = ranks.start_all(2, path=tmp_path, hold="exchanged 0")
     for rank in started:
         rank.await_event("exchanged 0")
@@ -42,12 +40,12 @@ def test_a_path_that_is_a_directory_holds_the_files_of_this_user_alone(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_name_is_matched_literally(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_store_matches_names_literally(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, path=tmp_path / "job[1].*+ä")
     assert os.listdir(tmp_path) == []
 
 
-def test_runs_with_different_names_do_not_see_each_other(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_store_separates_runs_with_different_names(ranks: Ranks, tmp_path: Path) -> None:
     assert closed(
         ranks.start_all(3, path=tmp_path / "a") + ranks.start_all(2, path=tmp_path / "a.run")
     )
@@ -55,14 +53,14 @@ def test_runs_with_different_names_do_not_see_each_other(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_rank_missing_in_a_later_exchange_is_named(ranks: Ranks) -> None:
+def test_file_store_names_a_rank_that_misses_a_later_exchange(ranks: Ranks) -> None:
     ranks.start(2, 3, hold="exchanged 0")
     for rank in ranks.start_together((0, 1), 3, timeout=1.0):
         assert "rank 2 of 3 has not arrived within 1 s" in rank.refusal()
 
 
 @pytest.mark.slow
-def test_two_ranks_0_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_store_rejects_a_second_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     servers = [ranks.start(0, 3) for _ in range(2)]
     client = ranks.start(1, 3)
     for rank in servers:
@@ -71,19 +69,19 @@ def test_two_ranks_0_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_of_two_ranks_0_with_everybody_present_at_most_one_gets_a_run(ranks: Ranks) -> None:
-    """Both gather the same clients, each of which votes once."""
+def test_file_store_completes_at_most_one_run_with_two_ranks_0(ranks: Ranks) -> None:
+    """Both collect the same clients, and each client votes once."""
     clients = [ranks.start_ready(rank, 3, timeout=3.0) for rank in (1, 2)]
     servers = [ranks.start(0, 3, timeout=3.0) for _ in range(2)]
     outcomes = [rank.outcome() for rank in (*servers, *clients)]
-    # The worker checks every payload it gets: a closed rank has met one complete run.
+    # The worker checks every payload, so a rank that closed has completed one consistent run.
     assert outcomes[:2].count("closed") <= 1
     if "closed" in outcomes:
         assert outcomes.count("closed") == 3
 
 
-def test_a_second_run_at_the_same_path_never_mixes_with_the_first(ranks: Ranks) -> None:
-    """It is turned away as a whole, or complete before the first one looks again."""
+def test_file_store_never_mixes_two_runs_at_one_path(ranks: Ranks) -> None:
+    """The second run is rejected as a whole, or completes before the first one checks again."""
     client = ranks.start(1, 2, hold="exchanged 0")
     server = ranks.start(0, 2)
     client.await_event("exchanged 0")
@@ -94,8 +92,8 @@ def test_a_second_run_at_the_same_path_never_mixes_with_the_first(ranks: Ranks) 
     assert closed([server, client])
 
 
-def test_a_parent_that_cannot_hold_files_is_named(tmp_path: Path) -> None:
-    """It is missing, no directory, or one in which nobody can create a file."""
+def test_file_store_names_an_unusable_parent_directory(tmp_path: Path) -> None:
+    """The parent is missing, is no directory, or does not allow new files."""
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "absent", tmp_path / "file", Path("/proc/self")):
         with pytest.raises(RendezvousError, match=re.escape(str(folder))):
@@ -103,13 +101,13 @@ def test_a_parent_that_cannot_hold_files_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_an_unwritable_directory_is_named(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_store_names_an_unwritable_directory(ranks: Ranks, tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     assert "ermission denied" in ranks.start(0, 2, uid=65534).refusal()
 
 
 @pytest.mark.parametrize(("rank", "size", "timeout"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])
-def test_senseless_arguments_are_refused(
+def test_store_rejects_invalid_arguments(
     tmp_path: Path, rank: int, size: int, timeout: float
 ) -> None:
     with pytest.raises(ValueError, match="got"):
@@ -117,7 +115,7 @@ def test_senseless_arguments_are_refused(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_closed_store_says_so(tmp_path: Path) -> None:
+def test_closed_file_store_raises(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "meeting", 0, 1, 1.0)
     assert store.exchange(b"alone") == [b"alone"]
     store.close()
@@ -125,10 +123,11 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outside", ["127.0.0.2", "::1"])
-def test_a_rank_of_another_host_has_rank_0_listen_outside(
+def test_rank_0_listens_outside_if_a_rank_is_on_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: str
 ) -> None:
-    """Nobody answers it at the loopback; ``outside`` stands for an address that it can reach."""
+    """No rank answers at the loopback. ``outside`` stands for an address that the other host
+    reaches."""
     reached: list[str] = []
     resolve = wire.resolved
 
@@ -154,17 +153,17 @@ def test_a_rank_of_another_host_has_rank_0_listen_outside(
     assert os.listdir(tmp_path) == []
 
 
-def test_the_loopback_is_no_address_for_other_hosts() -> None:
+def test_file_store_offers_no_loopback_address_to_other_hosts() -> None:
     assert not {"127.0.0.1", "::1"} & set(own_addresses())
     assert all(":" in address or address.count(".") == 3 for address in own_addresses())
 
 
-# What runs have left that died at any moment ------------------------------------------------------
+# Files of runs that died at any moment ------------------------------------------------------------
 
 
 DEAD, NONCE = "0123456789abcdef", "fedcba9876543210"
 NOBODY = {"peer": ["elsewhere", 1, "another", "1"]}
-# Nobody listens at port 1 of the loopback.
+# No program listens at port 1 of the loopback.
 GONE = {"version": VERSION, **NOBODY, "addresses": [["127.0.0.1", 1]], "secret": "00" * 32}
 STALE = {
     "run": f"run-{DEAD}-0",
@@ -197,7 +196,7 @@ def put_stale(directory: Path, *kinds: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STALE)
-def test_one_stale_file_of_each_kind_is_ignored_and_removed(
+def test_file_store_removes_each_kind_of_stale_file(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
     put_stale(tmp_path, kind)
@@ -205,7 +204,7 @@ def test_one_stale_file_of_each_kind_is_ignored_and_removed(
     assert os.listdir(tmp_path) == []
 
 
-def test_all_that_a_dead_run_can_leave_is_ignored_and_removed(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_store_removes_all_files_of_a_dead_run(ranks: Ranks, tmp_path: Path) -> None:
     put_stale(tmp_path, *STALE)
     clients = [ranks.start_ready(rank, 3) for rank in (1, 2)]
     assert closed([ranks.start(0, 3), *clients])
@@ -213,14 +212,14 @@ def test_all_that_a_dead_run_can_leave_is_ignored_and_removed(ranks: Ranks, tmp_
 
 
 @pytest.mark.parametrize("kind", SPOILT)
-def test_spoilt_leftovers_are_ignored_and_removed(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_file_store_removes_damaged_leftovers(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for name in STALE.values():
         put(tmp_path, name, SPOILT[kind])
     ranks.run(2)
     assert os.listdir(tmp_path) == []
 
 
-def test_foreign_files_are_left_alone(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_store_keeps_foreign_files(ranks: Ranks, tmp_path: Path) -> None:
     names = {"meeting", "meeting.txt", "meeting.run-short", f"other.run-{DEAD}-0", "meeting.ask-"}
     for name in names:
         (tmp_path / name).write_text("mine")
@@ -228,7 +227,7 @@ def test_foreign_files_are_left_alone(ranks: Ranks, tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == names
 
 
-def test_a_symbolic_link_is_not_followed(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_store_does_not_follow_symbolic_links(ranks: Ranks, tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text(json.dumps(GONE))
     before = target.read_text()
@@ -238,20 +237,20 @@ def test_a_symbolic_link_is_not_followed(ranks: Ranks, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["precious"]
 
 
-def test_a_fifo_in_the_way_blocks_nobody(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_store_does_not_block_on_a_fifo(ranks: Ranks, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"meeting.run-{DEAD}-0")
     ranks.run(2)
 
 
 @pytest.fixture
 def reused() -> Iterator[socket.socket]:
-    """The port of a dead run, at which another program listens by now."""
+    """Return a server of another program at the port of a dead run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
 
 def announce(directory: Path, server: socket.socket) -> Path:
-    """Leave an announcement as if ``server`` were a run's."""
+    """Write an announcement as if ``server`` belonged to a run."""
     port = server.getsockname()[1]
     put(directory, STALE["run"], json.dumps({**GONE, "addresses": [["127.0.0.1", port]]}).encode())
     return directory / f"meeting.{STALE['run']}"
@@ -259,7 +258,7 @@ def announce(directory: Path, server: socket.socket) -> Path:
 
 @contextmanager
 def answering(server: socket.socket, words: bytes) -> Iterator[None]:
-    """Send ``words`` to whoever connects."""
+    """Send ``words`` to each client."""
 
     def serve() -> None:
         while True:
@@ -275,12 +274,12 @@ def answering(server: socket.socket, words: bytes) -> Iterator[None]:
     try:
         yield
     finally:
-        # Closing alone would not wake it, and it might go on at whatever has the number by then.
+        # Closing alone does not wake the thread. It might continue with a reused descriptor.
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
 
 
-def test_a_port_that_another_program_has_by_now_is_no_rank_0(
+def test_file_store_ignores_a_stale_port_that_another_program_uses(
     ranks: Ranks, tmp_path: Path, reused: socket.socket
 ) -> None:
     announce(tmp_path, reused)
@@ -289,10 +288,10 @@ def test_a_port_that_another_program_has_by_now_is_no_rank_0(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_port_that_another_run_has_by_now_is_no_rank_0(
+def test_file_store_ignores_a_stale_port_that_another_run_uses(
     ranks: Ranks, tmp_path: Path, reused: socket.socket
 ) -> None:
-    """A run at another path, whose secret is another; nor is it disturbed."""
+    """The other run uses another path and another secret, and is not disturbed."""
     other = ranks.start_ready(0, 2, path=tmp_path / "another")
     while not (found := list(tmp_path.glob("another.run-*"))):
         time.sleep(0.001)
@@ -304,18 +303,18 @@ def test_a_port_that_another_run_has_by_now_is_no_rank_0(
 
 
 @pytest.mark.slow
-def test_a_port_whose_listener_says_nothing_delays_and_no_more(
+def test_file_store_continues_after_a_delay_if_a_stale_port_does_not_answer(
     ranks: Ranks, tmp_path: Path, reused: socket.socket
 ) -> None:
-    """It may be a run of another host, between two exchanges; so its file stays."""
+    """The listener may be a run of another host between two exchanges, so its file is kept."""
     stale = announce(tmp_path, reused)
     ranks.run(3)
     assert list(tmp_path.iterdir()) == [stale]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
-def test_another_user_is_not_believed(ranks: Ranks, tmp_path: Path, reused: socket.socket) -> None:
-    """Nobody even connects to what another user has announced."""
+def test_store_ignores_other_users(ranks: Ranks, tmp_path: Path, reused: socket.socket) -> None:
+    """No rank connects to an address that another user announced."""
     os.chown(announce(tmp_path, reused), 65534, 65534)
     text = ranks.start(1, 2, timeout=1.0).refusal()
     assert "rank 0 of 2 has not arrived within 1 s" in text
@@ -325,18 +324,18 @@ def test_another_user_is_not_believed(ranks: Ranks, tmp_path: Path, reused: sock
         reused.accept()
 
 
-# Rank 0 does four before its announcement is there; some, as it looks around, until it removes it.
+# File operations: rank 0 makes four before its announcement exists, and others until it removes it.
 MOMENTS = [(0, first) for first in range(0, 20, 2)] + [(1, first) for first in range(0, 8, 2)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "first"), MOMENTS)
-def test_kill_9_between_any_two_file_operations(
+def test_file_store_survives_a_kill_between_any_two_file_operations(
     ranks: Ranks, tmp_path: Path, victim: int, first: int
 ) -> None:
-    """Two adjacent moments of death, each followed by a whole run at the same path.
+    """Two adjacent moments of death, each followed by a complete run at the same path.
 
-    Every survivor either had all it needed or names the dead rank.
+    Each survivor either has all payloads or names the dead rank.
     """
     for moment in (first, first + 1):
         started = ranks.start_all(3, {victim: {"die_before": moment}}, timeout=1.5)
@@ -347,9 +346,7 @@ def test_kill_9_between_any_two_file_operations(
         assert os.listdir(tmp_path) == []
 
 
-def test_a_whole_run_killed_again_and_again_does_not_stop_the_next(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_file_store_works_after_repeatedly_killed_runs(ranks: Ranks, tmp_path: Path) -> None:
     for moment in ("exchanged 0", "exchanged 1", "constructed", "exchanged 2"):
         started = ranks.start_all(3, hold=moment)
         for rank in started:
@@ -361,15 +358,13 @@ def test_a_whole_run_killed_again_and_again_does_not_stop_the_next(
 
 
 @pytest.mark.parametrize("restarted", [0, 1])
-def test_one_rank_may_die_and_start_again_while_others_are_awaited(
-    ranks: Ranks, tmp_path: Path, restarted: int
-) -> None:
+def test_store_accepts_a_restarted_rank(ranks: Ranks, tmp_path: Path, restarted: int) -> None:
     waiting = ranks.start(1 - restarted, 3)
-    # Rank 1 does not look around meanwhile: killed between making a file for that and removing it,
-    # it leaves one to the next run. What rank 0 leaves, its successor removes.
+    # Rank 1 makes no checks meanwhile: if it were killed between creating and removing its file,
+    # the next run would find the file. The successor of rank 0 removes the files of rank 0.
     first = ranks.start_ready(restarted, 3, **({"hold": "constructed"} if restarted else {}))
     while restarted == 0 and not any("run-" in name for name in os.listdir(tmp_path)):
-        time.sleep(0.001)  # nothing reports when a file is there
+        time.sleep(0.001)  # no event when a file appears
     first.kill()
     assert closed([waiting, ranks.start(restarted, 3), ranks.start(2, 3)])
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""A forked child has no group: it can do no harm, and holds nothing of its parent's open."""
+"""A forked child has no group, cannot disturb its parent, and keeps no descriptor of it open."""
 
 import functools
 import gc
@@ -61,13 +61,13 @@ def in_the_child(groups: list[ProcessGroup], works: list[Any]) -> None:
     works.clear()
     gc.collect()
     fl.new_group([0]).barrier()
-    if multiprocessing.parent_process():  # the other child ends without it
+    if multiprocessing.parent_process():  # the other child exits without atexit handlers
         fl.distributed_shutdown()
 
 
-# On ranks of its own: the arrays that ranks of other tests share would be left open, too.
+# Fresh ranks: otherwise shared arrays of other tests would stay open.
 @on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 5), slow=[("mpi", 3)], fresh=True)
-def test_a_forked_child_has_no_group_and_leaves_its_parents_alone(rank: int, size: int) -> None:
+def test_forked_child_has_no_group_and_does_not_disturb_its_parent(rank: int, size: int) -> None:
     whole = fl.new_group(range(size))
     part = whole.new_group(range(size))
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -79,7 +79,7 @@ def test_a_forked_child_has_no_group_and_leaves_its_parents_alone(rank: int, siz
     child = os.fork()
     if child == 0:
         in_the_child(groups, works)
-        sys.exit(0)  # with the handlers of atexit
+        sys.exit(0)  # runs the atexit handlers
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     process = multiprocessing.get_context("fork").Process(
         target=in_the_child, args=(list(groups), list(works))
@@ -110,13 +110,13 @@ def by_fork() -> int:
 
 
 def by_exec() -> int:
-    """Start a program that inherits what is not closed on exec."""
+    """Start a program that inherits descriptors without close-on-exec."""
     return subprocess.Popen(["sleep", "1000"], close_fds=False).pid
 
 
 @pytest.mark.parametrize("start", [by_fork, by_exec])
 @on_ranks(("gloo", 2), ("shm", 2), lost=1, params={"TIMEOUT": 15})
-def test_a_killed_rank_is_noticed_while_a_child_of_it_lives(
+def test_killed_rank_is_detected_if_its_child_lives(
     rank: int, size: int, start: Callable[[], int]
 ) -> None:
     group = fl.new_group(range(size))
@@ -128,4 +128,4 @@ def test_a_killed_rank_is_noticed_while_a_child_of_it_lives(
         with pytest.raises(fl.errors.PeerLostError):
             group.all_reduce(np.ones(3))
     finally:
-        os.kill(child, signal.SIGKILL)  # it has the pipes of the test's harness, too
+        os.kill(child, signal.SIGKILL)  # it holds the pipes of the test harness

@@ -1,4 +1,4 @@
-"""Groups of some ranks: who is in them, what they may do at once, their timeouts, how they end."""
+"""Groups: members, concurrent operations, timeouts, and their end."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ def total(group: ProcessGroup, value: float) -> float:
 
 
 @on_ranks()
-def test_a_new_group_has_its_members_in_the_order_given(rank: int, size: int) -> None:
+def test_new_group_keeps_the_order_of_its_ranks(rank: int, size: int) -> None:
     with fl.new_group([3, 1]) as group:
         assert group.size == 2
         assert group.ranks == (3, 1)
@@ -37,7 +37,7 @@ def test_a_new_group_has_its_members_in_the_order_given(rank: int, size: int) ->
 
 
 @on_ranks()
-def test_a_split_is_by_color_then_key_then_rank(rank: int, size: int) -> None:
+def test_split_orders_ranks_by_color_key_and_rank(rank: int, size: int) -> None:
     group = fl.split(rank % 2, key=-rank)
     expected = [r for r in range(size) if r % 2 == rank % 2][::-1]
     assert group.ranks == tuple(expected)
@@ -50,7 +50,7 @@ def test_a_split_is_by_color_then_key_then_rank(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_a_group_can_be_made_of_a_groups_ranks_and_ends_with_it(rank: int, size: int) -> None:
+def test_subgroup_ends_with_its_parent(rank: int, size: int) -> None:
     outer = fl.new_group([0, 2, 3])
     if not outer.is_member:
         return
@@ -61,15 +61,15 @@ def test_a_group_can_be_made_of_a_groups_ranks_and_ends_with_it(rank: int, size:
         alone = inner.split(inner.rank)
         assert (alone.ranks, alone.size, alone.rank) == ((rank,), 1, 0)
         assert total(alone, 5.0) == 5.0
-    outer.close()  # closes the groups made of it
+    outer.close()  # also closes its subgroups
     if inner.is_member:
         with pytest.raises(fl.errors.GroupClosedError, match="closed"):
             inner.barrier()
 
 
 @on_ranks()
-def test_collectives_of_different_groups_are_in_flight_together(rank: int, size: int) -> None:
-    """Collectives of three groups, begun in different orders by different ranks."""
+def test_collectives_of_different_groups_run_at_the_same_time(rank: int, size: int) -> None:
+    """Ranks start collectives of three groups in different orders."""
     everyone = fl.new_group(range(size))
     parity, half = fl.split(rank % 2), fl.split(int(rank < 2))
     begun = [(everyone, size), (parity, parity.size), (half, half.size)]
@@ -86,7 +86,7 @@ def test_collectives_of_different_groups_are_in_flight_together(rank: int, size:
 
 
 @on_ranks()
-def test_a_rank_outside_a_group_gets_a_clear_answer(rank: int, size: int) -> None:
+def test_group_raises_on_a_rank_that_is_no_member(rank: int, size: int) -> None:
     group = fl.new_group([0, 1])
     if group.is_member:
         return
@@ -99,18 +99,20 @@ def test_a_rank_outside_a_group_gets_a_clear_answer(rank: int, size: int) -> Non
         lambda: group.new_group([0]),
         lambda: group.all_gather_object(1),
     ):
-        with pytest.raises(ValueError, match=r"not in the group.*\[0, 1\].*is_member"):
+        with pytest.raises(
+            ValueError, match=r"member of the group of world ranks \[0, 1\].*is_member"
+        ):
             call()
     assert np.all(x == 1)
     group.close()
 
 
 @on_ranks()
-def test_wrong_lists_of_ranks_are_refused_before_anything_is_sent(rank: int, size: int) -> None:
+def test_new_group_rejects_invalid_ranks_before_it_sends(rank: int, size: int) -> None:
     for members, match in (
-        ([0, size], f"0 to {size - 1}; got {size}"),
+        ([0, size], f"0 to {size - 1}, got {size}"),
         ([0, -1], "got -1"),
-        ([1, 1], "twice"),
+        ([1, 1], "duplicates"),
         ([], "at least one rank"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -121,7 +123,7 @@ def test_wrong_lists_of_ranks_are_refused_before_anything_is_sent(rank: int, siz
 
 
 @on_ranks()
-def test_ranks_that_ask_for_different_groups_raise_on_every_rank(rank: int, size: int) -> None:
+def test_new_group_raises_on_every_rank_if_ranks_pass_different_lists(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.new_group([0, 1] if rank else [0, 2])
     fl.barrier()
@@ -131,7 +133,7 @@ def test_ranks_that_ask_for_different_groups_raise_on_every_rank(rank: int, size
 
 
 @on_ranks()
-def test_a_closed_group_says_so_and_leaves_the_others_alone(rank: int, size: int) -> None:
+def test_closed_group_raises_and_leaves_other_groups_usable(rank: int, size: int) -> None:
     with fl.new_group([0, 1]) as group:
         pass
     if group.is_member:
@@ -149,15 +151,15 @@ def test_a_closed_group_says_so_and_leaves_the_others_alone(rank: int, size: int
 
 
 @on_ranks()
-def test_groups_come_and_go(rank: int, size: int) -> None:
+def test_groups_can_be_created_and_closed_repeatedly(rank: int, size: int) -> None:
     for _ in range(30):
         with fl.split(rank % 2) as group:
             assert total(group, 1.0) == group.size
 
 
 @on_ranks()
-def test_a_barrier_is_one_of_the_gpus_too(rank: int, size: int) -> None:
-    """The GPUs' backend is that of the CPUs here, which counts: what is asked is who is asked."""
+def test_barrier_waits_for_the_gpus(rank: int, size: int) -> None:
+    """The GPU backend is replaced by the CPU backend, which counts its calls."""
     group = fl.new_group(range(size))
     group._joiner = dataclasses.replace(group._joiner, join_gpus=lambda backend: backend)
     gpus = group.join_gpus()
@@ -171,7 +173,7 @@ def test_a_barrier_is_one_of_the_gpus_too(rank: int, size: int) -> None:
 
 
 @on_ranks(("gloo", 2), ("shm", 2), fresh=True)
-def test_the_end_of_the_world_closes_its_groups(rank: int, size: int) -> None:
+def test_shutdown_closes_the_groups_of_the_world(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     total(group, 1.0)
     fl.distributed_shutdown()
@@ -183,35 +185,35 @@ def test_the_end_of_the_world_closes_its_groups(rank: int, size: int) -> None:
 
 
 SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
-LONG = (1e10, 1e300, float("inf"))  # more than clocks and locks have room for
+LONG = (1e10, 1e300, float("inf"))  # beyond the range of clocks and locks
 
 of_three = on_ranks(("gloo", 3), ("shm", 3), slow=[("hierarchical", 3), ("mpi", 3)])
 
 
 def waits_in_vain(group: Any, verb: str) -> None:
-    """Wait for ranks that never come, until the group's timeout."""
+    """Wait for ranks that never call, until the timeout of the group."""
     began, more = time.monotonic(), [(group.rank + 1) % group.size] if verb == "recv" else []
-    late = fl.errors.CollectiveTimeoutError, fl.errors.MismatchError  # the others are in the world
+    late = fl.errors.CollectiveTimeoutError, fl.errors.MismatchError  # other ranks call the world
     with pytest.raises(late, match=r"0\.\d+ seconds"):
         getattr(group, verb)(np.ones(3), *more)
     assert SHORT * 0.9 < time.monotonic() - began < MOST
 
 
 @of_three
-def test_who_waits_in_a_group_waits_for_its_timeout(rank: int, size: int) -> None:
+def test_group_operations_use_the_timeout_of_the_group(rank: int, size: int) -> None:
     made = [fl.new_group([2, 0, 1], timeout=SHORT), fl.split(0, timeout=np.float32(SHORT))]
     made.append(fl.new_group([0, 1], timeout=SHORT))
-    made += [group.new_group([1, 0]) for group in made[:2]]  # those of a group have its timeout
+    made += [group.new_group([1, 0]) for group in made[:2]]  # subgroups inherit the timeout
     for group, verb in zip(made, ["all_reduce", "recv", "all_gather"] * 2, strict=False):
         if rank == group.ranks[0]:
             waits_in_vain(group, verb)
-    assert fl.all_reduce(np.ones(2))[0] == size  # the world goes on
+    assert fl.all_reduce(np.ones(2))[0] == size  # the world works
     for group in made:
         group.close()
 
 
 @of_three
-def test_a_timeout_can_be_changed(rank: int, size: int) -> None:
+def test_group_limit_changes_its_timeout(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     group.limit(MOST)
     assert group.all_reduce(np.ones(2))[0] == size
@@ -225,7 +227,7 @@ def test_a_timeout_can_be_changed(rank: int, size: int) -> None:
 
 
 @on_ranks(("gloo", 2), ("shm", 2), fresh=True)
-def test_that_of_the_world_can_be_changed(rank: int, size: int) -> None:
+def test_group_limit_changes_the_timeout_of_the_world(rank: int, size: int) -> None:
     world = current_world().group
     world.limit(SHORT)
     if rank == 0:
@@ -238,7 +240,7 @@ def test_that_of_the_world_can_be_changed(rank: int, size: int) -> None:
 
 
 @of_three
-def test_ranks_pass_one_timeout(rank: int, size: int) -> None:
+def test_new_group_rejects_invalid_or_different_timeouts(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError, match=r"rank 1: new_group \[0, 1\], timeout=1\.0"):
         fl.new_group([0, 1], timeout=rank or None)
     with pytest.raises(fl.errors.MismatchError, match=r"rank 0: split; rank 1: split, timeout=1"):
@@ -252,7 +254,7 @@ def test_ranks_pass_one_timeout(rank: int, size: int) -> None:
 
 
 @of_three
-def test_a_timeout_may_be_as_long_as_one_likes(rank: int, size: int) -> None:
+def test_timeout_may_exceed_the_range_of_clocks(rank: int, size: int) -> None:
     for timeout in LONG:
         with fl.new_group(range(size), timeout=timeout) as group:
             group.barrier(timeout)
@@ -268,7 +270,7 @@ def test_a_timeout_may_be_as_long_as_one_likes(rank: int, size: int) -> None:
 
 
 @of_three
-def test_a_wait_for_no_number_of_seconds_ends_at_once(rank: int, size: int) -> None:
+def test_wait_with_nan_seconds_ends_at_once(rank: int, size: int) -> None:
     received = fl.irecv(np.zeros(1), (rank - 1) % size)
     with pytest.raises((fl.errors.CollectiveTimeoutError, ValueError)):
         received.wait(float("nan"))

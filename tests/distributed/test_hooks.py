@@ -1,6 +1,6 @@
-"""Communication hooks: the same bits on every rank, close to the sum, nothing lost on the way.
+"""Communication hooks: equal bits on every rank, results close to the sum, and no lost gradients.
 
-What a hook is given, when it is called, and what is refused; the arithmetic by itself.
+Also the arguments of hooks, the time of their calls, invalid hooks, and the arithmetic alone.
 """
 
 import itertools
@@ -35,7 +35,7 @@ ranks = ranks_in(
 DTYPES = ("float32", "float64")
 
 
-def test_every_rank_has_the_same_bits_in_every_step(ranks: Any) -> None:
+def test_hooks_give_the_same_bits_on_every_rank_in_every_step(ranks: Any) -> None:
     for case in itertools.product(HOOKS, DTYPES):
         reports = ranks.run(hook_steps.steps, *case, 4, {})
         for step in range(4):
@@ -47,7 +47,7 @@ def variables(rank: int, size: int) -> list[str]:
     return list(os.environ)
 
 
-def test_casting_rounds_each_value_once_and_the_sum_once_per_level(ranks: Any) -> None:
+def test_half_compression_rounds_each_value_once_and_the_sum_once_per_level(ranks: Any) -> None:
     hooks = {"Float16Compression": 11, "Bfloat16Compression": 8}
     for (name, bits), dtype in itertools.product(hooks.items(), DTYPES):
         results, _, _ = ranks.run(hook_steps.steps, name, dtype, 1, {})[0]
@@ -55,26 +55,26 @@ def test_casting_rounds_each_value_once_and_the_sum_once_per_level(ranks: Any) -
         for rank in range(1, ranks.size):
             magnitudes += flat([abs(a) for a in gradients(rank, 0, dtype)])
         exact = flat(sums(ranks.size, 0, dtype))
-        # Half of the last place of each value and of the sum, also that of a host; and what float32
-        # adds to that.
+        # Half a unit in the last place of each value and of the sum (per host), and the error of
+        # float32.
         hosts = magnitudes if "FLASHLIGHT_MEMORY_DOMAIN" in ranks.run(variables)[0] else 0
         bound = (magnitudes + hosts + abs(exact)) * (1.001 * 2.0**-bits) + 2.0**-23
         assert np.all(abs(flat(results[0]) - exact) <= bound), (name, dtype)
         assert np.any(flat(results[0]) != exact), (name, dtype)
 
 
-def test_what_was_sent_and_what_is_left_is_the_sum_of_the_gradients(ranks: Any) -> None:
+def test_power_sgd_sent_values_plus_residuals_equal_the_gradients(ranks: Any) -> None:
     count = 12
     total = sum(flat(sums(ranks.size, step, "float64")) for step in range(count))
     reports = ranks.run(hook_steps.steps, "PowerSGDCompression", "float64", count, {})
     sent = sum(flat(result) for result in reports[0][0])
     left = sum(residuals(state) for _, state, _ in reports)
-    assert np.linalg.norm(left) > 1  # there is something to lose
+    assert np.linalg.norm(left) > 1  # the residuals matter
     np.testing.assert_allclose(sent + left, total, rtol=0, atol=1e-10)
 
 
 def low_rank(rank: int, size: int, dtype: str) -> list[Any]:
-    """A matrix and a kernel of rank 1 on each rank, so that the sums' rank is the world's size."""
+    """Return a matrix and a kernel of rank 1. The rank of their sums is the world size."""
     random = np.random.default_rng(rank)
     arrays = [
         np.outer(random.standard_normal(60), random.standard_normal(40)),
@@ -85,7 +85,7 @@ def low_rank(rank: int, size: int, dtype: str) -> list[Any]:
     return reduce(fl.PowerSGDCompression(rank=size), results, scale=0.5)
 
 
-def test_power_sgd_is_exact_for_matrices_of_low_rank(ranks: Any) -> None:
+def test_power_sgd_is_exact_for_low_rank_matrices(ranks: Any) -> None:
     alone = [low_rank(rank, 1, "float64") for rank in range(ranks.size)]
     for dtype, error in zip(DTYPES, (1e-5, 1e-13), strict=True):
         for number, got in enumerate(ranks.run(low_rank, dtype)[-1]):
@@ -95,8 +95,8 @@ def test_power_sgd_is_exact_for_matrices_of_low_rank(ranks: Any) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_feedback_makes_up_for_what_single_steps_lack(rank: int, size: int) -> None:
-    """The mean of 40 results is closer to the sum than the first one."""
+def test_power_sgd_feedback_reduces_the_error_over_several_steps(rank: int, size: int) -> None:
+    """The mean of 40 results is closer to the sum than the first result."""
     hook = make("PowerSGDCompression")
     exact = flat(sums(size, 0, "float64"))
     results = [flat(reduce(hook, gradients(rank, 0, "float64"))) for _ in range(40)]
@@ -109,8 +109,8 @@ def test_feedback_makes_up_for_what_single_steps_lack(rank: int, size: int) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", HOOKS)
 @on_ranks(("shm", 2))
-def test_a_loaded_state_has_the_same_next_step(rank: int, size: int, name: str, dtype: str) -> None:
-    """Three steps, then one more with the same hook and with a new one that has its state."""
+def test_loaded_state_repeats_the_next_step(rank: int, size: int, name: str, dtype: str) -> None:
+    """Three steps, then a step with the same hook and with a new hook that has its state."""
     hook = make(name)
     for step in range(3):
         reduce(hook, gradients(rank, step, dtype))
@@ -128,7 +128,7 @@ def test_a_loaded_state_has_the_same_next_step(rank: int, size: int, name: str, 
 
 
 @on_ranks(("shm", 2))
-def test_power_sgd_begins_with_its_start_step(rank: int, size: int) -> None:
+def test_power_sgd_compresses_from_its_start_step_on(rank: int, size: int) -> None:
     hook = fl.PowerSGDCompression(start_step=3)
     for step in range(5):
         got = flat(reduce(hook, gradients(rank, step, "float32"), 0.25))
@@ -136,7 +136,7 @@ def test_power_sgd_begins_with_its_start_step(rank: int, size: int) -> None:
         assert (got.tobytes() == plain.tobytes()) == (step < 3)
 
 
-def test_bytes_per_step(pool: Any) -> None:
+def test_hooks_report_the_bytes_of_each_step(pool: Any) -> None:
     elements = sum(int(np.prod(shape)) for shape in SHAPES)
     reports = {n: pool(2).run(hook_steps.steps, n, "float32", 2, {})[0][2] for n in HOOKS}
     assert reports["Float16Compression"] == reports["Bfloat16Compression"] == 2 * elements
@@ -149,10 +149,10 @@ def test_bytes_per_step(pool: Any) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", HOOKS)
 @on_ranks(("shm", 2))
-def test_what_is_not_finite_is_seen_everywhere_and_forgotten(
+def test_hooks_pass_nonfinite_values_to_every_rank_and_drop_them_from_residuals(
     rank: int, size: int, name: str, value: float
 ) -> None:
-    """One bad value on rank 0, then a good step."""
+    """One nonfinite value on rank 0, then a good step."""
     hook = make(name)
     arrays = gradients(rank, 0, "float32")
     if rank == 0:
@@ -166,8 +166,8 @@ def test_what_is_not_finite_is_seen_everywhere_and_forgotten(
 
 
 @on_ranks(("shm", 2))
-def test_gradients_of_zeros_stop_nothing(rank: int, size: int) -> None:
-    """Matrices of zeros, then ones: no direction is lost for ever."""
+def test_power_sgd_recovers_from_zero_gradients(rank: int, size: int) -> None:
+    """Matrices of zeros, then of ones: no direction is lost permanently."""
     hook = make("PowerSGDCompression")
     for _ in range(2):
         zeros = [np.zeros(shape) for shape in SHAPES]
@@ -178,14 +178,14 @@ def test_gradients_of_zeros_stop_nothing(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_power_sgd_of_tiny_gradients(rank: int, size: int) -> None:
-    """Gradients whose squares are nothing in float32."""
+def test_power_sgd_reduces_gradients_whose_squares_underflow(rank: int, size: int) -> None:
+    """Gradients whose squares underflow in float32."""
     exact = np.outer(np.arange(60.0), np.arange(40.0)) * 1e-30
     got = reduce(fl.PowerSGDCompression(rank=1), [exact.astype(np.float32)], 1 / size)[0]
     assert abs(got - exact).max() < 1e-5 * exact.max()
 
 
-# What a hook is given, when it is called, and what is refused -------------------------------------
+# Arguments of hooks, the time of their calls, and invalid hooks -----------------------------------
 
 
 def plain(bucket: Any) -> Any:
@@ -193,7 +193,7 @@ def plain(bucket: Any) -> Any:
 
 
 class Looking:
-    """A hook that reduces exactly and keeps what it was given."""
+    """A hook that reduces exactly and records its buckets."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -213,8 +213,8 @@ class Looking:
     "options", [{}, {"async_op": False}, {"bucket_bytes": 1}, {"bucket_bytes": 1 << 20}]
 )
 @on_ranks(("single", 1), ("shm", 2))
-def test_a_function_is_a_hook(rank: int, size: int, options: dict[str, Any]) -> None:
-    """A plain function is a hook, in any layout of the arrays; it gives the bits of no hook."""
+def test_reducer_accepts_a_function_as_hook(rank: int, size: int, options: dict[str, Any]) -> None:
+    """A plain function works for every array layout, and gives the same bits as no hook."""
     with_hook, without = gradients(rank, 0, "float32"), gradients(rank, 0, "float32")
     for arrays in (with_hook, without):
         arrays[0] = np.asfortranarray(arrays[0])
@@ -226,7 +226,7 @@ def test_a_function_is_a_hook(rank: int, size: int, options: dict[str, Any]) -> 
 
 
 @on_ranks(("shm", 2))
-def test_buckets_are_numbered_alike_in_every_step(rank: int, size: int) -> None:
+def test_bucket_indices_are_equal_in_every_step(rank: int, size: int) -> None:
     hook = Looking()
     reducer = fl.CoalescingReducer(0.5, bucket_bytes=1000, hook=hook)
     for step in range(2):
@@ -234,7 +234,7 @@ def test_buckets_are_numbered_alike_in_every_step(rank: int, size: int) -> None:
         arrays += [np.ones(5), np.ones((2, 3), np.float32), np.ones(2, np.float32)]
         for array in arrays:
             reducer.add(array)
-        # The bucket of another dtype has pushed the first one out before finalize.
+        # The bucket of another dtype has started the first one before finalize.
         assert len(hook.seen) == 3 * step + 2
         reducer.finalize()
         assert len(hook.ended) == 3 * step + 3
@@ -248,7 +248,7 @@ def test_buckets_are_numbered_alike_in_every_step(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_numbers_begin_anew_after_a_step_that_was_abandoned(rank: int, size: int) -> None:
+def test_bucket_indices_restart_after_an_abandoned_step(rank: int, size: int) -> None:
     hook = Looking()
     reducer = fl.CoalescingReducer(1.0, bucket_bytes=8, hook=hook)
     reducer.add(np.ones(4))
@@ -268,7 +268,7 @@ def test_numbers_begin_anew_after_a_step_that_was_abandoned(rank: int, size: int
     ids=["cast", "rank", "start"],
 )
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_ranks_with_different_hooks_raise(rank: int, size: int, hooks: Any) -> None:
+def test_reducer_raises_if_ranks_have_different_hooks(rank: int, size: int, hooks: Any) -> None:
     name, options = hooks[rank]
     with pytest.raises(fl.errors.MismatchError, match=r"(?s)rank 0 called.*rank 1 called"):
         reduce(make(name, **options), gradients(rank, 0, "float32"), bucket_bytes=1 << 20)
@@ -276,17 +276,17 @@ def test_ranks_with_different_hooks_raise(rank: int, size: int, hooks: Any) -> N
 
 
 @pytest.mark.parametrize("hook", [fl.Float16Compression, "float16", 16])
-def test_what_is_no_hook_is_refused(hook: Any) -> None:
+def test_reducer_rejects_objects_that_are_no_hook(hook: Any) -> None:
     with pytest.raises(TypeError, match=r"such as fl\.Float16Compression\(\)"):
         fl.CoalescingReducer(1.0, hook=hook)
 
 
-def test_a_hook_needs_contiguous_buckets() -> None:
+def test_reducer_rejects_a_hook_without_contiguous_buckets() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         fl.CoalescingReducer(1.0, contiguous=False, hook=plain)
 
 
-def test_a_hook_must_return_a_work() -> None:
+def test_reducer_rejects_a_hook_that_returns_no_work() -> None:
     reducer = fl.CoalescingReducer(1.0, hook=lambda bucket: bucket.flat)  # type: ignore[arg-type,return-value]
     reducer.add(np.ones(3))
     with pytest.raises(TypeError, match=r"rank 0 of 1: .* must return a Work.*got ndarray"):
@@ -295,7 +295,7 @@ def test_a_hook_must_return_a_work() -> None:
 
 @pytest.mark.parametrize("dtype", ["int32", "float16", "complex64"])
 @pytest.mark.parametrize("name", HOOKS)
-def test_other_dtypes_are_refused_when_they_are_added(name: str, dtype: str) -> None:
+def test_reducer_rejects_unsupported_dtypes_in_add(name: str, dtype: str) -> None:
     reducer = fl.CoalescingReducer(1.0, hook=make(name))
     with pytest.raises(TypeError, match=f"{name} compresses float32 and float64, got {dtype}"):
         reducer.add(np.ones(3, dtype))
@@ -312,7 +312,7 @@ def test_other_dtypes_are_refused_when_they_are_added(name: str, dtype: str) -> 
         ("PowerSGDCompression", {"min_compression": None}, TypeError, "must be a number"),
     ],
 )
-def test_arguments_that_make_no_sense(
+def test_compressions_reject_invalid_arguments(
     name: str, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -320,7 +320,7 @@ def test_arguments_that_make_no_sense(
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_state_of_another_kind_is_not_loaded(name: str) -> None:
+def test_hook_rejects_a_state_of_another_hook(name: str) -> None:
     hook = make(name)
     with pytest.raises(ValueError, match=r"nothing was loaded: .* got 'velocity\.0'"):
         hook.load_state_dict({"velocity.0": np.ones(3)})
@@ -331,28 +331,28 @@ def test_a_state_of_another_kind_is_not_loaded(name: str) -> None:
     assert hook.state_dict() == {}
 
 
-def test_a_state_of_other_arrays_is_refused_by_the_next_step() -> None:
+def test_hook_rejects_a_state_of_other_arrays_in_the_next_step() -> None:
     hook = make("PowerSGDCompression")
     hook.load_state_dict({"residual.0": np.ones(7)})
     with pytest.raises(ValueError, match=r"residual\.0 is float64 \(7,\) and the bucket needs"):
         reduce(hook, [np.ones((30, 40))])
 
 
-def test_one_hook_for_two_reducers_is_refused_where_their_arrays_differ() -> None:
+def test_hook_of_two_reducers_raises_if_their_arrays_differ() -> None:
     hook = make("PowerSGDCompression")
     reduce(hook, [np.ones((30, 40))])
     with pytest.raises(ValueError, match="serves two reducers"):
         reduce(hook, [np.ones((31, 40))])
 
 
-def test_bfloat16_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_compression_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(ImportError, match=r"pip install 'flashlight-py\[bfloat16\]'"):
         fl.Bfloat16Compression()
 
 
 @on_ranks(("shm", 2))
-def test_a_bucket_knows_whether_something_was_left_to_run(rank: int, size: int) -> None:
+def test_bucket_reports_whether_work_is_still_running(rank: int, size: int) -> None:
     for inline_bytes, blocking, is_left in (
         (24, False, False),
         (23, False, True),
@@ -370,7 +370,7 @@ def test_a_bucket_knows_whether_something_was_left_to_run(rank: int, size: int) 
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_bytes_in_another_order_are_brought_in_order(name: str) -> None:
+def test_hooks_accept_arrays_of_foreign_byte_order(name: str) -> None:
     native, swapped = gradients(0, 0, "float32")[:1], gradients(0, 0, "float32")[:1]
     swapped[0] = swapped[0].astype(">f4")
     reduce(make(name), native)
@@ -380,7 +380,7 @@ def test_bytes_in_another_order_are_brought_in_order(name: str) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_nothing_at_all_is_a_bucket_too(rank: int, size: int) -> None:
+def test_hooks_accept_an_empty_bucket(rank: int, size: int) -> None:
     for name in HOOKS:
         arrays = [np.empty((0, 3)), np.empty(0)]
         reduce(make(name), arrays)
@@ -388,7 +388,7 @@ def test_nothing_at_all_is_a_bucket_too(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["Float16Compression", "PowerSGDCompression"])
-def test_hooks_stay_in_the_library_of_their_arrays(strict: Any, name: str) -> None:
+def test_hooks_compute_in_the_library_of_their_arrays(strict: Any, name: str) -> None:
     hooks = [make(name), make(name)]
     for step in range(4):
         arrays = gradients(0, step, "float64")
@@ -401,11 +401,11 @@ def test_hooks_stay_in_the_library_of_their_arrays(strict: Any, name: str) -> No
         hooks[1].load_state_dict(hooks[1].state_dict())
 
 
-# The arithmetic by itself: rounding, orthonormal columns, products --------------------------------
+# Arithmetic: rounding, orthonormal columns, products ----------------------------------------------
 
 
-def test_half_precision_is_numpys_for_every_kind_of_number() -> None:
-    """Every 997th float32: normal, small, zero; what is too large becomes the largest number."""
+def test_float16_conversion_matches_numpy_for_all_kinds_of_numbers() -> None:
+    """Every 997th float32: normal, subnormal, zero. Too large values become the largest number."""
     numbers = np.arange(0, 1 << 32, 997, dtype=np.uint32).view(np.float32)
     with np.errstate(all="ignore"):
         expected = numbers.astype(np.float16)
@@ -417,23 +417,23 @@ def test_half_precision_is_numpys_for_every_kind_of_number() -> None:
     assert np.isnan(got[nan]).all()
 
 
-def test_ties_go_to_even_also_among_small_numbers() -> None:
+def test_float16_conversion_rounds_ties_to_even_for_subnormals() -> None:
     steps = np.arange(0.0, 40.0)
-    for unit in (2.0**-25, 2.0**-14, 1.0):  # half of the last place at some magnitude
+    for unit in (2.0**-25, 2.0**-14, 1.0):  # half of the last place for this magnitude
         numbers = (unit * (steps if unit < 1e-6 else 2048 + steps)).astype(np.float32)
         with np.errstate(under="ignore"):
             assert np.array_equal(to_half(numbers), numbers.astype(np.float16))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_half_is_decoded_as_it_was(dtype: str) -> None:
+def test_float16_conversion_round_trips_every_value(dtype: str) -> None:
     half = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     out = np.empty(half.shape, dtype)
     from_half(half, out)
     assert np.array_equal(out, half.astype(dtype), equal_nan=True)
 
 
-def test_float64_beyond_float32_stays_finite() -> None:
+def test_float16_conversion_keeps_large_float64_finite() -> None:
     numbers = np.array([1e300, -1e39, np.inf, -np.inf, 1e-300, -0.0])
     got = to_half(numbers)
     assert got.tolist() == [LARGEST, -LARGEST, np.inf, -np.inf, 0.0, 0.0]
@@ -456,7 +456,7 @@ def matrix(kind: str, dtype: str) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["any", "dependent", "zero", "nearly dependent", "tiny"])
-def test_columns_become_orthonormal_and_span_what_they_spanned(kind: str, dtype: str) -> None:
+def test_orthonormalize_keeps_the_span_of_the_columns(kind: str, dtype: str) -> None:
     columns = matrix(kind, dtype)
     before, got = columns.copy(), orthonormal(columns)
     epsilon = np.finfo(dtype).eps
@@ -468,18 +468,18 @@ def test_columns_become_orthonormal_and_span_what_they_spanned(kind: str, dtype:
     )
 
 
-def test_directions_that_are_missing_are_the_same_every_time() -> None:
+def test_orthonormalize_adds_the_same_missing_directions_every_time() -> None:
     assert np.array_equal(orthonormal(np.zeros((30, 3))), orthonormal(np.zeros((30, 3))))
 
 
-def test_what_is_not_finite_shows() -> None:
+def test_orthonormalize_keeps_nonfinite_values_visible() -> None:
     columns = matrix("any", "float32")
     columns[3, 1] = np.inf
     assert np.isnan(orthonormal(columns)).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 70_000), (300, 200)])
-def test_outer_sum_is_the_product(shape: tuple[int, int]) -> None:
+def test_outer_sum_equals_the_matrix_product(shape: tuple[int, int]) -> None:
     random = np.random.default_rng(0)
     left, right = (random.standard_normal((extent, 3)) for extent in shape)
     out = np.empty(shape)

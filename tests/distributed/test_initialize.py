@@ -1,4 +1,4 @@
-"""Every way to start, with real launchers, by hand and by torch's words for how ranks meet."""
+"""All ways to initialise: real launchers, passed arguments, and init methods of torch."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ from tests.distributed.harness import mpirun_command, run_ranks
 from tests.distributed.jobs import free_port
 from tests.distributed.processes import descriptors_below, held
 
-# A program as a user writes it: initialise, reduce, print what this process became.
+# A user program that initialises, reduces, and prints its rank.
 PROGRAM = """
 import sys
 import numpy as np
@@ -53,7 +53,7 @@ def start(*args: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
-    results = [jobs.ended(process) for process in processes]
+    results = [jobs.finish(process) for process in processes]
     assert all(code == 0 for code, _ in results), results
     return [out.strip() for _, out in results]
 
@@ -65,13 +65,13 @@ def expected(size: int) -> set[str]:
 
 @pytest.mark.parametrize("method", ["auto", "mpi"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_mpirun(method: str, size: int) -> None:
+def test_distributed_init_works_under_mpirun(method: str, size: int) -> None:
     command = [*mpirun_command(size), *MAIN, method]
     (said,) = finish([jobs.start(command)])
     assert set(said.splitlines()) == expected(size)
 
 
-def test_a_shared_file(tmp_path: Path) -> None:
+def test_distributed_init_works_with_a_shared_file(tmp_path: Path) -> None:
     path = str(tmp_path / "meet")
     got = finish([start("file", path, str(rank), "3") for rank in range(3)])
     assert set(got) == expected(3)
@@ -79,15 +79,15 @@ def test_a_shared_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "env"])
-def test_the_variables_of_torchrun(method: str) -> None:
+def test_distributed_init_reads_the_variables_of_torchrun(method: str) -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     got = finish([start(method, RANK=str(rank), **where) for rank in range(3)])
     assert set(got) == expected(3)
 
 
 @pytest.mark.parametrize("has_one_host", [True, False])
-def test_where_torchruns_agent_listens_at_master_port(tmp_path: Path, has_one_host: bool) -> None:
-    """In the user's folder, or at a port of their own."""
+def test_init_avoids_the_port_of_the_torchrun_agent(tmp_path: Path, has_one_host: bool) -> None:
+    """The ranks meet in the user's folder, or at another port."""
     with socket.create_server(("127.0.0.1", 0)) as agent:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.getsockname()[1])}
         where |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "XDG_RUNTIME_DIR": str(tmp_path)}
@@ -98,44 +98,44 @@ def test_where_torchruns_agent_listens_at_master_port(tmp_path: Path, has_one_ho
     assert [path.name for path in tmp_path.iterdir()] == left
 
 
-def test_variables_and_a_file(tmp_path: Path) -> None:
+def test_distributed_init_combines_variables_with_a_file(tmp_path: Path) -> None:
     where = {"FLASHLIGHT_FILE": str(tmp_path / "meet"), "WORLD_SIZE": "2"}
     got = finish([start("env", RANK=str(rank), **where) for rank in range(2)])
     assert set(got) == expected(2)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_alone_without_a_launcher() -> None:
+def test_distributed_init_creates_a_world_of_one_without_a_launcher() -> None:
     assert finish([start("auto")]) == ["(0, 1, 0, 1) [1.0, 1.0, 1.0] SINGLE"]
 
 
-def test_a_rank_that_would_believe_it_is_alone_refuses() -> None:
-    """As when the mpirun of one MPI starts a program whose mpi4py has loaded another."""
+def test_distributed_init_raises_if_a_launched_rank_would_be_alone() -> None:
+    """For example if the mpirun of one MPI starts a program whose mpi4py uses another MPI."""
     errors = error_of(start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"))
     assert "RendezvousError" in errors
     assert "the environment says rank 1 of 4" in errors
     assert "MPI says 1" in errors
 
 
-def test_mpi_without_mpi4py_says_what_to_install(tmp_path: Path) -> None:
+def test_distributed_init_with_mpi_names_mpi4py_if_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')\n")
     errors = error_of(start("mpi", PYTHONPATH=str(tmp_path)))
     assert "BackendUnavailableError" in errors
     assert "pip install 'flashlight-py[mpi]'" in errors
 
 
-def test_a_size_without_a_place_to_meet_says_so() -> None:
+def test_distributed_init_raises_if_a_rendezvous_is_missing() -> None:
     assert "MASTER_ADDR" in error_of(start("env", RANK="0", WORLD_SIZE="2"))
 
 
 def error_of(process: subprocess.Popen[str]) -> str:
-    code, errors = jobs.ended(process)
+    code, errors = jobs.finish(process)
     assert code == 1
     return errors
 
 
 def start_watching_without_descriptors(*args: Any) -> None:
-    """Watch the world, at a moment when the process may open no more files."""
+    """Start the watchdog of the world while the process may open no more files."""
     with descriptors_below(0):
         watch(*args)
 
@@ -144,7 +144,7 @@ watch = initialize._watch
 
 
 @on_ranks(("shm", 2), fresh=True, init=None)
-def test_a_start_that_fails_at_its_end_leaves_nothing_and_is_reported(
+def test_init_releases_everything_if_its_last_step_fails(
     rank: int, size: int, tmp_path: Path
 ) -> None:
     folders = {"FILE_PATH": str(tmp_path / "meet"), "TRACE_DIR": str(tmp_path / "records")}
@@ -168,10 +168,8 @@ def test_a_start_that_fails_at_its_end_leaves_nothing_and_is_reported(
     fl.distributed_shutdown()
 
 
-def test_ranks_are_notified_if_a_failed_start_cannot_be_undone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As where Ctrl-C arrives while the connections of a start that has failed are closed."""
+def test_init_notifies_ranks_if_its_cleanup_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example if Ctrl-C arrives while a failed start closes its connections."""
     reasons: list[str] = []
 
     def interrupt() -> None:
@@ -185,12 +183,12 @@ def test_ranks_are_notified_if_a_failed_start_cannot_be_undone(
     store: Any = SimpleNamespace(abort=reasons.append)
     before = held()
     with pytest.raises(KeyboardInterrupt, match="again"):
-        initialize.meet(lambda: store, Settings())
+        initialize.create_world(lambda: store, Settings())
     assert reasons == ["KeyboardInterrupt: again"]
     assert held() == before
 
 
-# torch's words are translated, or refused with the translation ------------------------------------
+# Init methods of torch are translated, or rejected with the valid ones ----------------------------
 
 
 ENV, FILE = fl.DistributedInit.ENV, fl.DistributedInit.FILE_SYSTEM
@@ -214,37 +212,37 @@ MEETING = {**ADDRESS, "MASTER_PORT": 29500}
         ("tcp://node1:29500", ADDRESS, (ENV, MEETING)),
     ],
 )
-def test_words_are_translated(given: Any, params: Any, asked: Any) -> None:
+def test_read_init_method_translates_names_of_torch(given: Any, params: Any, asked: Any) -> None:
     assert read_init_method(given, params) == asked
 
 
 @pytest.mark.parametrize(
     ("given", "params", "message"),
     [
-        ("MPI", None, "one of DistributedInit.MPI, .*; got 'MPI'"),
-        ("env://?rank=0", None, "'env://', 'file://PATH', 'tcp://HOST:PORT' and nccl, gloo"),
+        ("MPI", None, "DistributedInit.MPI, .*, got 'MPI'"),
+        ("env://?rank=0", None, "'file://PATH', 'tcp://HOST:PORT' or a backend .nccl, gloo"),
         ("file://", None, "got 'file://'"),
-        ("tcp://node1", None, "expected tcp://HOST:PORT of rank 0, got 'tcp://node1'"),
-        ("tcp://node1:70000", None, "expected tcp://HOST:PORT"),
-        ("tcp://node1:1?rank=0", None, "rank and size are world_rank and world_size"),
+        ("tcp://node1", None, "expected init_method tcp://HOST:PORT of rank 0, got 'tcp://node1'"),
+        ("tcp://node1:70000", None, "expected init_method tcp://HOST:PORT"),
+        ("tcp://node1:1?rank=0", None, "rank and size as world_rank and world_size"),
         ("cpu:gloo,cuda:nccl", None, "got 'cpu:gloo,cuda:nccl'"),
         (fl.DistributedBackend.SINGLE, None, "got 'single'"),
         (7, None, "got 7"),
-        ("nccl", {"BACKEND": "gloo"}, "asks for BACKEND 'nccl', and params say 'gloo'"),
-        ("file:///a", {"FILE_PATH": "/b"}, "asks for FILE_PATH '/a', and params say '/b'"),
-        ("tcp://a:1", {"FILE_PATH": "/b"}, "two places to meet"),
-        (None, {"FILE_PATH": "/b", **MEETING}, "two places to meet"),
-        ("tcp://a:1", MEETING, "asks for MASTER_ADDR 'a', and params say 'node1'"),
-        (FILE, MEETING, "are for DistributedInit.ENV or None, not for FILE_SYSTEM"),
-        (None, ADDRESS, "params have MASTER_ADDR and no MASTER_PORT"),
-        (None, {"MASTER_PORT": 1}, "params have MASTER_PORT and no MASTER_ADDR"),
+        ("nccl", {"BACKEND": "gloo"}, "expects BACKEND 'nccl', got 'gloo' in params"),
+        ("file:///a", {"FILE_PATH": "/b"}, "expects FILE_PATH '/a', got '/b' in params"),
+        ("tcp://a:1", {"FILE_PATH": "/b"}, "expected one rendezvous"),
+        (None, {"FILE_PATH": "/b", **MEETING}, "expected one rendezvous"),
+        ("tcp://a:1", MEETING, "expects MASTER_ADDR 'a', got 'node1' in params"),
+        (FILE, MEETING, "must be DistributedInit.ENV or None, got FILE_SYSTEM"),
+        (None, ADDRESS, "params has MASTER_ADDR. Pass MASTER_PORT"),
+        (None, {"MASTER_PORT": 1}, "params has MASTER_PORT. Pass MASTER_ADDR"),
         (None, {**ADDRESS, "MASTER_PORT": "http"}, "must be a TCP port in .*, got 'http'"),
         (None, {**MEETING, "MASTER_ADDR": ""}, "must be a name or an address, got ''"),
-        (None, None, "belong to DistributedInit.FILE_SYSTEM"),
+        (None, None, "need init_method=DistributedInit.FILE_SYSTEM"),
         (FILE, None, "FILE_PATH"),
         (FILE, {"FILE_PATH": ""}, "FILE_PATH"),
-        (None, {"TIMOUT": 3}, "did you mean 'TIMEOUT'"),
-        (None, {"file_path": "x"}, "did you mean 'FILE_PATH'"),
+        (None, {"TIMOUT": 3}, "Did you mean 'TIMEOUT'"),
+        (None, {"file_path": "x"}, "Did you mean 'FILE_PATH'"),
         (None, {"TIMEOUT": "soon"}, "positive number of seconds"),
         (None, {"TIMEOUT": -1}, "positive number of seconds"),
         (None, {"TIMEOUT": 3e6}, "at most 1000000"),
@@ -256,7 +254,7 @@ def test_words_are_translated(given: Any, params: Any, asked: Any) -> None:
         (None, {"MAX_DEVICE_PER_NODE": "0"}, "whole number"),
     ],
 )
-def test_params_are_refused_before_anything_is_created(
+def test_distributed_init_rejects_invalid_params_before_it_creates_anything(
     given: Any, params: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -275,13 +273,13 @@ def test_params_are_refused_before_anything_is_created(
         (0, "2", "must be an integer"),
     ],
 )
-def test_a_place_that_is_none_is_refused(rank: int, size: Any, message: str) -> None:
+def test_distributed_init_rejects_invalid_rank_and_size(rank: int, size: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fl.distributed_init(FILE, rank, size, {"FILE_PATH": "/nowhere/meet"})
     assert not fl.is_distributed_init()
 
 
-def test_a_folder_in_a_working_directory_that_is_gone(
+def test_distributed_init_raises_os_error_for_trace_dir_in_a_removed_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gone").mkdir()
@@ -292,18 +290,18 @@ def test_a_folder_in_a_working_directory_that_is_gone(
     assert not fl.is_distributed_init()
 
 
-def test_params_must_be_a_mapping() -> None:
+def test_distributed_init_raises_type_error_if_params_is_no_mapping() -> None:
     with pytest.raises(TypeError, match="dict"):
         fl.distributed_init(params=["FILE_PATH"])  # type: ignore[arg-type]
 
 
-def test_env_without_a_launcher_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_with_env_names_launchers_if_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "detect", lambda: None)
     with pytest.raises(fl.errors.RendezvousError, match="RANK, WORLD_SIZE"):
         fl.distributed_init(fl.DistributedInit.ENV)
 
 
-def test_a_second_init_warns_and_returns() -> None:
+def test_second_distributed_init_warns_and_returns() -> None:
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, 0, 1, {"FILE_PATH": "unused"})
     try:
         with pytest.warns(RuntimeWarning, match="called again"):
@@ -312,13 +310,13 @@ def test_a_second_init_warns_and_returns() -> None:
     finally:
         fl.distributed_shutdown()
     assert not fl.is_distributed_init()
-    fl.distributed_shutdown()  # nothing to do
+    fl.distributed_shutdown()  # no effect
 
 
-def test_a_rank_beside_an_environment_that_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_rejects_a_rank_unlike_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="world_rank=1 and world_size=2 are passed"):
+    with pytest.raises(ValueError, match="got world_rank=1 and world_size=2"):
         fl.distributed_init("env://", 1, 2)
 
 
@@ -330,7 +328,7 @@ def meet(rank: int, size: int, init_method: str | None, is_told: bool, **params:
     return int(x[0])
 
 
-def test_ranks_meet_by_torchs_words(tmp_path: Path) -> None:
+def test_distributed_init_accepts_init_methods_of_torch(tmp_path: Path) -> None:
     for word in (f"tcp://localhost:{free_port()}", f"file://{tmp_path / 'meet'}"):
         assert run_ranks(meet, 2, word, True, init=None) == [3, 3]
 
@@ -339,7 +337,7 @@ def variables(rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": "2"}
 
 
-def test_an_address_beside_an_environment_that_says_rank_and_size() -> None:
+def test_distributed_init_combines_an_address_with_rank_and_size_of_the_environment() -> None:
     word = f"tcp://localhost:{free_port()}"
     assert run_ranks(meet, 2, word, False, init=None, env=variables) == [3, 3]
 
@@ -348,14 +346,14 @@ def join_by_params(rank: int, size: int) -> Any:
     return meet(rank, size, None, True, MASTER_ADDR="localhost")
 
 
-def test_params_say_where_rank_0_is() -> None:
-    """Before the environment, which says what they leave out."""
+def test_distributed_init_params_override_the_address_of_rank_0() -> None:
+    """Keys in params override the environment, which provides the other values."""
     environ = {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(free_port())}
     assert run_ranks(join_by_params, 2, init=None, env=lambda _: environ) == [3, 3]
 
 
 @pytest.mark.parametrize(("key", "usual"), [("TIMEOUT", 300.0), ("HOST_TIMEOUT", 5.0)])
-def test_timeouts_may_come_from_the_environment(
+def test_settings_read_timeout_variables(
     key: str, usual: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert getattr(Settings.from_params({}), key.lower()) == usual

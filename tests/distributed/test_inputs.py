@@ -1,4 +1,4 @@
-"""What is unusual and allowed: results over their own inputs, inputs that are only read."""
+"""Unusual but valid arguments: out overlaps the input, read-only inputs, NumPy integers."""
 
 import gc
 import threading
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import in_places, on_ranks, ranks_in
+from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
 
 ranks = ranks_in(("gloo", 4), ("shm", 4), ("hierarchical", 5), slow=[("mpi", 4)])
 
@@ -24,7 +24,7 @@ def same(given: np.ndarray, expected: np.ndarray) -> None:
 
 def gathers_over_their_input(rank: int, size: int, n: int) -> None:
     everything = np.concatenate([numbers(r, n) for r in range(size)])
-    for start in (rank * n, n // 2):  # its own place, and across two others'
+    for start in (rank * n, n // 2):  # its own part, and across two other parts
         room = np.zeros(size * n)
         room[start : start + n] = numbers(rank, n)
         same(fl.all_gather(room[start : start + n], out=room), everything)
@@ -44,7 +44,7 @@ def exchanges_over_their_input(rank: int, size: int, n: int) -> None:
 
 def parts_over_their_input(rank: int, size: int, n: int) -> None:
     whole = np.sum([numbers(r, size * n) for r in range(size)], axis=0)
-    for part in (0, rank):  # that of another rank, and its own
+    for part in (0, rank):  # the part of rank 0, and its own
         x = numbers(rank, size * n)
         same(fl.reduce_scatter(x, out=x[part * n :][:n]), whole[rank * n :][:n])
     x = numbers(0, size * n)
@@ -55,13 +55,13 @@ def parts_over_their_input(rank: int, size: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [3, 100_000])
-def test_a_result_may_lie_over_what_it_is_made_of(ranks: Any, n: int) -> None:
+def test_out_may_overlap_the_input(ranks: Any, n: int) -> None:
     for check in (gathers_over_their_input, exchanges_over_their_input, parts_over_their_input):
         ranks.run(check, n)
 
 
 @on_ranks()
-def test_what_is_only_read_may_be_read_only(rank: int, size: int) -> None:
+def test_verbs_accept_read_only_arrays_that_they_only_read(rank: int, size: int) -> None:
     x = np.full(size, float(rank))
     x.flags.writeable = False
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -75,7 +75,7 @@ def test_what_is_only_read_may_be_read_only(rank: int, size: int) -> None:
     same(fl.all_to_all(x), np.arange(float(size)))
     same(fl.reduce_scatter(x), [sum(range(size))])
     same(fl.scatter(x if rank == 1 else None, root=1), [1.0])
-    same(fl.all_gather(np.float32(rank)), np.arange(size))  # a scalar of NumPy cannot change
+    same(fl.all_gather(np.float32(rank)), np.arange(size))  # NumPy scalars are immutable
     with pytest.raises(ValueError, match=r"sendrecv.* read-only"):
         fl.sendrecv(came, right, out=x, src=left)
     with pytest.raises(ValueError, match="dst must be a rank"):
@@ -83,7 +83,7 @@ def test_what_is_only_read_may_be_read_only(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_ranks_tags_and_colors_may_be_integers_of_numpy(rank: int, size: int) -> None:
+def test_ranks_tags_and_colors_may_be_numpy_integers(rank: int, size: int) -> None:
     last = np.arange(size)[-1]
     same(fl.broadcast(np.array([rank]), root=last), [last])
     same(fl.reduce(np.array([rank]), root=last), [sum(range(size)) if rank == last else rank])
@@ -104,26 +104,24 @@ def test_ranks_tags_and_colors_may_be_integers_of_numpy(rank: int, size: int) ->
 
 
 @on_ranks()
-def test_a_failure_that_was_reported_is_not_raised_by_sync_distributed(
-    rank: int, size: int
-) -> None:
+def test_sync_distributed_does_not_repeat_a_raised_failure(rank: int, size: int) -> None:
     work = fl.all_reduce(np.ones((4, 2 * size + 2 * rank))[:, ::2], async_op=True)
     for _ in range(2):
-        with pytest.raises(fl.errors.MismatchError, match="called different things"):
+        with pytest.raises(fl.errors.MismatchError, match="made different calls"):
             work.wait()
-    fl.sync_distributed()  # who waited knows of it
+    fl.sync_distributed()  # wait() has raised it
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
 @on_ranks()
-def test_rows_that_do_not_fit_are_raised_once_and_no_result_is_lost(
+def test_wrong_rows_raise_once_and_keep_other_results(
     rank: int, size: int, is_reported: bool
 ) -> None:
-    """Start a call whose rows do not fit into ``out``, and another one with gaps in memory."""
+    """Start a call whose rows do not match ``out``, and another one with gaps in memory."""
     x, out, gaps = np.ones((rank + 1, 2)), np.zeros((1, 2)), np.ones((3, 4))[:, ::2]
     work = fl.all_gather(x, out=out, async_op=True)
-    fl.all_reduce(gaps, async_op=True)  # its result is copied to where the gaps are
-    error = pytest.raises(ValueError, match="arrived from all ranks")
+    fl.all_reduce(gaps, async_op=True)  # its result is copied into the strided array
+    error = pytest.raises(ValueError, match="expected out with")
     if is_reported:
         with error:
             work.wait()
@@ -135,43 +133,43 @@ def test_rows_that_do_not_fit_are_raised_once_and_no_result_is_lost(
     fl.sync_distributed()
 
 
-def test_a_result_that_cannot_be_brought_home_is_never_reported_as_done() -> None:
+def test_work_raises_in_every_wait_if_its_result_cannot_be_stored() -> None:
     columns = np.ones((4, 4))[:, ::2]
-    fl.barrier()  # the first call takes no fast path, and others leave a sum where it lies
+    fl.barrier()  # the first call takes no fast path, and later ones copy no sum
     work = fl.all_reduce(columns, op="lor", async_op=True)
-    columns.flags.writeable = False  # one may not, while it is on its way
+    columns.flags.writeable = False  # not allowed during the operation
     for _ in range(2):
         with pytest.raises(ValueError, match="read-only"):
             work.wait()
 
 
 class Unreadable:
-    """Can be pickled, and not made again."""
+    """An object that can be pickled but not unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
 
 
 @on_ranks()
-def test_unpickling_that_fails_reports_whose_object_it_was(rank: int, size: int) -> None:
+def test_unpickling_error_names_the_rank_of_the_object(rank: int, size: int) -> None:
     if rank == 1:
         fl.broadcast_object(Unreadable(), root=1)
     else:
         with pytest.raises(ValueError, match="no number") as caught:
             fl.broadcast_object(root=1)
         assert f"rank {rank} of {size}: the object from rank 1" in "".join(caught.value.__notes__)
-    assert fl.all_gather_object(rank) == list(range(size))  # nobody is behind
+    assert fl.all_gather_object(rank) == list(range(size))  # all ranks are in step
 
 
 @on_ranks()
-def test_a_group_may_be_closed_at_once(rank: int, size: int) -> None:
+def test_group_may_be_closed_at_once(rank: int, size: int) -> None:
     for _ in range(4):
         fl.new_group(range(size)).close()
         fl.split(rank % 2).close()
 
 
 # The last rank is on the host of rank 0.
-SAME_HOST: dict[str, Any] = {"env": in_places("aba")}
+SAME_HOST: dict[str, Any] = {"env": hosts_by_letter("aba")}
 
 
 @pytest.mark.parametrize("sends", [True, False])
@@ -181,24 +179,20 @@ SAME_HOST: dict[str, Any] = {"env": in_places("aba")}
     fresh=True,
     params={"TIMEOUT": 1},
 )
-def test_tags_that_do_not_meet_are_both_reported_on_every_rank(
-    rank: int, size: int, sends: bool
-) -> None:
+def test_timeout_error_names_both_tags_if_they_differ(rank: int, size: int, sends: bool) -> None:
     last, x = size - 1, np.zeros(20_000)
     first, second = (fl.send, fl.recv) if sends else (fl.recv, fl.send)
     calls = {0: lambda: first(x, last, tag=3), last: lambda: second(x, 0, tag=7)}
     late = fl.errors.CollectiveTimeoutError, fl.errors.PeerLostError
     with pytest.raises(late, match=r"(?s)(?=.*with tag 3).*with tag 7"):
-        calls.get(rank, lambda: fl.barrier(timeout=20))()  # until it is notified of them
+        calls.get(rank, lambda: fl.barrier(timeout=20))()  # until the ranks are notified
 
 
 @pytest.mark.parametrize("kind", ["rows", "calls", "calls with gaps", "messages"])
 @on_ranks()
-def test_sync_distributed_raises_each_failure_that_nobody_has_waited_for(
-    rank: int, size: int, kind: str
-) -> None:
-    """Start calls that fail, keep no Work, start others that end well, and look only then."""
-    x, last = np.ones(3), size - 1  # which is on another host than rank 0
+def test_sync_distributed_raises_failures_without_wait(rank: int, size: int, kind: str) -> None:
+    """Start failing calls and successful calls, keep no Work, and then synchronise."""
+    x, last = np.ones(3), size - 1  # on another host than rank 0
     for _ in range(3):
         if kind == "rows":
             fl.all_gather(np.ones((rank + 1, 2)), out=np.zeros((1, 2)), async_op=True)
@@ -209,7 +203,7 @@ def test_sync_distributed_raises_each_failure_that_nobody_has_waited_for(
         elif rank == 0:
             fl.irecv(np.ones(3), None)
         elif rank == last:
-            fl.isend(np.ones(1 << 19), 0)  # too large to be sent before the receive is known
+            fl.isend(np.ones(1 << 19), 0)  # too large to be sent before the receive
     for work in [fl.all_reduce(x, async_op=True) for _ in range(30)]:
         work.wait()
     error = ValueError if kind == "rows" else fl.errors.MismatchError
@@ -220,8 +214,8 @@ def test_sync_distributed_raises_each_failure_that_nobody_has_waited_for(
 
 
 @on_ranks()
-def test_a_call_that_one_rank_refused_is_the_next_of_the_others(rank: int, size: int) -> None:
-    """Rank 0 makes its next call before the other ranks make the one that it refused."""
+def test_rejected_call_matches_the_next_call_of_the_other_ranks(rank: int, size: int) -> None:
+    """Rank 0 makes its next call before the other ranks make the rejected call."""
     if rank == 0:
         with pytest.raises(TypeError):
             fl.all_reduce(np.array(["text"]))
@@ -237,8 +231,8 @@ def test_a_call_that_one_rank_refused_is_the_next_of_the_others(rank: int, size:
 
 
 @on_ranks()
-def test_sync_distributed_in_a_thread_takes_no_result(rank: int, size: int) -> None:
-    """All works end well, whichever thread removes them from the lists."""
+def test_sync_distributed_in_a_thread_removes_no_result(rank: int, size: int) -> None:
+    """All works end successfully, whichever thread removes them from the lists."""
     is_done = threading.Event()
 
     def synchronize() -> None:
@@ -256,8 +250,7 @@ def test_sync_distributed_in_a_thread_takes_no_result(rank: int, size: int) -> N
 
 
 @on_ranks()
-def test_failures_that_were_raised_are_freed(rank: int, size: int) -> None:
-    """Failures that the program has seen are freed."""
+def test_raised_failures_are_freed(rank: int, size: int) -> None:
     for _ in range(20):
         work = fl.all_gather(np.ones((rank + 1, 2)), out=np.zeros((1, 2)), async_op=True)
         fl.all_reduce(np.ones(3), async_op=True).wait()
@@ -269,8 +262,8 @@ def test_failures_that_were_raised_are_freed(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_bools_of_any_byte(rank: int, size: int) -> None:
-    """Files and C code make bools whose byte is neither 0 nor 1. Of floats only 0 is false."""
+def test_reductions_accept_bools_with_any_byte(rank: int, size: int) -> None:
+    """Files and C code create bools whose byte is neither 0 nor 1. For floats only 0 is false."""
     everyone = [np.array([r + 2, 255 * (r == 0), 0, 7 - r] * 9, np.uint8) for r in range(size)]
     truth = [each != 0 for each in everyone]
     ops = {"and land min": np.logical_and, "or lor max": np.logical_or, "xor lxor": np.logical_xor}
@@ -282,7 +275,7 @@ def test_bools_of_any_byte(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_arrays_at_odd_addresses(rank: int, size: int) -> None:
+def test_verbs_accept_unaligned_arrays(rank: int, size: int) -> None:
     for count in (size, 30_000 * size):
         odd = np.zeros(8 * count + 1, np.uint8)[1:].view("f8")
         odd[:] = rank
@@ -293,8 +286,8 @@ def test_arrays_at_odd_addresses(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_errors_of_numpy_on_one_rank(rank: int, size: int) -> None:
-    """What one rank has set by np.seterr decides no result and raises nothing."""
+def test_verbs_ignore_np_seterr(rank: int, size: int) -> None:
+    """np.seterr of one rank changes no result and raises nothing."""
     with np.errstate(all="raise" if rank == 1 else "ignore"):
         for dtype in ("f2", "f4", "f8", "c8", "g"):
             large, small = np.finfo(dtype).max, np.finfo(dtype).tiny
@@ -304,8 +297,8 @@ def test_errors_of_numpy_on_one_rank(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_arrays_without_dimensions(rank: int, size: int) -> None:
-    """They stay arrays, of their dtype, where indexing makes scalars of NumPy."""
+def test_verbs_return_arrays_for_arrays_without_dimensions(rank: int, size: int) -> None:
+    """They stay arrays of their dtype, although indexing would return NumPy scalars."""
     for value in ("abc", 3.0, 1j, np.datetime64(7, "s")):
         x = np.asarray(value)
         for out in (None, np.zeros_like(x)):
@@ -321,8 +314,8 @@ def test_arrays_without_dimensions(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_matrices(rank: int, size: int) -> None:
-    """Two dimensions stay two, however they are indexed."""
+def test_verbs_keep_the_dimensions_of_np_matrix(rank: int, size: int) -> None:
+    """Two dimensions stay two for any indexing."""
     for how in (False, True):
         xs = [
             np.array([[1.0, 2.0], [3.0, rank]]).view(np.matrix),

@@ -1,4 +1,4 @@
-"""Ctrl-C inside each verb, on each backend: the others are notified."""
+"""Ctrl-C inside each verb on each backend: the other ranks are notified."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ from flashlight_py.parallel import functional
 from tests.distributed import conformance
 from tests.distributed.conformance import BACKENDS
 
-LIMIT = 30  # seconds, of the ranks' waits
-PROMPT = 5.0  # much less, and much more than it takes
+LIMIT = 30  # seconds that the ranks wait
+PROMPT = 5.0  # seconds: far below LIMIT, far above the normal time
 
 Group = fl.ProcessGroup
 Verb = Callable[[Group], Any]
 
-# More than a send returns with before its receiver has called.
+# Too many bytes for a send to return before its receiver has called.
 MANY = 20_000
 
 
@@ -36,7 +36,7 @@ def ones(count: int = 12) -> Any:
 
 
 def with_last(first: Verb, last: Verb) -> Verb:
-    """Return a verb of rank 0 and the last rank alone."""
+    """Return a verb of rank 0 and the last rank only."""
 
     def both(group: Group) -> Any:
         if group.rank in (0, group.size - 1):
@@ -47,7 +47,7 @@ def with_last(first: Verb, last: Verb) -> Verb:
 
 
 def other(group: Group) -> int:
-    """The last rank for rank 0, and rank 0 for it."""
+    """Return the last rank for rank 0, and rank 0 for the last rank."""
     return 0 if group.rank else group.size - 1
 
 
@@ -56,7 +56,7 @@ def op(kind: Any, group: Group) -> fl.P2POp:
 
 
 def send_before_a_wait(group: Group) -> None:
-    """Receive from rank 0, and call a verb that fails too before the wait that says why."""
+    """Receive from rank 0, and call a failing verb before the wait that raises the reason."""
     work = group.irecv(ones(), 0)
     while not work.is_completed():
         time.sleep(0.001)
@@ -67,7 +67,7 @@ def send_before_a_wait(group: Group) -> None:
 
 @dataclasses.dataclass
 class PressesCtrlC:
-    """Ctrl-C comes while a tree with this in it is walked."""
+    """An object that raises SIGINT when a tree that contains it is traversed."""
 
     x: int = 3
 
@@ -77,7 +77,7 @@ class PressesCtrlC:
         return super().__getattribute__(name)
 
 
-# What rank 0 is interrupted in, and the others call too; the last rank is late.
+# Calls in which rank 0 is interrupted. Other ranks make them too; the last rank is late.
 ROWS: dict[str, Verb] = {
     "all_reduce": lambda group: group.all_reduce(ones()),
     "reduce": lambda group: group.reduce(ones()),
@@ -109,9 +109,9 @@ ROWS: dict[str, Verb] = {
     "host_array": lambda group: group.host_array(ones),
 }
 
-NO_VERBS = {"P2POp", "Grid", "grid"}  # they call nobody
+NO_VERBS = {"P2POp", "Grid", "grid"}  # these functions send nothing
 
-# The same in other words, or made of those.
+# Other names of verbs, or combinations of verbs.
 FORMS: dict[str, Verb] = {
     "all_reduce of 4 MB": lambda group: group.all_reduce(np.ones(1 << 19)),
     "all_reduce behind another": lambda group: [
@@ -148,7 +148,7 @@ FORMS: dict[str, Verb] = {
     ),
 }
 
-# What rank 0 has started, and is interrupted in the wait for: it goes on.
+# Operations that rank 0 started, and in whose wait it is interrupted. They continue.
 GOES_ON: dict[str, Verb] = {
     "isend": with_last(lambda g: g.isend(ones(MANY), other(g)), lambda g: g.irecv(ones(MANY), 0)),
     "irecv": with_last(lambda g: g.irecv(ones(), other(g)), lambda g: g.isend(ones(), 0)),
@@ -160,30 +160,30 @@ GOES_ON: dict[str, Verb] = {
 
 
 def called(name: str, group: Group) -> Callable[[], Any]:
-    """Return what calls the verb, or waits for what it has started."""
+    """Return a function that calls the verb, or waits for a started operation."""
     if name not in GOES_ON:
         return functools.partial((ROWS | FORMS)[name], group)
     work = GOES_ON[name](group)
     return group.synchronize if name == "sync_distributed" or work is None else work.wait
 
 
-def test_every_verb_has_a_row() -> None:
+def test_table_of_interrupted_verbs_is_complete() -> None:
     assert {*ROWS, *GOES_ON} == {*(verb.name for verb in VERBS), *api.__all__} - NO_VERBS
     assert {f"functional.{name}" for name in functional.__all__} - set(FORMS) == {
-        # which are the same function with another verb
+        # the same function with another verb
         *(f"functional.{name}" for name in ("reduce_scatter", "broadcast", "all_to_all", "send"))
     }
 
 
 def interrupt(call: Callable[[], Any], group: Group, is_wait: bool) -> None:
-    """Do ``call``, and have Ctrl-C come when it has begun."""
+    """Run ``call``, and raise SIGINT after it has begun."""
     calls, done = group.journal.header, threading.Event()
     before = calls[1]
 
     def press() -> None:
         while not is_wait and calls[1] == before and not done.is_set():
             time.sleep(0.001)
-        time.sleep(0.02)  # it waits by now; if not it ends the same
+        time.sleep(0.02)  # usually waits by now; the result is the same
         if not done.is_set():
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -198,7 +198,7 @@ def interrupt(call: Callable[[], Any], group: Group, is_wait: bool) -> None:
 
 
 def interrupted(rank: int, size: int, names: list[str], goes_on: bool) -> list[str]:
-    """Try each of ``names`` in a group of its own; return what was wrong."""
+    """Try each of ``names`` in a group of its own, and return the problems."""
     wrong, ends = [], fl.new_group([0, size - 1])
     for name in names:
         group = fl.new_group(range(size))
@@ -212,12 +212,12 @@ def interrupted(rank: int, size: int, names: list[str], goes_on: bool) -> list[s
 
 
 def _interrupted(name: str, group: Group, ends: Group, goes_on: bool) -> None:
-    """Rank 0 is interrupted; others wait in the same verb, and the last rank calls it later."""
+    """Interrupt rank 0. Other ranks wait in the same verb, and the last rank calls it later."""
     rank = group.rank
-    # A reason reaches those that are connected; others only learn that rank 0 has gone.
+    # Only connected ranks receive a reason. Others only detect that rank 0 has exited.
     group.barrier()
     ROWS["send"](group)
-    gc.collect()  # the thread of the row before: the standard library frees it with Python code
+    gc.collect()  # frees the previous thread, which runs Python code
     if rank == 0:
         interrupt(called(name, group), group, name in GOES_ON)
     if ends.is_member:
@@ -239,7 +239,7 @@ def _interrupted(name: str, group: Group, ends: Group, goes_on: bool) -> None:
 
 
 def _and_once_more(name: str, group: Group) -> None:
-    """A rank that has done its own part before raises by the next call."""
+    """A rank that finished its part before raises in the next call."""
     called(name, group)()
     group.barrier()
 
@@ -257,9 +257,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("backend", "which"), CASES)
-def test_ctrl_c_ends_the_group(backend: str, which: str, pool: Any) -> None:
+def test_ctrl_c_in_a_verb_ends_the_group(backend: str, which: str, pool: Any) -> None:
     size, how = world_of(backend)
-    # On MPI a wait is what makes anything go on.
+    # MPI makes progress only in a wait.
     goes_on = which == "goes on" and backend != "mpi"
     wrong = pool(size, **how).run(interrupted, [*SETS[which]], goes_on)
     assert [*itertools.chain(*wrong)] == []

@@ -256,9 +256,9 @@ def test_what_of_jax_holds_no_numbers_is_refused(jax: Any) -> None:
     deleted = jax.numpy.ones(3)
     deleted.delete()
     for x in (deleted, jax.random.key(0)):
-        with pytest.raises(TypeError, match="without a copy"):
+        with pytest.raises(TypeError, match="cannot access the memory"):
             fl.all_gather(x)
-    with pytest.raises(TypeError, match=r"all_reduce cannot use .*traced array"):
+    with pytest.raises(TypeError, match=r"all_reduce: cannot access .*traced array"):
         jax.jit(fl.all_reduce)(jax.numpy.ones(3))
 
 

@@ -95,7 +95,7 @@ def call_once_more(group: Group, rounds: int, async_op: bool) -> str:
         works[n].wait() if async_op else group.all_reduce(np.ones(3))
     if group.rank == 1:
         return ""
-    advice = r"\(it ended normally.*drop_last=True of DistributedSampler.*fl.join\(\)"
+    advice = r"\(it ended normally.*drop_last=True to DistributedSampler.*fl.join\(\)"
     with pytest.raises(fl.errors.PeerLostError, match=f"lost rank 1 {advice}") as caught:
         works[rounds].wait() if async_op else group.all_reduce(np.ones(3))
     return str(caught.value)

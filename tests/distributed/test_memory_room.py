@@ -86,7 +86,7 @@ def test_what_belongs_to_somebody_else_is_refused(folder: Path) -> None:
     path = folder / "flashlight-other"
     path.write_bytes(b"")
     os.chown(path, 12345, 12345)
-    with pytest.raises(PermissionError, match="somebody else"), open_memory(str(path)):
+    with pytest.raises(PermissionError, match="not a file of this user"), open_memory(str(path)):
         pass
 
 
@@ -196,9 +196,9 @@ def test_the_least_of_all_limits_counts(
     found, words = memory_room.available()
     assert (found, limit in words) == (free, True), words
     assert memory_room.available(ranks=4)[0] == min(found, (64 * MB + 1024 * swap) // 4)
-    memory_room.require(free * 9 // 10, "an array")
-    with pytest.raises(MemoryError, match=f"an array: {free:,} bytes are needed, and {free:,} can"):
-        memory_room.require(free, "an array")
+    memory_room.require_memory(free * 9 // 10, "an array")
+    with pytest.raises(MemoryError, match=f"an array: {free:,} bytes are needed, and {free:,} are"):
+        memory_room.require_memory(free, "an array")
 
 
 LIMITED = {**JOB, **group(f"{V2}/slurm", 16 * MB, 4 * MB)}
@@ -240,29 +240,29 @@ def test_little_is_given_without_a_question_and_limits_are_looked_for_once(
         return read_text(path)
 
     monkeypatch.setattr(Path, "read_text", counted)
-    memory_room.require(63 * MB, "an array")
+    memory_room.require_memory(63 * MB, "an array")
     memory_room.ordinary_empty((31, MB), np.dtype(np.uint8), ranks=2)
     assert reads == []
-    with pytest.raises(MemoryError, match="15,728,640 can be had"):
-        memory_room.require(64 * MB, "an array")
+    with pytest.raises(MemoryError, match="15,728,640 are available"):
+        memory_room.require_memory(64 * MB, "an array")
     slurm = [f"{V2}/slurm/memory.{name}" for name in ("stat", "current")]
     assert reads == ["proc/meminfo", *slurm]
     (tmp_path / f"{V2}/slurm/memory.max").write_text("max")
-    with pytest.raises(MemoryError, match="67,108,864 can be had"):
-        memory_room.require(1025 * MB, "an array")  # for so much they are looked for anew
+    with pytest.raises(MemoryError, match="67,108,864 are available"):
+        memory_room.require_memory(1025 * MB, "an array")  # for so much they are looked for anew
 
 
 def test_a_file_stays_as_it_was_where_others_take_the_memory_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
-    monkeypatch.setattr(memory_room, "_PIECE", MB)
+    monkeypatch.setattr(memory_room, "_CHUNK_BYTES", MB)
     monkeypatch.setattr(memory_room, "LITTLE", 0)
     fd = os.memfd_create("test")
     memory_room.reserve(fd, 3 * MB, "a file")
     left = iter([64 * MB, 3 * MB])
     monkeypatch.setattr(memory_room, "available", lambda ranks: (next(left), "the test"))
-    with pytest.raises(MemoryError, match="3,145,728 can be had"):
+    with pytest.raises(MemoryError, match="3,145,728 are available"):
         memory_room.reserve(fd, 8 * MB, "a file")
     status = os.fstat(fd)
     os.close(fd)

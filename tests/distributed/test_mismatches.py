@@ -19,7 +19,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.verbs import VERBS
-from tests.distributed.conformance import in_places, on_ranks, world_of
+from tests.distributed.conformance import hosts_by_letter, on_ranks, world_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import told, told_later, told_now_or_later, told_of_messages
 
@@ -160,7 +160,7 @@ def test_what_runs_beside_a_mismatch_goes_on(rank: int, size: int, count: int) -
     other = np.full(50_000, 7.0)
     given = np.zeros(50_000, np.float32)
     exchange = [lambda: fl.send(given, 1, 2), lambda: fl.recv(other, 0, 2)]
-    with pytest.raises(fl.errors.MismatchError, match=r"different things in (a )?message"):
+    with pytest.raises(fl.errors.MismatchError, match=r"different calls in (a )?message"):
         exchange[rank]()
     assert np.all(other == 7.0)
     for work in works:
@@ -204,7 +204,7 @@ def test_each_side_reports_where_the_others_have_called(rank: int, size: int, st
 
 def number_of(message: str) -> int:
     """Which call of the group it was, the first being 1."""
-    found = re.search(r"the ranks called different things in call (\d+) of this group: ", message)
+    found = re.search(r"the ranks made different calls in call (\d+) of this group: ", message)
     assert found, message
     return int(found[1])
 
@@ -305,7 +305,7 @@ def only_first_checks(rank: int) -> dict[str, str]:
 
 @on_ranks(("shm", 2), fresh=True, env=only_first_checks, init=None)
 def test_ranks_must_agree_on_whether_to_compare_calls(rank: int, size: int, tmp_path: Path) -> None:
-    why = "FLASHLIGHT_CHECKS is 0 on rank 1, and not on the others"
+    why = "FLASHLIGHT_CHECKS is 0 on rank 1 only"
     params = {"FILE_PATH": str(tmp_path / "meet")}
     with pytest.raises(fl.errors.BackendUnavailableError, match=why):
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
@@ -319,7 +319,7 @@ def differ_unchecked(rank: int, size: int) -> str:
 
 
 def test_without_checks_hosts_that_differ_break_the_group() -> None:
-    names = run_ranks(differ_unchecked, 3, env=in_places("aab", FLASHLIGHT_CHECKS="0"))
+    names = run_ranks(differ_unchecked, 3, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
     assert set(names) <= {"MismatchError", "PeerLostError", "GroupClosedError"}
     assert "MismatchError" in names
 

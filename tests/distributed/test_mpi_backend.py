@@ -113,7 +113,7 @@ def test_a_group_that_all_have_left_is_freed(rank: int, size: int) -> None:
     for _ in range(20):
         store = BackendStore(backend())
         cpu = partial(ShmBackend, store, TIMEOUT)
-        group = joining.join(store, cpu, TIMEOUT, True, gpu_aware=False)
+        group = joining.connect_mpi(store, cpu, TIMEOUT, True, gpu_aware=False)
         group.start(Call(BARRIER)).wait()
         group.close()
         fl.barrier()
@@ -172,7 +172,7 @@ def test_on_several_hosts(rank: int, size: int) -> None:
     conformance.everything_at_once(rank, size, 4, 60)
     for name in ("shape", "verb"):
         message = told_now_or_later(lambda name=name: CALLS[name](rank))
-        assert "called different things" in message
+        assert "made different calls" in message
         assert "rank 0 called" in message
         assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group lives on
 
@@ -283,13 +283,13 @@ def test_without_comparing_a_wait_ends_all_the_same(rank: int, size: int) -> Non
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE is not the same"),
+        (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE differs between ranks"),
         (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
     ],
 )
 def test_cards_that_do_not_fit_are_rejected(other: joining.MpiCard, told: str) -> None:
     with pytest.raises(UnavailableEverywhereError, match=told):
-        joining._check([joining.MpiCard(0, 2), other])
+        joining._check_cards([joining.MpiCard(0, 2), other])
 
 
 def test_awareness_is_a_flag() -> None:
@@ -309,9 +309,9 @@ def meet_as_strangers(rank: int, size: int, path: str) -> str:
 def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any) -> None:
     path = str(tmp_path / "meet")
     for message in run_ranks(meet_as_strangers, 2, path, init=None):
-        assert "the 2 ranks were not started together by MPI" in message
+        assert "expected 2 ranks of one MPI job" in message
         assert "0 of 1, 0 of 1" in message
-        assert "start them by one mpirun" in message
+        assert "Start all ranks by one mpirun" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -350,7 +350,7 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
     progress.remove(other, healthy=False)
     guard(ValueError, error, None)  # somebody wrapped it, and still calls it
     assert (printed, mpi.aborted) == ([error, error], [1])
-    abort.uninstall()
+    abort.uninstall_hooks()
     assert sys.excepthook is before
 
 
@@ -372,7 +372,7 @@ class FakeMpi:
 FakeMpi.COMM_WORLD = FakeMpi()
 leaving._LINGER_SECONDS = 30.0
 abort.install()
-abort.afterwards.append(lambda: leaving.end_the_job(FakeMpi(), lambda end: None))
+abort.afterwards.append(lambda: leaving.abort_job(FakeMpi(), lambda end: None))
 raise ValueError("no such file")
 """
 

@@ -18,7 +18,7 @@ from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import own_addresses
 from tests.distributed.harness import mpirun_command
-from tests.distributed.jobs import ended, start
+from tests.distributed.jobs import finish, start
 
 pytest.importorskip("mpi4py")
 
@@ -48,7 +48,7 @@ def start_job(size: int, *program: str) -> subprocess.Popen[str]:
 def mpirun(size: int, script: str, timeout: float = 20.0, begins: bool = True) -> list[str]:
     """Run ``script`` on ``size`` ranks and return what they say, sorted; they must end well."""
     program = IMPORTS + BEGINNING * begins + script
-    code, output = ended(start_job(size, program, str(timeout)))
+    code, output = finish(start_job(size, program, str(timeout)))
     assert code == 0, output
     return sorted(output.splitlines())
 
@@ -162,7 +162,7 @@ def test_ranks_started_by_another_mpi_are_refused() -> None:
     """A singleton of this MPI inside the environment of another one's mpirun."""
     environ = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
     command = [sys.executable, "-c", IMPORTS + BEGINNING, "5.0"]
-    _, text = ended(start(command, environ))
+    _, text = finish(start(command, environ))
     assert "RendezvousError" in text
     assert "says rank 2 of 4 (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), MPI says 1" in text
 
@@ -211,7 +211,7 @@ fl.barrier()  # what ranks print later is not mixed with it
 
 
 def run(size: int, script: str) -> tuple[int, str]:
-    return ended(start_job(size, PREAMBLE + script))
+    return finish(start_job(size, PREAMBLE + script))
 
 
 @pytest.mark.parametrize(
@@ -348,6 +348,6 @@ fl.barrier()
     if whom == "job":
         time.sleep(0.2)  # so that the ranks wait
         os.killpg(process.pid, signal.SIGINT)
-    code, output = ended(process)
+    code, output = finish(process)
     assert code != 0
     assert whom == "job" or "KeyboardInterrupt" in output

@@ -64,11 +64,11 @@ def test_a_mismatch_aborts_and_raises_on_every_rank(rank: int, size: int) -> Non
             finish(group, call, group, cp, rank)
         assert time.monotonic() - started < 5, name
         message = str(caught.value)
-        assert f"rank {rank} of 2: the ranks called different things in call 2 of" in message
+        assert f"rank {rank} of 2: the ranks made different calls in call 2 of" in message
         assert "rank 0 called " in message
         assert "rank 1 called " in message
         assert message.count("test_nccl_checks.py:") == 2
-        with pytest.raises(fl.errors.GroupClosedError, match="called different things"):
+        with pytest.raises(fl.errors.GroupClosedError, match="made different calls"):
             group.all_reduce(cp.zeros(3))
 
 
@@ -158,7 +158,7 @@ def test_a_call_with_an_array_of_the_other_kind_is_a_mismatch(rank: int, size: i
     assert "rank 1 called all_reduce(cupy float64 (3,)" in first
     # Rank 0 had not begun anything with NCCL, and finds out by the next call.
     assert then.startswith(("MismatchError", "GroupClosedError")[rank])
-    assert "the ranks called different things" in then
+    assert "the ranks made different calls" in then
 
 
 @pytest.mark.slow
@@ -207,9 +207,9 @@ def test_a_failure_of_nccl_on_one_rank_is_reported_to_the_others(rank: int, size
             world.gpus.synchronize()
         assert type(caught.value) is fl.errors.DistributedError
         assert str(caught.value).startswith("[all_reduce] rank 0 of 2: NCCL ")
-        assert "over shared memory, so none is gone" in str(caught.value)
+        assert "over shared memory, so no rank is lost" in str(caught.value)
     else:
-        why = r"rank 0 called nothing more, as NCCL has failed there: \[all_reduce\] rank 0"
+        why = r"rank 0 called nothing more, because NCCL failed: \[all_reduce\] rank 0"
         with pytest.raises(fl.errors.MismatchError, match=why):
             finish(world, world.all_reduce, cp.zeros(3))
 
@@ -262,4 +262,4 @@ def test_a_refusal_is_told_to_all_ranks(rank: int, size: int) -> None:
         return
     assert kinds == ["MismatchError"] * 4
     for text, verb in zip(told, ("all_gather", "all_to_all", "send", "all_reduce"), strict=True):
-        assert f"rank 1 called {verb}, and refused its arguments (" in text
+        assert f"rank 1 called {verb}, and rejected its arguments (" in text

@@ -20,8 +20,8 @@ from flashlight_py.distributed.backends.nccl import launching
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
-from flashlight_py.distributed.backends.nccl.library import why_slow
-from flashlight_py.distributed.backends.nccl.streams import MOST_UNFINISHED
+from flashlight_py.distributed.backends.nccl.library import slow_launch_reason
+from flashlight_py.distributed.backends.nccl.streams import MAX_PENDING
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST, RECV, SEND
@@ -96,7 +96,7 @@ def nccl() -> Nccl:
 def communicator(nccl: Nccl, timeout: float = 0.05, splits: bool = False) -> Communicator:
     library = StandInLibrary(ffi, nccl, "stand-in", 22703, "" if splits else "a test")
     made = Communicator(library, bytes(range(128)), 0, 2, timeout)
-    made.who_is_missing = lambda: (None, "rank 1 is missing")
+    made.find_missing = lambda: (None, "rank 1 is missing")
     return made
 
 
@@ -143,7 +143,7 @@ def test_a_late_call_cuts_off_once_and_names_who_is_missing(nccl: Nccl) -> None:
     made.close()
     assert nccl.calls.count("ncclCommAbort") == 1
     assert "ncclCommDestroy" not in nccl.calls
-    with pytest.raises(GroupClosedError, match=r"\[broadcast\].*broke before:.*\[all_reduce\]"):
+    with pytest.raises(GroupClosedError, match=r"\[broadcast\].*failed before:.*\[all_reduce\]"):
         made.require("broadcast")
 
 
@@ -161,7 +161,8 @@ def test_a_call_that_begins_soon_is_not_slept_on(
     """The shortest sleep, time.sleep(0) too, takes longer than most calls."""
     made = communicator(nccl, timeout=30.0)
     states = iter([IN_PROGRESS] * 3 + [0])
-    monkeypatch.setattr("flashlight_py.distributed.backends.nccl.communicator._SOON", 60.0)
+    name = "flashlight_py.distributed.backends.nccl.communicator._BUSY_SECONDS"
+    monkeypatch.setattr(name, 60.0)
     monkeypatch.setattr(made, "poll", lambda: next(states))
     monkeypatch.setattr(time, "sleep", None)
     made.call("all_reduce", lambda _: IN_PROGRESS)
@@ -170,7 +171,7 @@ def test_a_call_that_begins_soon_is_not_slept_on(
 
 def test_whoever_waits_for_a_call_to_begin_looks_for_trouble_meanwhile(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=30.0)
-    made.look = lambda: made.fail(PeerLostError("rank 1 has raised"))
+    made.on_wait = lambda: made.fail(PeerLostError("rank 1 has raised"))
     nccl.state = IN_PROGRESS
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 has raised"):
@@ -192,7 +193,7 @@ def test_a_lost_peer_breaks_the_communicator_from_any_thread(nccl: Nccl) -> None
 
 def test_who_is_found_to_be_gone_is_lost_whatever_nccl_calls_it(nccl: Nccl) -> None:
     made = communicator(nccl)
-    made.who_is_missing = lambda: (PeerLostError, "rank 1 is gone")
+    made.find_missing = lambda: (PeerLostError, "rank 1 is gone")
     nccl.state = SYSTEM_ERROR
     made.watch("all_reduce", time.monotonic())
     assert type(made.error()) is PeerLostError
@@ -336,7 +337,7 @@ def test_a_thread_that_asks_who_is_missing_keeps_no_communicator(nccl: Nccl) -> 
         return None, "rank 1 is missing"
 
     nccl.ncclCommAbort = abort  # type: ignore[method-assign]
-    made.who_is_missing = ask
+    made.find_missing = ask
 
     def launch() -> None:
         with made.lock, pytest.raises(CollectiveTimeoutError, match="rank 1 is missing"):
@@ -363,23 +364,23 @@ def test_a_thread_that_stays_in_a_launch_keeps_its_communicator(
         with pytest.raises(CollectiveTimeoutError):
             launched.result()
     assert nccl.on == [("all_reduce", 2), ("abort", 1)]
-    assert "is not freed" in caplog.text
+    assert "is freed when the process ends" in caplog.text
 
 
 @pytest.mark.usefixtures("endless")
 def test_a_launch_waits_while_too_many_collectives_have_not_ended(split: Any) -> None:
     backend, nccl = split()
     call = ones(blocking=False)
-    for _ in range(MOST_UNFINISHED):
+    for _ in range(MAX_PENDING):
         backend.start(call)
     with ThreadPoolExecutor(1) as thread:
         next_one = thread.submit(backend.start, call)
         with pytest.raises(TimeoutError):
             next_one.result(0.05)
-        assert len(nccl.on) == MOST_UNFINISHED
+        assert len(nccl.on) == MAX_PENDING
         backend._flights._pending[0].event.done = True
         next_one.result(10)
-    assert len(nccl.on) == MOST_UNFINISHED + 1
+    assert len(nccl.on) == MAX_PENDING + 1
     for flight in backend._flights._pending:
         flight.event.done = True
 
@@ -399,16 +400,16 @@ def test_a_launch_waits_while_too_many_collectives_have_not_ended(split: Any) ->
 def test_the_reason_why_calls_begin_on_a_thread_of_nccl(
     version: int, loaded: str | None, environment: dict[str, str], reason: str
 ) -> None:
-    found = why_slow(version, loaded, environment)
+    found = slow_launch_reason(version, loaded, environment)
     assert (found.startswith(reason), bool(found)) == (True, bool(reason))
 
 
 def test_the_path_says_why_calls_begin_on_a_thread_of_nccl(nccl: Nccl, cupy: StandInCupy) -> None:
     made = communicator(nccl)
-    made.nccl = replace(made.nccl, slow_because="rank 1: NCCL 2.16.0 is older than 2.18.0")
+    made.nccl = replace(made.nccl, slow_reason="rank 1: NCCL 2.16.0 is older than 2.18.0")
     backend = NcclBackend(Cpu(), made, cupy, 0)
     assert "150 us later: rank 1: NCCL 2.16.0 is older" in backend.path
-    assert "2.16.0 is older" in backend.why_not_captured()
+    assert "2.16.0 is older" in backend.capture_problem()
     backend.close()
 
 
@@ -467,7 +468,7 @@ def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
     with pytest.raises(PeerLostError, match=r"rank 1 is gone\. Asked over the CPU: rank 1 did not"):
         work.wait()
     assert ended.wait() is x
-    with pytest.raises(GroupClosedError, match="broke before"):
+    with pytest.raises(GroupClosedError, match="failed before"):
         backend.start(Call(ALL_REDUCE, x, blocking=False))
 
 
@@ -482,7 +483,7 @@ def test_what_a_comparison_has_found_meanwhile_says_who_is_missing(nccl: Nccl) -
     """NCCL fails of the same cause, and the group on the CPU is closed by then."""
     comparisons = Comparisons(Cpu(), communicator(nccl))
     comparisons._posted += [Done(), Lost()]
-    kind, found = comparisons.who_is_missing()
+    kind, found = comparisons.find_missing()
     assert kind is PeerLostError
     assert found == "Asked over the CPU: lost rank 1 (its process has ended)"
 
@@ -503,7 +504,7 @@ def test_a_rank_that_answers_by_an_earlier_call_is_named_when_it_has_ended(nccl:
     made = communicator(nccl)
     nccl.state = REMOTE
     comparisons = Comparisons(AnsweredAhead(), made)
-    made.who_is_missing = comparisons.who_is_missing
+    made.find_missing = comparisons.find_missing
     made.watch("all_reduce", time.monotonic())
     assert str(made.error()).endswith("Asked over the CPU: lost rank 1 (its process has ended)")
 
@@ -522,7 +523,7 @@ def test_a_released_graph_is_destroyed_and_not_launched(monkeypatch: pytest.Monk
     del graph
     launcher.release()
     assert graphs() is None
-    with pytest.raises(GroupClosedError, match="its collectives has ended"):
+    with pytest.raises(GroupClosedError, match="its group is closed"):
         launcher.launch([], 1, 2)
 
 
@@ -559,9 +560,9 @@ def test_a_failure_of_cuda_is_no_collective_that_takes_long(
     backend.start(ones(blocking=False))
     for status in (600, 900):  # not ready; a graph is being captured
         monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
-        backend._watchdog.look()
+        backend._watchdog.check()
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
-    with pytest.raises(DistributedError, match=r"\[all_reduce\] rank 0 of 2: CUDA has failed.*700"):
+    with pytest.raises(DistributedError, match=r"\[all_reduce\] rank 0 of 2: CUDA failed.*700"):
         backend.synchronize()
 
 
@@ -595,7 +596,7 @@ def test_an_array_on_another_device_is_refused_before_anything_is_sent(
     x = cupy.asarray(np.ones(3))
     x.elsewhere = 1
     nccl.calls.clear()
-    with pytest.raises(ValueError, match="device 0, and the array is on device 1"):
+    with pytest.raises(ValueError, match="device 0, got one on device 1"):
         backend.start(Call(ALL_REDUCE, x, blocking=False))
     assert nccl.calls == []
 

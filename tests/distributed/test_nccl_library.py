@@ -15,7 +15,7 @@ import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl import library
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.joining import NcclCard, meet
+from flashlight_py.distributed.backends.nccl.joining import NcclCard, exchange_cards
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.backends.nccl.reduction import form_of
 from flashlight_py.distributed.constants import ReduceOp
@@ -40,7 +40,7 @@ needs_none = pytest.mark.skipif(
 @pytest.fixture
 def nccl() -> NcclLibrary:
     try:
-        return library.load()
+        return library.load_nccl()
     except BackendUnavailableError as error:
         pytest.skip(f"needs NCCL's library, a GPU is not needed: {error}")
 
@@ -48,9 +48,9 @@ def nccl() -> NcclLibrary:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """The library is looked for anew, before and after."""
-    library.load.cache_clear()
+    library.load_nccl.cache_clear()
     yield
-    library.load.cache_clear()
+    library.load_nccl.cache_clear()
 
 
 def test_it_tells_its_version_and_where_it_was_found(nccl: NcclLibrary) -> None:
@@ -125,9 +125,9 @@ def test_the_variable_comes_first_and_stands_alone(
     monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> None:
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libnccl.so.2")
-    assert list(library.candidates()) == [(library.VARIABLE, "/nowhere/libnccl.so.2")]
+    assert list(library.library_candidates()) == [(library.VARIABLE, "/nowhere/libnccl.so.2")]
     with pytest.raises(BackendUnavailableError, match=r"/nowhere/libnccl.so.2") as told:
-        library.load()
+        library.load_nccl()
     assert "pip install 'flashlight-py[cuda12]'" in str(told.value)
 
 
@@ -135,7 +135,7 @@ def test_the_order_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(library.VARIABLE, raising=False)
     monkeypatch.setattr(library, "_path_in_wheel", lambda name: f"/{name}/libnccl.so.2")
     monkeypatch.setattr(library, "_path_in_process", lambda: "/loaded/libnccl.so.2")
-    assert [path for _, path in library.candidates()] == [
+    assert [path for _, path in library.library_candidates()] == [
         "/nvidia-nccl-cu12/libnccl.so.2",
         "/nvidia-nccl-cu13/libnccl.so.2",
         "/loaded/libnccl.so.2",
@@ -219,9 +219,9 @@ def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         fl.distributed_init(fl.DistributedInit.ENV)
-    made = library.load().unique_id() if rank == 0 else b""
-    card = NcclCard(version=library.load().version, gpu=f"gpu {rank}", unique_id=made.hex())
-    arrived, _ = meet(current_world().group.backend(), card)
+    made = library.load_nccl().unique_id() if rank == 0 else b""
+    card = NcclCard(version=library.load_nccl().version, gpu=f"gpu {rank}", unique_id=made.hex())
+    arrived, _ = exchange_cards(current_world().group.backend(), card)
     if port:
         fl.distributed_shutdown()
     return made, arrived
@@ -253,7 +253,7 @@ def test_what_cannot_work_is_told_on_every_rank(
     rank: int, size: int, cards: Any, told: str
 ) -> None:
     with pytest.raises(UnavailableEverywhereError, match=told) if told else nullcontext():
-        meet(current_world().group.backend(), NcclCard(**cards[rank]))
+        exchange_cards(current_world().group.backend(), NcclCard(**cards[rank]))
 
 
 @needs_none
@@ -261,7 +261,7 @@ def test_what_cannot_work_is_told_on_every_rank(
 def test_without_a_gpu_the_reason_and_the_remedy_are_told_on_every_rank(
     rank: int, size: int
 ) -> None:
-    why = r"CuPy arrays cannot travel between these ranks\. rank 0: .*(pip install|nvidia-smi)"
+    why = r"CuPy arrays cannot be sent between these ranks\. rank 0: .*(pip install|nvidia-smi)"
     with pytest.raises(BackendUnavailableError, match=f"(?s){why}"):
         current_world().group.join_gpus()
 
@@ -294,7 +294,7 @@ def test_the_device_follows_from_the_place(rule: DeviceRule, count: int, index: 
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(BackendUnavailableError, match=r"CUDA device 3.*2 are visible"):
+    with pytest.raises(BackendUnavailableError, match=r"must be below 2.*got 3"):
         DeviceRule(rank=3, max_per_node=4).index(2)
 
 

@@ -258,10 +258,10 @@ def test_the_time_of_a_collective_begins_when_the_one_before_it_has_ended() -> N
         event.done = False
         flights.add(DeviceFlight("all_reduce", event, ()))
     first, second = flights.oldest(), flights.newest()
-    assert first.begun(flights.last_end) == first.started
+    assert first.start_time(flights.last_end) == first.started
     first.event.done = True
     assert flights.oldest() is second
-    assert second.begun(flights.last_end) == first.ended
+    assert second.start_time(flights.last_end) == first.ended
     assert first.ended is not None
     assert first.ended > second.started
 

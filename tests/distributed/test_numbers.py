@@ -64,7 +64,7 @@ def test_scans_of_numbers(rank: int, size: int) -> None:
     assert fl.scan(rank > 0, op="or") is (rank > 0)
     with pytest.raises(OverflowError):
         fl.scan(2**63 - size + 1)
-    with pytest.raises(TypeError, match="scan: a bool array"):
+    with pytest.raises(TypeError, match="scan: for bool"):
         fl.scan(np.ones(2, bool), op="sum")
 
 
@@ -95,7 +95,7 @@ def test_an_int_that_could_pass_64_bits(
     if fits:
         require_bits("all_reduce", x, ReduceOp[op.upper()], scale, size)
         return
-    with pytest.raises(OverflowError, match=f"all_reduce: {x}, an int, travels in 64 bits"):
+    with pytest.raises(OverflowError, match=f"must fit into 64 bits.* got {x}"):
         require_bits("all_reduce", x, ReduceOp[op.upper()], scale, size)
 
 

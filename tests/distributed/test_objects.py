@@ -60,7 +60,7 @@ def test_an_object_that_cannot_be_pickled_raises_on_every_rank(rank: int, size: 
 @on_ranks()
 def test_wrong_roots_are_refused(rank: int, size: int) -> None:
     for call in (fl.broadcast_object, fl.gather_object, fl.scatter_object):
-        with pytest.raises(ValueError, match=f"0 to {size - 1}; got {size}"):
+        with pytest.raises(ValueError, match=f"0 to {size - 1}, got {size}"):
             call(0, size)
     with pytest.raises(TypeError, match="lock"):
         fl.all_gather_object(threading.Lock())
@@ -86,7 +86,7 @@ def test_verbs_of_objects_raise_mismatch_error_if_the_roots_differ(rank: int, si
 
 def test_a_root_must_have_one_object_for_each_rank() -> None:
     for objs, got in ((None, "None"), ([1, 2], "2")):
-        with pytest.raises(ValueError, match=f"one object for each of the 1 ranks, got {got}"):
+        with pytest.raises(ValueError, match=f"1 objects, one for each rank, .* got {got}"):
             fl.scatter_object(objs)
 
 
@@ -195,14 +195,14 @@ class Refusing:
 def test_objects_are_messages(rank: int, size: int) -> None:
     given: list[Any] = [{"rank": 0}, np.arange(100), list(range(5000)), "é"]
     if size == 1:
-        with pytest.raises(ValueError, match="this rank itself"):
+        with pytest.raises(ValueError, match="must be another rank"):
             fl.send_object(1, 0)
         return
     if rank == 0:
         for obj in given:
             fl.send_object(obj, 1, tag=3)
         fl.send(np.arange(2), 1, tag=3)
-        with pytest.raises(TypeError, match=r"the sender.s object cannot be pickled"):
+        with pytest.raises(TypeError, match=r"expected a picklable object on the sender"):
             fl.send_object(Unpicklable(), 1)
         assert sorted(fl.recv_object(None) for _ in range(size - 1)) == list(range(1, size))
     else:
@@ -212,7 +212,7 @@ def test_objects_are_messages(rank: int, size: int) -> None:
             x = np.zeros(2, int)
             assert fl.recv(x, 0, tag=3).tolist() == [0, 1]
             with pytest.raises(
-                TypeError, match=r"sender.s object cannot be pickled: .*this one stays"
+                TypeError, match=r"picklable object on the sender: .*this one stays"
             ):
                 fl.recv_object(0)
         fl.send_object(rank, 0)

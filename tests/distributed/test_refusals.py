@@ -15,7 +15,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.start.world import current_world
-from tests.distributed.conformance import in_places, on_ranks, ranks_in
+from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
 from tests.distributed.told import told, told_later, told_now_or_later
 
 SIZE, ODD = 3, 1
@@ -324,7 +324,7 @@ def check(
     message = told(call)
     assert message, f"{name} did not raise"
     assert f"rank {ODD} called " in message, (name, message)
-    assert ", and refused its arguments (" in message, (name, message)
+    assert ", and rejected its arguments (" in message, (name, message)
     assert "test_refusals.py:" in message, (name, message)
 
 
@@ -337,9 +337,9 @@ def test_the_others_have_its_reason(rank: int, size: int) -> None:
     else:
         with pytest.raises(
             fl.errors.MismatchError,
-            match=r"rank 1 called reduce_scatter, and refused its arguments \(ValueError: "
+            match=r"rank 1 called reduce_scatter, and rejected its arguments \(ValueError: "
             r"reduce_scatter: the first dimension must be a multiple of the 3 ranks, got shape "
-            r"\(7,\); unequal parts need rows=\) at distributed/test_refusals.py:\d+",
+            r"\(7,\)\. Pass rows= for unequal parts\.\) at distributed/test_refusals.py:\d+",
         ):
             fl.reduce_scatter(ones())
 
@@ -417,14 +417,14 @@ def test_a_group_goes_on_as_well(rank: int, size: int) -> None:
         with pytest.raises((TypeError, fl.errors.MismatchError)) as caught:
             group.all_reduce(None if rank == ODD else ones())
         assert group.all_reduce(np.ones(3))[0] == 2
-    assert rank == ODD or ", and refused its arguments (TypeError" in str(caught.value)
+    assert rank == ODD or ", and rejected its arguments (TypeError" in str(caught.value)
 
 
-@on_ranks(("hierarchical", SIZE), fresh=True, env=in_places("aab", FLASHLIGHT_CHECKS="0"))
+@on_ranks(("hierarchical", SIZE), fresh=True, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
 def test_without_checks_between_hosts_the_group_ends_with_the_reason(rank: int, size: int) -> None:
     with pytest.raises(TypeError if rank == ODD else fl.errors.DistributedError) as caught:
         fl.all_reduce(None if rank == ODD else np.ones(3))
-    why = "rank 1 called all_reduce, and refused its arguments (TypeError"
+    why = "rank 1 called all_reduce, and rejected its arguments (TypeError"
     assert rank == ODD or why in str(caught.value)
 
 

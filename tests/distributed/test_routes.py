@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from flashlight_py import interfaces
-from flashlight_py.distributed.memory.topology import Card, choose
+from flashlight_py.distributed.memory.topology import Card, choose_addresses
 from flashlight_py.distributed.rendezvous import tcp_store, wire
-from flashlight_py.distributed.rendezvous.store import Peer, why_not_apart
+from flashlight_py.distributed.rendezvous.store import Peer, shared_process_error
 from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
-from tests.distributed.jobs import ended, start
+from tests.distributed.jobs import finish, start
 from tests.distributed.without_ipv6 import SOCKET
 
 # Which addresses are chosen ------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_the_connection_with_rank_0_says_which_addresses_are_good() -> None:
     """Also to the ranks of both hosts that are connected through the loopback, or not at all."""
     cards = [card("a", f"{NAT} {A}", B), card("a"), card("b", f"{NAT} {B}"), card("b")]
     local = ("127.0.0.1", "127.0.0.1")
-    assert choose(joined(cards, local, (B, A))) == [A, A, B, B]
+    assert choose_addresses(joined(cards, local, (B, A))) == [A, A, B, B]
 
 
 def test_a_bridge_that_every_host_has_is_passed_over() -> None:
@@ -57,54 +57,58 @@ def test_a_bridge_that_every_host_has_is_passed_over() -> None:
         card("a", f"{bridge} {A} {other_a}", f"{bridge} {A}"),
         card("b", f"{bridge} {B} {other_b}", f"{bridge} {B}"),
     ]
-    assert choose(cards) == [A, B]
-    assert choose(joined(cards, (other_b, other_a))) == [other_a, other_b]
+    assert choose_addresses(cards) == [A, B]
+    assert choose_addresses(joined(cards, (other_b, other_a))) == [other_a, other_b]
     only = [card("a", bridge, bridge), card("b", f"{bridge} {B}", B)]
     with pytest.raises(ValueError, match=f"a .* and b have the same address {bridge}"):
-        choose(only)
+        choose_addresses(only)
 
 
 def test_an_address_of_one_link_is_none_of_a_host() -> None:
     """MASTER_ADDR may be one; what is there beside it is used."""
     link_a, link_b = "fe80::1", "fe80::2"
     cards = [card("a", f"{A} {A6}", A), card("b", f"{B} {B6}", B)]
-    assert choose(joined(cards, (link_b, link_a))) == [A, B]
+    assert choose_addresses(joined(cards, (link_b, link_a))) == [A, B]
     with pytest.raises(ValueError, match=r"a \(rank 0\) has no route .* valid beyond its link"):
-        choose(joined([card("a"), card("b")], (link_b, link_a)))
+        choose_addresses(joined([card("a"), card("b")], (link_b, link_a)))
 
 
 def test_without_connections_the_routes_to_the_peer_do() -> None:
     """As with MPI; an address that several hosts have is none of them."""
     a, b = f"{NAT} {A}", f"{NAT} {B}"
-    assert choose([card("a", a, f"{NAT} {A}"), card("b", b, B)]) == [A, B]
-    assert choose([card("a", a), card("b", b)]) == [A, B]  # the only one that is left
+    assert choose_addresses([card("a", a, f"{NAT} {A}"), card("b", b, B)]) == [A, B]
+    assert choose_addresses([card("a", a), card("b", b)]) == [A, B]  # the only one that is left
 
 
 def test_all_use_one_version_of_ip() -> None:
     cards = [card("a", f"{A} {A6}"), card("b", f"{B} {B6}"), card("c", C6)]
-    assert choose(joined(cards, (B, A), (C6, A6))) == [A6, B6, C6]
-    assert choose(joined(cards[:2], (B6, A6))) == [A6, B6]
+    assert choose_addresses(joined(cards, (B, A), (C6, A6))) == [A6, B6, C6]
+    assert choose_addresses(joined(cards[:2], (B6, A6))) == [A6, B6]
     with pytest.raises(ValueError, match=r"b \(rank 1\) has fd00::2 and no IPv4, a .* and no IPv6"):
-        choose([card("a", A), card("b", B6)])
+        choose_addresses([card("a", A), card("b", B6)])
 
 
 def test_what_the_user_asks_for_is_used() -> None:
     asked = card("b", f"{NAT} {B}", asked="eth1", wanted=["10.9.0.2"])
-    assert choose(joined([card("a", f"{NAT} {A}"), asked], (B, A))) == [A, "10.9.0.2"]
+    assert choose_addresses(joined([card("a", f"{NAT} {A}"), asked], (B, A))) == [A, "10.9.0.2"]
     both = [card(host, NAT, asked="eth0", wanted=[NAT]) for host in "ab"]
-    with pytest.raises(ValueError, match=r"'eth0' is 10.0.2.15 on a and on b, so neither reaches"):
-        choose(both)
-    with pytest.raises(ValueError, match=r"b \(rank 1\) has no 'eth9'; it has 10.1.0.2"):
-        choose([card("a", A), card("b", B, asked="eth9")])
+    with pytest.raises(ValueError, match=r"'eth0' is 10.0.2.15 on both a and b, so these hosts"):
+        choose_addresses(both)
+    with pytest.raises(ValueError, match=r"b \(rank 1\) has no 'eth9'; its interfaces: 10.1.0.2"):
+        choose_addresses([card("a", A), card("b", B, asked="eth9")])
 
 
 def test_why_there_is_no_address() -> None:
     with pytest.raises(ValueError, match=r"a \(rank 0\) and b have the same address 10.0.2.15"):
-        choose([card("a", NAT, NAT), card("b", NAT, NAT)])
-    with pytest.raises(ValueError, match=r"b \(rank 1\) calls itself 10.0.2.15, and rank 0 sees"):
-        choose(joined([card("a", A), card("b", NAT, NAT)], (NAT, A), seen="10.1.0.254"))
-    with pytest.raises(ValueError, match=r"b \(rank 1\) has no route to the others; it has no int"):
-        choose([card("a", A), card("b")])
+        choose_addresses([card("a", NAT, NAT), card("b", NAT, NAT)])
+    with pytest.raises(
+        ValueError, match=r"b \(rank 1\) has the address 10.0.2.15, but rank 0 sees"
+    ):
+        choose_addresses(joined([card("a", A), card("b", NAT, NAT)], (NAT, A), seen="10.1.0.254"))
+    with pytest.raises(
+        ValueError, match=r"b \(rank 1\) has no route to the others; its interfaces: no act"
+    ):
+        choose_addresses([card("a", A), card("b")])
 
 
 def test_addresses_of_this_host() -> None:
@@ -273,7 +277,7 @@ def test_two_ranks_in_one_process_are_refused_on_every_rank(tmp_path: Path) -> N
     started = [start([*command, *ranks]) for ranks in (["0", "2"], ["1"])]
     said: list[str] = []
     for process in started:
-        texts, _, is_joined = ended(process)[1].rpartition(" ")
+        texts, _, is_joined = finish(process)[1].rpartition(" ")
         said += json.loads(texts)
         assert is_joined == "False\n"
     assert len(said) == 3
@@ -283,7 +287,7 @@ def test_two_ranks_in_one_process_are_refused_on_every_rank(tmp_path: Path) -> N
 
 def test_what_is_not_known_of_processes_is_not_held_against_them() -> None:
     unknown = Peer("a", 1)
-    assert why_not_apart([unknown, unknown]) == ""
+    assert shared_process_error([unknown, unknown]) == ""
     known = Peer("a", 1, "boot", "7")
-    assert why_not_apart([known, Peer("a", 1, "boot", "8")]) == ""
-    assert "ranks 0, 1 are one process" in why_not_apart([known, known])
+    assert shared_process_error([known, Peer("a", 1, "boot", "8")]) == ""
+    assert "ranks 0, 1 are one process" in shared_process_error([known, known])

@@ -24,7 +24,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl.comparing import ComparesAhead
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.groups.membership import of
+from flashlight_py.distributed.groups.membership import members_of
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
@@ -87,7 +87,7 @@ def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back(
     rank: int, size: int, differ: bool
 ) -> None:
     """Make many calls that are compared ahead, the last of another op on rank 1 if they differ."""
-    cpu, x, error = of(None).backend(), np.ones(3), ""
+    cpu, x, error = members_of(None).backend(), np.ones(3), ""
     assert isinstance(cpu, ComparesAhead)
     try:
         for n in range(100):
@@ -106,7 +106,7 @@ def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back(
 @on_ranks(("shm", 2), lost=1)
 def test_a_look_back_in_a_group_that_has_ended_raises(rank: int, size: int) -> None:
     """Look back at a call that rank 1 does not make, in a group that has ended meanwhile."""
-    cpu = of(None).backend()
+    cpu = members_of(None).backend()
     assert isinstance(cpu, ComparesAhead)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -224,7 +224,7 @@ def test_a_call_that_raises_for_an_earlier_one_gives_nothing(
         assert numbers == []
     else:
         assert numbers == of_root
-        assert "called different things in an earlier call of this group" in message
+        assert "made different calls in an earlier call of this group" in message
 
 
 def tell(sender: int, receiver: int, rank: int) -> None:

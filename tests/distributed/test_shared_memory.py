@@ -28,8 +28,8 @@ from tests.distributed import conformance, programs
 from tests.distributed.conformance import (
     BACKENDS,
     assert_equal,
-    combined,
-    in_places,
+    combine_arrays,
+    hosts_by_letter,
     on_ranks,
     ranks_in,
     values,
@@ -50,7 +50,7 @@ def shared_equals_ordinary(rank: int, size: int, name: str, count: int) -> None:
         fl.all_reduce(y, op=op)
         assert x.tobytes() == y.tobytes(), op
         one = [array[: conformance.PERIOD] for array in everyone]
-        expected = np.resize(combined(one, op, 1.0), count)
+        expected = np.resize(combine_arrays(one, op, 1.0), count)
         assert_equal(x, expected, f"{op} of {count} {name}")
 
 
@@ -118,7 +118,7 @@ def test_no_file_has_a_name_once_all_have_mapped_it(rank: int, size: int) -> Non
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
 
 
-APART = {"env": in_places("ab")}
+APART = {"env": hosts_by_letter("ab")}
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
     assert way in text
     assert apart in text
     assert len(warnings) == (rank == 0), warnings
-    assert all("using Gloo instead of shared memory" in each for each in warnings)
+    assert all("Gloo is used instead of shared memory" in each for each in warnings)
     assert all(apart in each for each in warnings)
 
 
-@on_ranks(("shm", 2), fresh=True, env=in_places("ab"), init=None)
+@on_ranks(("shm", 2), fresh=True, env=hosts_by_letter("ab"), init=None)
 def test_shm_that_cannot_be_is_refused_on_every_rank(rank: int, size: int, tmp_path: Path) -> None:
     params = {"FILE_PATH": str(tmp_path / "meet"), "BACKEND": "shm"}
-    with pytest.raises(fl.errors.BackendUnavailableError, match="do not all share memory"):
+    with pytest.raises(fl.errors.BackendUnavailableError, match="all ranks must share memory"):
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
 
 
@@ -220,7 +220,7 @@ CONTAINER = "unshare --pid --fork --mount-proc"
     ("size", "each", "way", "warning"),
     [
         ("64k", "", "shared memory", None),
-        ("64k", CONTAINER, "Gloo over TCP", "using Gloo instead of shared memory"),
+        ("64k", CONTAINER, "Gloo over TCP", "Gloo is used instead of shared memory"),
         ("6m", CONTAINER, "shared memory", "shared_empty(1000000,) returns ordinary memory"),
         ("64m", CONTAINER, "shared memory", None),
     ],
@@ -323,8 +323,8 @@ def test_secret_memory_is_moved_by_every_verb(rank: int, size: int) -> None:
     """Call each verb in a new group, as one that has failed to read once does not try again."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 or size == 3:
-            patch.setattr(programs, "lay_out", keep_secret)
-        for verb in (*programs.TABLED, *programs.MESSAGES):
+            patch.setattr(programs, "with_layout", keep_secret)
+        for verb in (*programs.TABLE_VERBS, *programs.MESSAGES):
             calls = programs.every_verb(size, "int32", [COUNT], [verb], [1])
             programs.run_program(rank, size, calls * TURNS)
     x = np.full(COUNT, rank, np.int32)

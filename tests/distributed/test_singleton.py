@@ -11,7 +11,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.rendezvous.environment import check_no_launcher, check_schedulers
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import on_ranks
-from tests.distributed.jobs import ended, start
+from tests.distributed.jobs import finish, start
 
 STARTED = {
     "OMPI_COMM_WORLD": {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
@@ -155,7 +155,7 @@ fl.barrier()
 
 
 def warned(arguments: list[str], environ: dict[str, str]) -> str:
-    code, output = ended(start([sys.executable, "-c", FORGETFUL, *arguments], environ))
+    code, output = finish(start([sys.executable, "-c", FORGETFUL, *arguments], environ))
     assert code == 0, output
     return output
 

@@ -22,7 +22,7 @@ from flashlight_py import _native
 from flashlight_py._native import load
 from flashlight_py.distributed import api
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import MEANINGS
+from flashlight_py.distributed.calls.combining import RESULTS
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import (
@@ -113,7 +113,7 @@ def test_the_page_says_of_each_verb_what_the_table_does() -> None:
     for verb in VERBS:
         arguments, in_place, unequal = calls[verb.name]
         assert set(verb.takes) - {"rows"} <= arguments, verb
-        if verb not in MEANINGS:
+        if verb not in RESULTS:
             continue
         assert len(arguments) == 1 + len(set(verb.takes) - {"rows"}), verb
         assert in_place.partition(",")[0] == ("yes" if verb.in_place else "no: new"), verb

@@ -22,7 +22,7 @@ from flashlight_py.distributed.backends.mpi.backend import Operation
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.verbs import BARRIER
-from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
+from flashlight_py.distributed.work import AllOf, Done, Then, Work, wait_timeout_error
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -99,7 +99,7 @@ def test_a_second_thread_waits_for_what_the_first_one_makes() -> None:
     def release(work: Then) -> None:
         with pytest.raises(CollectiveTimeoutError, match="another thread"):
             work.wait(timeout=0.05)
-        assert not work.is_heard
+        assert not work.is_settled
 
     assert waits_of_two_threads(slow, release) == ["made of it"] * 2
     assert slow.calls == 1
@@ -133,7 +133,7 @@ def test_a_result_whose_making_a_signal_handler_ended_is_never_given_half_made(
     for _ in range(2):
         with pytest.raises(Interruption):
             work.wait()
-    assert work.is_heard
+    assert work.is_settled
 
 
 class Interrupted(Work):
@@ -157,7 +157,7 @@ def test_a_wait_that_a_signal_handler_ended_can_be_taken_up_again(
     work = Then(Interrupted(interrupting), lambda value: f"made of {value}")
     with pytest.raises(Interruption):
         work.wait()
-    assert not work.is_heard
+    assert not work.is_settled
     assert work.wait() == "made of it"
 
 
@@ -185,7 +185,7 @@ class EndsAtLimit(Work):
     """Has ended well by the time that its first wait reports the limit."""
 
     def __init__(self, failure: Exception | None = None) -> None:
-        self.failure = failure or limit_passed("send", 0.0)
+        self.failure = failure or wait_timeout_error("send", 0.0)
 
     def wait(self, timeout: float | None = None) -> Any:
         if timeout is None:
@@ -199,7 +199,9 @@ class EndsAtLimit(Work):
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_hierarchical_group_ends_by_the_operation_alone(goes_on: bool) -> None:
     ended: list[DistributedError] = []
-    work = EndsAtLimit(limit_passed("late", 0.0) if goes_on else CollectiveTimeoutError("late"))
+    work = EndsAtLimit(
+        wait_timeout_error("late", 0.0) if goes_on else CollectiveTimeoutError("late")
+    )
     owner: Any = SimpleNamespace(end=ended.append)
     with pytest.raises(CollectiveTimeoutError, match="late"):
         HierarchicalBackend.guarded(owner, "send", lambda: work.wait(0.0))
@@ -220,8 +222,8 @@ def test_record_is_no_failure() -> None:
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_comparison_of_mpi_is_the_cause_by_itself_alone(goes_on: bool) -> None:
-    operation = Operation(SimpleNamespace(place="a rank"), "send", 1.0)  # type: ignore[arg-type]
-    late = limit_passed("late", 0.0) if goes_on else CollectiveTimeoutError("late")
+    operation = Operation(SimpleNamespace(rank_text="a rank"), "send", 1.0)  # type: ignore[arg-type]
+    late = wait_timeout_error("late", 0.0) if goes_on else CollectiveTimeoutError("late")
     operation.comparison = EndsAtLimit(late)
     assert operation.cause() is (None if goes_on else late)
 

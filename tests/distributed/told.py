@@ -18,7 +18,7 @@ def told(call: Callable[[], Any]) -> str:
         message = str(error)
     else:
         return ""
-    assert "called different things" in message
+    assert "made different calls" in message
     return message
 
 

@@ -45,7 +45,7 @@ def test_every_extension_that_setup_py_builds_is_reported() -> None:
     compiled = {extension.name.rpartition("._")[2] for extension in build["EXTENSIONS"]}
     bindings = {name.rpartition(":")[2] for name in build["BINDINGS"]}
     assert set(_native.EXTENSIONS) == compiled | bindings
-    reported = [finding.what for finding in doctor.built()]
+    reported = [finding.subject for finding in doctor.built()]
     assert set(_native.EXTENSIONS) <= set(reported)
 
 
@@ -63,7 +63,7 @@ def test_the_source_of_the_secret_is_reported_and_not_the_secret(
     state, _, remedy = doctor.job_secret()
     assert (state, "short" in remedy) == (WARNING, False)
     monkeypatch.setenv("MASTER_SECRET", "a word that is long enough")
-    assert doctor.job_secret() == (OK, "from MASTER_SECRET; every rank needs the same", "")
+    assert doctor.job_secret() == (OK, "from MASTER_SECRET; every rank needs the same secret", "")
     monkeypatch.setenv("MASTER_SECRET", "")
     assert doctor.job_secret()[0] is FAILED
     monkeypatch.delenv("MASTER_SECRET")
@@ -83,8 +83,8 @@ def test_the_file_system_is_named(tmp_path: Path) -> None:
 
 
 def test_a_good_folder_keeps_every_promise_and_stays_as_it_was(tmp_path: Path) -> None:
-    found = list(doctor.folder(tmp_path))
-    assert [each.what for each in found] == ["file system", *doctor.PROMISES]
+    found = list(doctor.rendezvous_folder(tmp_path))
+    assert [each.subject for each in found] == ["file system", *doctor.GUARANTEES]
     assert all(each.state is OK for each in found)
     assert list(tmp_path.iterdir()) == []
 
@@ -93,9 +93,9 @@ def test_broken_promises_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     """A file system that breaks its promises cannot be had, so the system calls are changed."""
     monkeypatch.setattr(os, "O_EXCL", 0)
     monkeypatch.setattr(os, "listdir", lambda path: [])
-    problems = dict(zip(doctor.PROMISES, doctor.broken_promises(tmp_path), strict=True))
-    assert "created the same file with O_EXCL, expected 1" in problems["exclusive create"]
-    assert "the listing has 0" in problems["listing"]
+    problems = dict(zip(doctor.GUARANTEES, doctor.failed_guarantees(tmp_path), strict=True))
+    assert "expected 1 of 4 threads to create a file with O_EXCL" in problems["exclusive create"]
+    assert "files listed, got 0" in problems["listing"]
     assert problems["rename"] == problems["ownership"] == ""
 
 
@@ -107,7 +107,7 @@ def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(doctor, "SHARED_FOLDER", tmp_path / "none")
     state, detail, _ = doctor.shared_memory()
     assert state is WARNING
-    assert "there is no" in detail
+    assert "does not exist" in detail
 
 
 def test_a_driver_without_cupy_is_a_warning(
@@ -138,7 +138,7 @@ def test_a_command_of_another_mpi_is_a_warning(
 
 @NEEDS_MPI
 def test_the_mpi_that_is_here() -> None:
-    found = {each.what: each for each in doctor.mpi()}
+    found = {each.subject: each for each in doctor.mpi()}
     assert list(found) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
     assert found["library"].state is found["ABI"].state is found["GPU memory"].state is OK
     abi, standard, path = found["ABI"].detail.split("; ")
@@ -153,10 +153,10 @@ def test_an_mpi_and_the_memory_of_gpus(monkeypatch: pytest.MonkeyPatch, cuda: bo
     """The facts that another process reports are constants here: one MPI is of one kind."""
     facts = {"library": "x", "ABI": "x", "vendor": "x", "threads": False, "cuda": cuda}
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", facts, ""))
-    found = {each.what: each for each in doctor.mpi()}
+    found = {each.subject: each for each in doctor.mpi()}
     detail = found["GPU memory"].detail
     assert ("params={'BACKEND': 'mpi', 'MPI_CUDA_AWARE': 1}" in detail) == (cuda is True)
-    assert ("it does not say" in detail, "does not take" in detail) == (cuda is None, cuda is False)
+    assert ("unknown" in detail, "does not accept" in detail) == (cuda is None, cuda is False)
     assert found["threads"].state is WARNING
 
 
@@ -171,7 +171,7 @@ def test_an_mpi_that_cannot_be_loaded_is_missing_and_not_tried(
     (way,) = doctor.trials(1.0, [library])
     assert library.state is way.state is MISSING
     assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
-    assert way.detail.startswith("needs what is not here: library")
+    assert way.detail.startswith("requires library")
 
 
 SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
@@ -195,11 +195,11 @@ exit 3
             OK,
             "1 us and 1 ms (4.2 GB/s); 2 ranks, shm",
         ),
-        ("mpi", f"echo '{SPEED}' | sed s/2,/1,/", 10, FAILED, "1 of 2 ranks have met"),
+        ("mpi", f"echo '{SPEED}' | sed s/2,/1,/", 10, FAILED, "expected 2 ranks, got 1"),
         ("mpi", "echo hello", 10, FAILED, "exit code 0: hello"),
-        ("mpi", "true", 10, FAILED, "exit code 0: it wrote nothing"),
+        ("mpi", "true", 10, FAILED, "exit code 0: no output"),
         ("mpi", FAILS, 10, FAILED, "exit code 3: OSError: no such"),
-        ("mpi", "sleep 99", 0.1, FAILED, "has not ended within 0.1"),
+        ("mpi", "sleep 99", 0.1, FAILED, "did not end within 0.1"),
         ("no", "", 30, FAILED, "exit code 1: flrun: rank"),
     ],
 )
@@ -215,7 +215,7 @@ def test_the_ranks_of_a_trial_are_reported_by_what_they_wrote(
     monkeypatch.setattr(doctor, "TRIALS", {"a path": (2, backend, ())})
     monkeypatch.setattr(doctor, "mpirun_command", lambda size: ["sh", "-c", script])
     (finding,) = doctor.trials(timeout, [])
-    assert (finding.what, finding.state) == ("a path", state)
+    assert (finding.subject, finding.state) == ("a path", state)
     assert finding.detail.startswith(words)
 
 
@@ -288,7 +288,7 @@ def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path)
     done = run("--run", python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 1
     assert states(done.stdout)["shm"] == "FAILED"
-    assert "Does not work, and should: shm" in done.stdout
+    assert "Failed: shm" in done.stdout
 
 
 @pytest.mark.slow
@@ -305,5 +305,5 @@ def test_every_way_that_is_here_works_and_reports_its_speed() -> None:
 def test_a_folder_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
     done = run("--folder", tmp_path / "nowhere")
     assert done.returncode == 1
-    assert "Does not work, and should: writable" in done.stdout
+    assert "Failed: writable" in done.stdout
     assert "No such file or directory" in done.stdout

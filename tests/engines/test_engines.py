@@ -50,14 +50,14 @@ def test_the_first_cause_is_named(run: Run, how: str, said: str) -> None:
 
 
 def test_a_timeout_ends_the_ranks(run: Run) -> None:
-    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1, 2 of 3 had not returned"):
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1, 2 of 3 did not return"):
         run(tasks.never, timeout=3)
     assert run(tasks.total, (10,))[0] == (0, 33)
 
 
 @pytest.mark.parametrize("run", [spark], indirect=True)
 def test_a_timeout_ends_a_stage_that_has_not_begun(run: Run) -> None:
-    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1, 2 of 3 had not returned"):
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1, 2 of 3 did not return"):
         run(tasks.never, timeout=1e-6)
 
 
@@ -69,7 +69,7 @@ def test_a_result_that_cannot_be_pickled(run: Run) -> None:
 def test_arguments_that_make_no_sense(run: Run) -> None:
     with pytest.raises(TypeError, match="cannot be pickled"):
         run(tasks.total, (threading.Lock(),))
-    with pytest.raises(ValueError, match="leave FILE_PATH out"):
+    with pytest.raises(ValueError, match="must not contain FILE_PATH"):
         run(tasks.total, (1,), params={"FILE_PATH": "x"})
     with pytest.raises(ValueError, match="max_restarts must be"):
         run(tasks.total, (1,), max_restarts=-1)
@@ -77,15 +77,15 @@ def test_arguments_that_make_no_sense(run: Run) -> None:
 
 def test_dask_needs_a_process_for_each_rank() -> None:
     with dask_client(2, processes=False, host=None) as client:  # threads have no host
-        with pytest.raises(ValueError, match="and the cluster has 1; start more with proc"):
+        with pytest.raises(ValueError, match=r"got 1\. Start more workers with proc"):
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=2)
-        with pytest.raises(ValueError, match="5 ranks need as many worker processes"):
+        with pytest.raises(ValueError, match="expected at least 5 worker processes"):
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=5)
 
 
 @pytest.mark.parametrize("run", [spark], indirect=True)
 def test_spark_needs_a_slot_for_each_rank(run: Run) -> None:
-    said = r"5 ranks need as many slots, and, after \d+ s, the cluster has 3; see spark.executor"
+    said = r"expected at least 5 slots, one per rank, got 3 after \d+ s\. Raise spark.executor"
     with pytest.raises(TimeoutError, match=said):
         fl.launch.spark.run(tasks.total, (1,), nprocs=5)
 
@@ -99,7 +99,7 @@ def test_dask_leaves_nothing_where_a_rank_never_runs() -> None:
     with dask_client(2) as client:
         first = min(client.nthreads())
         other = client.submit(time.sleep, 10, workers=[first])
-        with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 had not returned"):
+        with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return"):
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=2, timeout=1)
         assert client.run(_listeners, workers=[first]) == {first: []}
         assert not other.done()
@@ -117,7 +117,7 @@ def test_dask_does_not_wait_for_a_worker_that_is_stopped(when: str) -> None:
             os.kill(last, signal.SIGSTOP)
         began = time.monotonic()
         try:
-            with pytest.raises(TimeoutError, match="had not returned when the timeout was over"):
+            with pytest.raises(TimeoutError, match="did not return before the timeout"):
                 fl.launch.dask.run(client, tasks.stop, timeout=3)
             assert time.monotonic() - began < 20  # 3, and as long as ranks may take to end
         finally:

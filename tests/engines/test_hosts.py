@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 # What the process of an engine does: rank 0 says where to meet, the other one is told.
 PROGRAM = """
 import json, pickle, sys
-from flashlight_py.engines.rank import Meeting, listen
+from flashlight_py.engines.rank import RendezvousAddress, listen_for_ranks
 from flashlight_py.launch.failures import Failure
 packed, rank, hosts, meeting = json.loads(sys.argv[1])
 start = pickle.loads(bytes.fromhex(packed))
 if rank == 0:
-    meeting = listen(start.key, hosts[0], hosts)
+    meeting = listen_for_ranks(start.key, hosts[0], hosts)
     print(json.dumps(meeting), flush=True)
-found = start.serve(rank, Meeting(*meeting))
-print(found.what if isinstance(found, Failure) else pickle.loads(found), flush=True)
+found = start.serve(rank, RendezvousAddress(*meeting))
+print(found.description if isinstance(found, Failure) else pickle.loads(found), flush=True)
 """
 
 

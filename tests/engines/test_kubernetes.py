@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import ended, free_port, start
+from tests.distributed.jobs import finish, free_port, start
 
 COMMAND = [sys.executable, str(Path(__file__).with_name("program.py"))]
 
@@ -26,4 +26,4 @@ def test_one_rank_in_each_pod() -> None:
         start(COMMAND, {**recorded, "PET_NODE_RANK": index, "JOB_COMPLETION_INDEX": index})
         for index in ("0", "1")
     ]
-    assert [ended(pod) for pod in pods] == [(0, f"{rank} of 2 sum 1\n") for rank in range(2)]
+    assert [finish(pod) for pod in pods] == [(0, f"{rank} of 2 sum 1\n") for rank in range(2)]

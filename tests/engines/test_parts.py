@@ -13,12 +13,12 @@ import pytest
 from flashlight_py.engines import rank as engine_rank
 from flashlight_py.engines import ray, spark
 from flashlight_py.engines import run as engine
-from flashlight_py.engines.rank import Meeting, Start
+from flashlight_py.engines.rank import RendezvousAddress, Start
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure
 
-NOWHERE = Meeting(["127.0.0.1"], 1)
+NOWHERE = RendezvousAddress(["127.0.0.1"], 1)
 
 
 def call_of(size: int, timeout: float | None = None) -> SpawnCall:
@@ -35,16 +35,16 @@ def test_a_second_rank_of_a_process_leaves_the_environment_of_the_first(
         raise AssertionError("changed the environment that the first one reads")
 
     monkeypatch.setattr(Start, "_environment", forbidden)
-    with engine_rank._as_the_only_rank("first"):
+    with engine_rank._registered_rank("first"):
         outcome = Start(2, 0, b"").serve(1, NOWHERE)
     assert isinstance(outcome, Failure)
-    assert "raised RuntimeError: this process is a rank already" in outcome.what
+    assert "raised RuntimeError: this process is already a rank" in outcome.description
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_rank_0_listens_on_the_loopback_where_all_ranks_are(host: str) -> None:
     try:
-        addresses, port = engine_rank.listen("a", host, [host, host])
+        addresses, port = engine_rank.listen_for_ranks("a", host, [host, host])
     except OSError as error:
         if "Cannot assign" not in str(error):
             raise
@@ -65,7 +65,7 @@ def test_rank_0_listens_at_all_addresses_where_others_are_elsewhere(
 ) -> None:
     """Debian gives a host's own name the address 127.0.1.1, which others have themselves."""
     monkeypatch.setattr(engine_rank, "own_addresses", lambda: ["192.0.2.7", "2001:db8::7"])
-    addresses, port = engine_rank.listen("b", host, hosts)
+    addresses, port = engine_rank.listen_for_ranks("b", host, hosts)
     assert addresses == list(dict.fromkeys([host, "192.0.2.7", "2001:db8::7"]))
     socket.create_connection(("127.0.0.1", port)).close()
     engine_rank.stop_listening("b")
@@ -73,18 +73,18 @@ def test_rank_0_listens_at_all_addresses_where_others_are_elsewhere(
 
 def test_a_rank_that_begins_after_its_attempt_has_ended_ends_at_once() -> None:
     start = Start(2, 0, b"")
-    _, port = engine_rank.listen(start.key, "127.0.0.1")
+    _, port = engine_rank.listen_for_ranks(start.key, "127.0.0.1")
     assert not engine_rank.end_rank(start.key)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
     outcome = start.serve(1, NOWHERE)
     assert isinstance(outcome, Failure)
-    assert "has ended this rank before it began" in outcome.traceback
+    assert "ended this rank before it started" in outcome.traceback
     assert Start(2, 0, b"").key != start.key  # the next attempt has nothing to do with it
 
 
 def test_another_attempt_does_not_end_a_rank() -> None:
-    with engine_rank._as_the_only_rank("mine"), engine_rank._can_be_ended("mine"):
+    with engine_rank._registered_rank("mine"), engine_rank._interruptible("mine"):
         assert not engine_rank.end_rank("another")
 
 
@@ -103,18 +103,18 @@ class Interrupting:
         """Nobody else wants it."""
 
 
-def test_a_rank_that_is_ended_while_it_leaves_can_be_ended_no_more(
+def test_a_rank_that_is_ended_while_it_leaves_interruptible_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_rank, "_lock", Interrupting())
     with (
         pytest.raises(SystemExit),
-        engine_rank._as_the_only_rank("a"),
-        engine_rank._can_be_ended("a"),
+        engine_rank._registered_rank("a"),
+        engine_rank._interruptible("a"),
     ):
         pass
     assert engine_rank._rank is None
-    assert engine_rank._endable is None  # a thread that may do anything else by now
+    assert engine_rank._interruptible_thread is None  # a thread that may do anything else by now
 
 
 # Where the program is -----------------------------------------------------------------------------
@@ -135,14 +135,14 @@ def test_the_host_of_an_engines_address(address: str, host: str) -> None:
 
 
 def test_places_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.001)
     counts = itertools.chain([0, 1], itertools.repeat(2))
-    engine.wait_for_room(call_of(2), 60, counts.__next__, "slots", "add some")
-    said = "3 ranks need as many slots, and the cluster has 2; add some"
+    engine.wait_for_slots(call_of(2), 60, counts.__next__, "slots", "Add some")
+    said = "expected at least 3 slots, one per rank, got 2. Add some"
     with pytest.raises(ValueError, match=said):
-        engine.wait_for_room(call_of(3), 0, lambda: 2, "slots", "add some")
-    with pytest.raises(TimeoutError, match="slots, and, after 0 s, the cluster has 2; add some"):
-        engine.wait_for_room(call_of(3, 0.01), 60, lambda: 2, "slots", "add some")
+        engine.wait_for_slots(call_of(3), 0, lambda: 2, "slots", "Add some")
+    with pytest.raises(TimeoutError, match=r"slots, one per rank, got 2 after 0 s\. Add some"):
+        engine.wait_for_slots(call_of(3, 0.01), 60, lambda: 2, "slots", "Add some")
 
 
 def test_work_that_blocks_is_cancelled_when_time_is_up() -> None:
@@ -152,7 +152,7 @@ def test_work_that_blocks_is_cancelled_when_time_is_up() -> None:
         cancelled.wait()
         raise RuntimeError("cancelled")
 
-    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 had not returned"):
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return"):
         spark.interruptible(call_of(2, 0.01), work, cancelled.set)
     assert spark.interruptible(call_of(2), lambda: 5, cancelled.clear) == 5
     with pytest.raises(RuntimeError, match="cancelled"):

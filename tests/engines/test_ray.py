@@ -32,9 +32,9 @@ def cluster() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"resources": {"CPU": 3}}, r"'CPU': 3\} each, placed by PACK, do not fit: .* room for 0"),
-        ({"strategy": "STRICT_PACK"}, r"room for 2\. Its nodes have CPU 2; CPU 2; CPU 2"),
-        ({"strategy": "STRICT_SPREAD", "nprocs": 4}, "4 ranks with .* room for 3"),
+        ({"resources": {"CPU": 3}}, r"'CPU': 3\} each, placed by PACK, got resources for 0 ranks"),
+        ({"strategy": "STRICT_PACK"}, r"for 2 ranks\. The nodes have CPU 2; CPU 2; CPU 2"),
+        ({"strategy": "STRICT_SPREAD", "nprocs": 4}, "4 ranks with .* resources for 3"),
     ],
 )
 def test_what_the_nodes_can_never_hold_is_refused(options: dict[str, Any], said: str) -> None:
@@ -52,8 +52,8 @@ def test_what_others_hold_is_waited_for() -> None:
 
 def test_a_timeout_ends_an_actor_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake: no actor of Ray stays in its start by itself for sure."""
-    monkeypatch.setattr(fl.launch.ray, "listen_here", tasks.sleep)
-    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 had not returned"):
+    monkeypatch.setattr(fl.launch.ray, "listen_on_node", tasks.sleep)
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return"):
         fl.launch.ray.run(tasks.total, (1,), nprocs=2, timeout=4)
 
 

@@ -1,4 +1,4 @@
-"""How examples are started: alone, by flrun, by mpirun."""
+"""Functions that start examples: in one process, with flrun, with mpirun."""
 
 import re
 import sys
@@ -13,6 +13,6 @@ DEADLINE = 100.0
 
 
 def output(start: tuple[object, ...], program: str | Path, *options: object) -> str:
-    """Return what an example prints, without flrun's numbers of the ranks; it must end well."""
+    """Return the output of an example without flrun's rank numbers; the example must succeed."""
     done = run([*start, EXAMPLES / program, *options], code=0, timeout=DEADLINE)
     return re.sub(r"^\[\d+\] ", "", done.stdout, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Options that no example can use end it with one line, and not with a traceback."""
+"""Invalid options end an example with one line and without a traceback."""
 
 import re
 
@@ -9,12 +9,12 @@ from tests.launch.launcher import run
 
 NO_FOLDER = "the folder of /no/folder/p.png does not exist"
 TAGI = "--num-epochs and --batch-size are from 1 on, --seed from 0"
-# Of each example, options and the complaint about them.
+# Invalid options of each example, and the expected message.
 REFUSED = {
     "DistributedTraining": {
-        "--epochs 0": "whole number from 1 on, got '0'",
-        "--samples -5": "whole number from 1 on, got '-5'",
-        "--batch-size many": "whole number from 1 on, got 'many'",
+        "--epochs 0": "integer of at least 1, got '0'",
+        "--samples -5": "integer of at least 1, got '-5'",
+        "--batch-size many": "integer of at least 1, got 'many'",
         "--seed x": "invalid int value: 'x'",
         "--seed -1": "--seed: expected a number from 0 on, got -1",
         "--init pigeon": "invalid choice: 'pigeon'",
@@ -86,7 +86,7 @@ REFUSED = {
     },
 }
 
-# Calls a program with each of several options, in one process: imports take most of the time.
+# Calls a program with several options in one process, because imports take most of the time.
 CALLS = r"""
 import runpy, sys
 program, *calls = sys.argv[1:]
@@ -100,7 +100,7 @@ for call in calls:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_example_refuses_options_in_one_line(name: str) -> None:
+def test_example_rejects_invalid_options_with_one_line(name: str) -> None:
     command = [*ALONE, "-c", CALLS, EXAMPLES / f"{name}.py"]
     done = run([*command, *REFUSED[name]], code=0)
     assert done.stdout == ""
@@ -111,12 +111,12 @@ def test_an_example_refuses_options_in_one_line(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cifar_resnet", "digits_cnn", "tiny_gpt", "heat"])
-def test_an_example_refuses_less_than_one_for_each_rank(name: str) -> None:
+def test_example_rejects_sizes_below_the_number_of_ranks(name: str) -> None:
     option = "--cells" if name == "heat" else "--batch-size"
     done = run([*FLRUN, 2, EXAMPLES / f"{name}.py", option, 1], code=1)
     assert re.search(rf"{option}: expected (at least )?2.*, got 1", done.stderr)
     assert "Traceback" not in done.stderr
 
 
-def test_plot_losses_explains_its_arguments() -> None:
+def test_plot_losses_explains_its_arguments_if_they_are_missing() -> None:
     assert "FILE.png" in output(ALONE, "plot_losses.py", "--help")

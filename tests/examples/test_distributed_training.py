@@ -1,4 +1,4 @@
-"""examples/DistributedTraining.py as a user starts it: alone, by MPI, through a shared file."""
+"""examples/DistributedTraining.py in one process, with MPI, and with a shared file."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.harness import mpirun_command
-from tests.distributed.jobs import all_ended
+from tests.distributed.jobs import finish_all
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES
 
 PYTHON = [*ALONE, str(EXAMPLES / "DistributedTraining.py")]
@@ -28,14 +28,14 @@ def start(command: list[str], *options: object, **more: object) -> subprocess.Po
 
 
 def printed(*processes: subprocess.Popen[str]) -> list[str]:
-    """Return what each process wrote to stdout once all have succeeded; kill the rest."""
-    codes, outputs, errors = zip(*all_ended(processes, DEADLINE), strict=True)
+    """Return the stdout of each process after all succeeded; kill the others after a failure."""
+    codes, outputs, errors = zip(*finish_all(processes, DEADLINE), strict=True)
     assert set(codes) == {0}, errors
     return list(outputs)
 
 
 def losses(output: str) -> list[float]:
-    """Check the lines that flashlight's program prints and return the loss of each epoch."""
+    """Check the lines that the program prints, and return the loss of each epoch."""
     first, *epochs, last, took = output.splitlines()
     assert first == "[Multi-layer Perceptron] Started..."
     assert last == "[Multi-layer Perceptron] Done!"
@@ -58,7 +58,7 @@ def parameters(file: Path) -> dict[str, np.ndarray]:
         return dict(saved)
 
 
-def test_one_process_learns() -> None:
+def test_example_reduces_the_loss_in_one_process() -> None:
     (output,) = printed(start(PYTHON, "--epochs", 3, "--samples", 3000))
     found = losses(output)
     assert found == sorted(found, reverse=True)
@@ -66,7 +66,7 @@ def test_one_process_learns() -> None:
 
 
 @pytest.mark.slow
-def test_shared_file_learns_without_mpi(tmp_path: Path) -> None:
+def test_example_reduces_the_loss_with_a_shared_file_and_without_mpi(tmp_path: Path) -> None:
     first, second = printed(*by_file(tmp_path, 2, "--epochs", 2, "--samples", 3000))
     found = losses(first)
     assert found[1] < 0.75 * found[0]
@@ -75,11 +75,9 @@ def test_shared_file_learns_without_mpi(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_number_of_processes_does_not_change_the_training(size: int, tmp_path: Path) -> None:
-    """With the same global batches, the parameters differ by float32 rounding only.
-
-    Rank 0 alone prints.
-    """
+def test_example_has_equal_losses_for_any_number_of_processes(size: int, tmp_path: Path) -> None:
+    """The global batches are equal, so the parameters differ by float32 rounding only. Only rank 0
+    prints."""
     job = ["--epochs", 2, "--samples", 400, "--batch-size"]
     alone, together = tmp_path / "alone.npz", tmp_path / "together.npz"
     (one,) = printed(start(PYTHON, *job, 4, "--save", alone))
@@ -93,12 +91,12 @@ def test_number_of_processes_does_not_change_the_training(size: int, tmp_path: P
 
 
 @pytest.mark.slow
-def test_samples_that_do_not_divide_leave_no_rank_waiting() -> None:
+def test_example_ends_if_samples_do_not_divide_evenly() -> None:
     (output,) = printed(start([*mpirun_command(4), *PYTHON], "--epochs", 2, "--samples", 11))
     assert len(losses(output)) == 2
 
 
-def test_every_rank_exits_with_an_error_if_there_are_fewer_samples_than_ranks(
+def test_example_exits_with_an_error_on_every_rank_if_there_are_fewer_samples_than_ranks(
     tmp_path: Path,
 ) -> None:
     for process in by_file(tmp_path, 2, "--samples", 1):
@@ -108,7 +106,7 @@ def test_every_rank_exits_with_an_error_if_there_are_fewer_samples_than_ranks(
 
 
 @pytest.mark.slow
-def test_saved_parameters_and_plot(tmp_path: Path) -> None:
+def test_example_writes_parameters_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     job = ["--epochs", 2, "--samples", 50, "--save", tmp_path / "p.npz"]
     printed(start(PYTHON, *job, "--plot", tmp_path / "loss.png"))
@@ -117,19 +115,19 @@ def test_saved_parameters_and_plot(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_seed_decides() -> None:
+def test_example_has_equal_losses_for_equal_seeds_only() -> None:
     job = ["--epochs", 1, "--samples", 50, "--seed"]
     outputs = printed(*(start(PYTHON, *job, seed) for seed in (1, 1, 2)))
-    first, again, other = map(losses, outputs)  # they also say how long it took
+    first, again, other = map(losses, outputs)  # the outputs also contain times
     assert first == again != other
 
 
-def test_progress_bar_is_for_terminals_only() -> None:
+def test_example_shows_a_progress_bar_on_terminals_only() -> None:
     pytest.importorskip("tqdm")
     job = ["--epochs", 2, "--samples", 50]
     ours, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    # Both ends stay open until it is read: what a closed terminal showed is gone.
+    # Both ends of the terminal stay open, because closing one discards the output.
     with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(terminal, "wb"):
         (output,) = printed(start(PYTHON, *job, stderr=terminal))
         assert select.select([screen], [], [], DEADLINE)[0], "nothing was shown"

@@ -1,4 +1,4 @@
-"""examples/heat.py and task_queue.py: the same on any number of ranks, also after one has died."""
+"""examples/heat.py and task_queue.py on any number of ranks, also after a rank died."""
 
 import importlib.util
 import json
@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed.jobs import all_ended, free_port
+from tests.distributed.jobs import finish_all, free_port
 from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
 
 
-def test_heat_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_heat_has_the_same_bits_for_any_number_of_ranks(tmp_path: Path) -> None:
     job = ("heat.py", "--cells", 23, "--steps", 100)
     picture = tmp_path / "heat.png"
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
@@ -26,7 +26,7 @@ def test_heat_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
     assert not has_matplotlib or picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_queue_has_the_same_results_in_order_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_task_queue_prints_ordered_results_for_any_number_of_ranks(tmp_path: Path) -> None:
     job, kept = ("task_queue.py", "--tasks", 5), tmp_path / "done.jsonl"
     alone = output(ALONE, *job, "--done", kept)
     assert re.findall(r"^(0\.\d{3}) [01]\.\d{3} #*$", alone, re.MULTILINE) == [
@@ -36,7 +36,7 @@ def test_a_queue_has_the_same_results_in_order_on_any_number_of_ranks(tmp_path: 
     assert [json.loads(line)[0] for line in kept.read_text().splitlines()] == [0, 1, 2, 3, 4]
 
 
-# The queue with a task that ends the process that does it, the first time.
+# The queue with a task that kills its process once.
 DYING = f"""
 import os, signal, sys
 from pathlib import Path
@@ -53,7 +53,7 @@ task_queue.main([(task, task / 12) for task in range(12)], folder / "done.jsonl"
 """
 
 
-def test_a_rank_that_dies_is_replaced_and_what_was_done_is_kept(tmp_path: Path) -> None:
+def test_task_queue_keeps_results_if_flrun_replaces_a_dead_rank(tmp_path: Path) -> None:
     program = tmp_path / "dying.py"
     program.write_text(DYING)
     lines = output((*FLRUN, 3, "--max-restarts", 1), program, tmp_path).splitlines()
@@ -63,8 +63,8 @@ def test_a_rank_that_dies_is_replaced_and_what_was_done_is_kept(tmp_path: Path) 
     assert (tmp_path / "died").exists()
 
 
-def test_a_rank_that_dies_is_named_with_its_task(tmp_path: Path) -> None:
-    """Started one by one, as nobody ends the others then."""
+def test_task_queue_names_a_dead_rank_and_its_task(tmp_path: Path) -> None:
+    """The ranks are started without a launcher, which would end the other ranks."""
     program = tmp_path / "dying.py"
     program.write_text(DYING)
     world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -78,7 +78,7 @@ def test_a_rank_that_dies_is_named_with_its_task(tmp_path: Path) -> None:
         )
         for rank in range(3)
     ]
-    codes, _, errors = zip(*all_ended(ranks, DEADLINE), strict=True)
+    codes, _, errors = zip(*finish_all(ranks, DEADLINE), strict=True)
     dead = codes.index(-9)
     assert re.search(rf"Who has which task: {{.*{dead}: \(7, 0\.58", errors[0]), errors[0]
     for rank in {0, 1, 2} - {dead}:
@@ -86,7 +86,7 @@ def test_a_rank_that_dies_is_named_with_its_task(tmp_path: Path) -> None:
         assert re.search(rf"PeerLostError: .*rank {dead}\b", errors[rank]), errors[rank]
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+def test_task_queue_skips_results_that_exist(tmp_path: Path) -> None:
     kept = tmp_path / "done.jsonl"
     kept.write_text("[0, 0.25]\n[2, 0.5]\n")
     lines = output((*FLRUN, 2), "task_queue.py", "--tasks", 3, "--done", kept)

@@ -1,4 +1,5 @@
-"""The models of examples/: alone, under flrun and mpirun, the same bits on any number of ranks."""
+"""The models of examples/ with one process, flrun and mpirun: the same bits on any number of
+ranks."""
 
 import re
 from pathlib import Path
@@ -8,13 +9,13 @@ import pytest
 from tests.examples import programs
 from tests.examples.programs import ALONE, FLRUN
 
-# Options that make few and small steps of each.
+# Options for few and small steps.
 SMALL = {
     "digits_cnn": ("--steps", 4, "--every", 2, "--batch-size", 24),
     "tiny_gpt": ("--steps", 4, "--every", 2, "--letters", 3),
     "cifar_resnet": ("--steps", 4, "--every", 2, "--batch-size", 8, "--width", 2),
 }
-# What is divided among leaves has no state of its own there, as statistics of batches are.
+# Leaves do not support layers with a state, such as batch statistics.
 PLAIN = {"digits_cnn", "tiny_gpt"}
 
 
@@ -35,15 +36,15 @@ def digest(text: str) -> str:
     ("ranks", "options"),
     [(2, ["--capture"]), *(pytest.param(n, [], marks=pytest.mark.slow) for n in (1, 3, 4))],
 )
-def test_leaves_have_the_same_bits_on_any_number_of_ranks(
+def test_models_with_leaves_have_the_same_bits_on_any_number_of_ranks(
     name: str, ranks: int, options: list[str]
 ) -> None:
     alone = digest(output(ALONE, name, "--leaves", 8))
     assert digest(output((*FLRUN, ranks), name, "--leaves", 8, *options)) == alone
 
 
-def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
-    """With what dropout and batches draw, and the rate of the schedule's step."""
+def test_model_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    """The checkpoint restores random generators and the learning rate of the schedule."""
     whole = output(ALONE, "tiny_gpt")
     folder = tmp_path / "run"
     output((*FLRUN, 2), "tiny_gpt", "--folder", folder)
@@ -59,15 +60,14 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
-def test_mpirun_and_flrun_do_the_same(name: str) -> None:
-    """Captured and eager."""
+def test_models_have_the_same_bits_with_mpirun_and_flrun(name: str) -> None:
+    """Both captured and eager."""
     found = output(("mpirun", "-n", 2, *ALONE), name)
     assert digest(output((*FLRUN, 2), name, "--capture")) == digest(found)
 
 
 @pytest.mark.slow
-def test_digits_are_learned(tmp_path: Path) -> None:
-    """With the options that the example has by itself: the last ones count."""
+def test_digits_cnn_reaches_its_accuracy_with_default_options(tmp_path: Path) -> None:
     options = "--steps", 1_000, "--every", 200, "--batch-size", 64, "--capture"
     text = output(ALONE, "digits_cnn", *options, "--folder", tmp_path / "run")
     assert float(re.findall(r"accuracy ([\d.]+)%", text)[-1]) >= 98.5

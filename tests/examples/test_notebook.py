@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to the last, and interrupting a cell ends the ranks."""
+"""The notebook runs completely, and an interrupt of a cell ends the ranks."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "Notebook.ipynb"
 
-# nbclient's own warnings are not ours: it runs in a process where they are no errors.
+# nbclient emits warnings, so it runs in a process where warnings are no errors.
 EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)
@@ -57,7 +57,7 @@ def output_of(program: str, *arguments: object) -> str:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs() -> None:
+def test_notebook_runs_all_cells() -> None:
     cells: list[dict[str, Any]] = json.loads(output_of(EXECUTE, NOTEBOOK))["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     printed = "".join("".join(output.get("text", "")) for output in outputs)
@@ -66,14 +66,14 @@ def test_the_notebook_runs() -> None:
     assert "[0] loss " in printed
     assert any("[[21.0, 21.0, 21.0]" in str(output.get("data")) for output in outputs)
     pictures = ["image/png" in output.get("data", {}) for output in outputs]
-    assert pictures.count(True) == 2  # the loss, and the trace
+    assert pictures.count(True) == 2  # the loss and the trace
 
 
-def test_the_notebook_is_kept_without_outputs() -> None:
+def test_notebook_contains_no_outputs() -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
 @pytest.mark.slow
-def test_interrupting_a_cell_ends_the_ranks() -> None:
+def test_interrupt_of_a_cell_ends_the_ranks() -> None:
     assert output_of(INTERRUPT) == "KeyboardInterrupt\n"

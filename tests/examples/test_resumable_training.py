@@ -1,6 +1,7 @@
-"""examples/ResumableTraining.py --leaves 8: killed at random, on any ranks, the same bits.
+"""examples/ResumableTraining.py --leaves 8: the same bits after random kills, on any number of
+ranks.
 
-KILLS=50 in the environment tries more rounds than an ordinary test run.
+The environment variable KILLS sets the number of rounds.
 """
 
 import os
@@ -17,14 +18,14 @@ from tests.examples.programs import ALONE, DEADLINE, EXAMPLES, FLRUN, output
 from tests.launch.launcher import LAUNCH
 
 PROGRAM = EXAMPLES / "ResumableTraining.py"
-EPOCHS, SAVES = 3, 37  # 150 steps, of which every 4th is saved
+EPOCHS, SAVES = 3, 37  # 150 steps, with a checkpoint after every 4th
 JOB = ("--leaves", "8", "--epochs", str(EPOCHS), "--save-every", "4")
 ROUNDS = int(os.environ.get("KILLS", "20"))
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: Any) -> str:
-    """The SHA-256 of an undisturbed run of one process."""
+    """Return the SHA-256 of an undisturbed run with one process."""
     folder = str(tmp_path_factory.mktemp("alone"))
     return digest(output(ALONE, PROGRAM, "--folder", folder, *JOB))
 
@@ -34,7 +35,7 @@ def digest(text: str) -> str:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """The processes that train in ``folder``: those of the launcher have no rank."""
+    """Return the rank processes that train in ``folder``, without the launcher."""
     found = []
     for process in Path("/proc").iterdir():
         if not process.name.isdecimal():
@@ -42,7 +43,7 @@ def ranks_of(folder: Path) -> list[int]:
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
             entries = (process / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended meanwhile
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # the process has ended
             continue
         if bytes(folder) in words and any(entry.startswith(b"RANK=") for entry in entries):
             found.append(int(process.name))
@@ -50,7 +51,7 @@ def ranks_of(folder: Path) -> list[int]:
 
 
 def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) -> tuple[str, int]:
-    """Run the launcher, and kill a random rank at random moments; return what it printed."""
+    """Run the launcher, kill random ranks at random moments, and return its output."""
     command = [*LAUNCH, "-n", str(ranks), *options, str(PROGRAM), "--folder", str(folder), *JOB]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     killed = 0
@@ -60,7 +61,7 @@ def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) 
             for _ in range(kills):
                 moment = random.integers(2, 2 + SAVES // (2 * kills + 1))
                 lines += [launcher.stdout.readline() for _ in range(moment)]
-                time.sleep(random.uniform(0, 0.01))  # the moment is what is tried here
+                time.sleep(random.uniform(0, 0.01))  # the moment of the kill is random
                 if victims := ranks_of(folder):
                     os.kill(victims[random.integers(len(victims))], signal.SIGKILL)
                     killed += 1
@@ -72,7 +73,7 @@ def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) 
 
 
 @pytest.mark.slow
-def test_the_launcher_goes_on_with_fewer_ranks_and_the_same_bits(
+def test_flrun_restarts_with_fewer_ranks_and_ends_with_the_same_bits(
     tmp_path: Path, expected: str
 ) -> None:
     random = np.random.default_rng(0)
@@ -84,12 +85,12 @@ def test_the_launcher_goes_on_with_fewer_ranks_and_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(ROUNDS))
-def test_random_kills_and_numbers_of_ranks_change_no_bit(
+def test_training_ends_with_the_same_bits_after_random_kills_and_numbers_of_ranks(
     tmp_path: Path, expected: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     folder = tmp_path / "run"
-    for _ in range(2):  # ended as a whole somewhere, and started again with another number of ranks
+    for _ in range(2):  # the whole job is killed and starts again with another number of ranks
         command = [*LAUNCH, "-n", str(random.integers(1, 9)), str(PROGRAM)]
         with subprocess.Popen(
             [*command, "--folder", str(folder), *JOB], stdout=subprocess.PIPE, text=True
@@ -106,8 +107,8 @@ def test_random_kills_and_numbers_of_ranks_change_no_bit(
 
 
 @pytest.mark.slow
-def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
-    """Without leaves; its last line has the parameters' SHA-256."""
+def test_training_ends_at_once_if_the_run_is_finished(tmp_path: Path) -> None:
+    """Without leaves. The last line has the SHA-256 of the parameters."""
     result = tmp_path / "result.npz"
     job = ("--folder", tmp_path / "run", "--result", result, "--epochs", 1, "--save-every", 50)
     first, again = (output((*FLRUN, 2), PROGRAM, *job) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Ranks with a GPU each, or several on one: then they look to NCCL like hosts of their own."""
+"""Ranks with one GPU each, or several ranks on one GPU, which NCCL treats as separate hosts."""
 
 from collections.abc import Generator
 from typing import Any
@@ -7,13 +7,17 @@ import pytest
 
 
 def one_gpu_for_several(rank: int | str) -> dict[str, str]:
-    """NCCL refuses two ranks of one host on one GPU; as two hosts they talk over the loopback."""
+    """Let several ranks share a GPU.
+
+    NCCL rejects two ranks of one host on one GPU. As two hosts they communicate over the loopback
+    interface.
+    """
     sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_MNNVL_ENABLE": "0", **sockets}
 
 
 def world(size: int, **params: Any) -> dict[str, Any]:
-    """Return what the harness needs to start ``size`` ranks on the GPUs that are here."""
+    """Return the arguments of the harness for ``size`` ranks on the available GPUs."""
     import cupy
 
     enough = cupy.cuda.runtime.getDeviceCount() >= size
@@ -22,7 +26,7 @@ def world(size: int, **params: Any) -> dict[str, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Show a failure, and what a test has measured, at once: a session that is late is killed."""
+    """Print failures and measurements at once, because a late session is killed."""
     report = yield
     reporter: Any = item.config.pluginmanager.get_plugin("terminalreporter")
     if report.failed:

@@ -1,9 +1,10 @@
-"""What this machine has, as Markdown; ends with the status NO_GPU where CUDA finds no device.
+"""Facts about this machine as Markdown; the exit status is NO_GPU if CUDA finds no device.
 
     python -c 'from tests.gpu.machine import main; main()'
 
-Two ranks add up on the CPU first, in shared memory and over Gloo: that needs no GPU, and shows that
-the wheel works with this Python and this NumPy.
+First two ranks add numbers on the CPU in shared memory and over Gloo. This needs no GPU, and shows
+that the
+wheel works with this Python and this NumPy.
 """
 
 import contextlib
@@ -18,43 +19,44 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.nccl.library import load, version_text
+from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 from flashlight_py.errors import BackendUnavailableError
 from tests.distributed.harness import run_ranks
 
 NO_GPU = 77
-LIBRARIES = ("nvrtc", "cublas", "curand")  # of what CuPy loads for kernels, products and numbers
+LIBRARIES = ("nvrtc", "cublas", "curand")  # for CuPy's kernels, products, numbers
 PACKAGES = r"numpy|cffi|cupy(-cuda1\dx)?|nvidia-nccl-cu1\d|torch|pytest|mpi4py"
 
 
 def packages() -> Iterator[tuple[str, str]]:
-    """Yield name and version of what is installed, wheels for each CUDA among them."""
+    """Yield name and version of the installed packages, with the wheels for each CUDA version."""
     for found in sorted(metadata.distributions(), key=lambda each: str(each.name).lower()):
         if re.fullmatch(PACKAGES, found.name):
             yield found.name, found.version
 
 
 def nccl() -> str:
-    """Return which NCCL this package uses, or why there is none; needs no GPU."""
+    """Return the NCCL library that this package uses, or the reason why there is none; needs no
+    GPU."""
     try:
-        library = load()
+        library = load_nccl()
     except BackendUnavailableError as error:
         return f"none: {error}"
     return f"{version_text(library.version)}, {library.path}"
 
 
 def add_up(rank: int, size: int) -> tuple[str, float]:
-    """Return what joins the ranks, and the sum of their numbers."""
+    """Return the backend of the ranks, and the sum of their numbers."""
     total = fl.all_reduce(np.full(1000, rank + 1.0))
     joined = str(fl.distributed.describe()).splitlines()[1:]
     return "; ".join(line.strip() for line in joined), float(total[-1])
 
 
 def on_the_cpu(backend: str) -> str:
-    """Return what joins two ranks on the CPU, which have added up their numbers.
+    """Return the backend of two ranks on the CPU that add their numbers.
 
     Raises:
-        RuntimeError: the sum is wrong.
+        RuntimeError: If the sum is wrong.
     """
     results = run_ranks(add_up, 2, params={"BACKEND": backend})
     if {total for _, total in results} != {3.0}:
@@ -63,17 +65,17 @@ def on_the_cpu(backend: str) -> str:
 
 
 def works_on_the_cpu(backend: str) -> bool:
-    """Show what two ranks on the CPU have done."""
+    """Print the result of two ranks on the CPU."""
     try:
         show(f"BACKEND={backend}", on_the_cpu(backend))
-    except (OSError, RuntimeError) as error:  # of the harness too: a GPU is looked at all the same
+    except (OSError, RuntimeError) as error:  # or of the harness; the GPU is still examined
         show(f"BACKEND={backend}", f"FAILED: {error}")
         return False
     return True
 
 
 def library_of_cuda(name: str) -> str:
-    """Return where CuPy finds a library of CUDA; needs no GPU."""
+    """Return the path of a CUDA library that CuPy finds; needs no GPU."""
     try:
         from cuda import pathfinder
     except ImportError as error:
@@ -85,10 +87,10 @@ def library_of_cuda(name: str) -> str:
 
 
 def gpu() -> Iterator[tuple[str, str]]:
-    """Yield what CUDA says of the driver, the runtime and the first device.
+    """Yield CUDA's facts about the driver, the runtime and the first device.
 
     Raises:
-        SystemExit: CuPy is missing, or CUDA finds no device.
+        SystemExit: If CuPy is missing, or CUDA finds no device.
     """
     if reason := why_no_gpu():
         print(f"\nno GPU: {reason}")
@@ -106,7 +108,7 @@ def gpu() -> Iterator[tuple[str, str]]:
 
 
 def why_no_gpu() -> str:
-    """Return why CUDA cannot be used, or "" if it can."""
+    """Return the reason why CUDA cannot be used, or "" if it can."""
     try:
         import cupy
     except ImportError as error:
@@ -126,7 +128,7 @@ def processor() -> str:
 
 
 def show(what: str, found: str) -> None:
-    """Print a row, at once: a later one may end this process."""
+    """Print a row at once, because a later row may end this process."""
     print(f"| {what} | {found} |", flush=True)
 
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups.membership import of
+from flashlight_py.distributed.groups.membership import members_of
 from tests.distributed.harness import Outcome, RanksFailedError, run_outcomes, run_ranks
 from tests.gpu import verbs
 from tests.gpu.conftest import world
@@ -114,14 +114,14 @@ class Result:
 
 
 class Arrays(NamedTuple):
-    """The arrays of a rank. They hold zeros, so that no sum overflows."""
+    """Arrays of a rank. They hold zeros, so no sum overflows."""
 
     small: Any
     large: Any
     several: list[Any]
 
 
-# Of the arrays and the root. A call that is asynchronous returns a Work.
+# Calls of the arrays and the root. An asynchronous call returns a Work.
 CALLS: Mapping[str, Callable[[Arrays, int], Any]] = {
     "small all_reduce": lambda x, root: fl.all_reduce(x.small),
     "small async all_reduce": lambda x, root: fl.all_reduce(x.small, async_op=True),
@@ -141,12 +141,13 @@ def call_until_error(rank: int, size: int, kind: str, seed: int, folder: str) ->
         [verbs.on_gpu(np.zeros(count)) for count in (1, SMALL, LARGE // 4)],
     )
     (Path(folder) / f"ready-{rank}").touch()
-    # Many ranks start CUDA at the same time. That may take one of them longer than the timeout.
+    # Many ranks start CUDA at the same time, so the start of one rank may take longer than the
+    # timeout.
     await_files([Path(folder) / f"ready-{peer}" for peer in range(size)], READY_SECONDS)
     fl.barrier()
     fl.all_reduce(arrays.large)
     fl.sync_distributed()
-    of(None).limit(TIMEOUT)
+    members_of(None).limit(TIMEOUT)
     if rank == LOST:
         threading.Thread(target=send_signal, args=(kind, seed, Path(folder)), daemon=True).start()
     raised = first_error(arrays, random.Random(seed), size)

@@ -1,4 +1,4 @@
-"""Checkpoints of what lives on a GPU: arrays and generators go to the host and back."""
+"""Checkpoints of GPU state: arrays and random generators are copied to the host and back."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 
 def trained(rank: int, size: int, folder: Path, stop: int | None) -> list[np.ndarray]:
-    """Train with dropout for 6 steps, going on from a checkpoint; stop early if told to."""
+    """Train with dropout for 6 steps from the last checkpoint, or stop early."""
     cupy = verbs.cupy()
     device = fl.distributed.use_local_device()
     fl.set_seed(rank)
@@ -37,7 +37,7 @@ def trained(rank: int, size: int, folder: Path, stop: int | None) -> list[np.nda
     return [fl.device.to_device(param.array, "cpu") for param in model.params()]
 
 
-def test_a_run_on_gpus_goes_on_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
+def test_gpu_run_continues_from_a_checkpoint_with_the_same_bits(ranks: Any, tmp_path: Path) -> None:
     expected = ranks.run(trained, tmp_path / "whole", None)
     ranks.run(trained, tmp_path / "stopped", 3)
     for got, whole in zip(ranks.run(trained, tmp_path / "stopped", None), expected, strict=True):

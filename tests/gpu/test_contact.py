@@ -1,4 +1,4 @@
-"""First contact with the real NCCL: the library, a communicator for each group, the end of it."""
+"""First contact with the real NCCL: the library, a communicator for each group, and its end."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.nccl.library import load, version_text
+from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 from tests.distributed.told import first_error
@@ -17,24 +17,24 @@ from tests.gpu.conftest import world
 
 pytestmark = pytest.mark.gpu
 
-# Memory that CUDA and NCCL may keep for the next time, in bytes: far less than one communicator.
+# Bytes that CUDA and NCCL may cache, far less than one communicator.
 KEPT = 32 << 20
 
 
 def libraries() -> set[str]:
-    """The files of NCCL that this process has opened."""
+    """Return the NCCL libraries that this process has opened."""
     maps = Path("/proc/self/maps").read_text()
     return {line.split()[-1] for line in maps.splitlines() if "libnccl.so" in line}
 
 
 def opened(rank: int, size: int) -> tuple[set[str], int, int]:
-    from cupy.cuda import nccl  # no attribute before that
+    from cupy.cuda import nccl  # the attribute exists only after this import
 
     fl.all_reduce(verbs.on_gpu(np.ones(3)))
-    return libraries(), load().version, nccl.get_version()
+    return libraries(), load_nccl().version, nccl.get_version()
 
 
-def test_there_is_one_nccl_in_a_process_and_it_is_new_enough(ranks: Any) -> None:
+def test_process_loads_one_nccl_library_of_a_supported_version(ranks: Any) -> None:
     for found, ours, cupys in ranks.run(opened):
         assert len(found) == 1, "CuPy and this package use different files"
         assert ours == cupys >= 21400
@@ -45,11 +45,12 @@ def described(rank: int, size: int) -> str:
     return str(fl.distributed.describe())
 
 
-def test_describe_names_the_version_and_the_device(ranks: Any) -> None:
+def test_describe_names_nccl_version_and_device(ranks: Any) -> None:
     if ranks.size == 1:
         pytest.skip("a world of one needs no NCCL")
     for text in ranks.run(described):
-        assert re.search(rf"NCCL {re.escape(version_text(load().version))}.*CUDA device \d", text)
+        version = re.escape(version_text(load_nccl().version))
+        assert re.search(rf"NCCL {version}.*CUDA device \d", text)
 
 
 def three_worlds(rank: int, size: int, meeting: Path, params: dict[str, Any]) -> list[float]:
@@ -61,13 +62,13 @@ def three_worlds(rank: int, size: int, meeting: Path, params: dict[str, Any]) ->
         x = verbs.on_gpu(np.full(1000, rank + 1.0))
         fl.all_reduce(x)
         sums.append(float(x[-1]))
-        fl.all_reduce(x, async_op=True)  # the end has to deal with what still runs
+        fl.all_reduce(x, async_op=True)  # shutdown must end the running call
         fl.distributed_shutdown()
     return sums
 
 
 @pytest.mark.parametrize(("size", "params"), [(1, {}), (2, {}), (2, {"BACKEND": "nccl"}), (4, {})])
-def test_worlds_begin_and_end_in_one_process(
+def test_process_can_initialize_and_shut_down_several_worlds(
     size: int, params: dict[str, Any], tmp_path: Path
 ) -> None:
     outcomes = run_outcomes(
@@ -78,8 +79,8 @@ def test_worlds_begin_and_end_in_one_process(
 
 
 @on_ranks()
-def test_each_group_has_a_communicator_of_its_own(rank: int, size: int) -> None:
-    """Collectives of three groups in turn, none waited for before all have begun."""
+def test_each_group_has_its_own_communicator(rank: int, size: int) -> None:
+    """Start collectives of three groups in turn, and wait only after all have started."""
     everyone, halves = fl.new_group(list(range(size))), fl.split(rank % 2)
     assert halves is not None
     arrays = [verbs.on_gpu(np.full(50_000, rank + 1.0)) for _ in range(3)]
@@ -122,7 +123,7 @@ def groups_come_and_go(rank: int, size: int) -> list[int]:
     return free
 
 
-def test_a_closed_group_gives_its_memory_back(ranks: Any) -> None:
+def test_closed_group_frees_its_memory(ranks: Any) -> None:
     for free in ranks.run(groups_come_and_go):
         assert free[1] - free[-1] <= KEPT, free
 
@@ -131,7 +132,7 @@ def both_on_one(rank: int, size: int) -> str:
     return first_error(lambda: fl.all_reduce(verbs.on_gpu(np.ones(3))))
 
 
-def test_two_ranks_on_one_gpu_are_refused_with_the_remedy() -> None:
+def test_init_rejects_two_ranks_on_one_gpu() -> None:
     import cupy
 
     if cupy.cuda.runtime.getDeviceCount() > 1:

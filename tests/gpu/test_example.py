@@ -1,4 +1,4 @@
-"""examples/DistributedTraining.py on GPUs has the losses that it has on the CPU."""
+"""examples/DistributedTraining.py has the same losses on GPUs and on the CPU."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ SHARING = " ".join(f"{name}={value}" for name, value in one_gpu_for_several("$RA
 
 
 def losses(size: int, device: str) -> list[float]:
-    """Train on ``size`` ranks, started by the launcher; return the loss of each epoch."""
+    """Train on ``size`` ranks that the launcher starts, and return the loss of each epoch."""
     import cupy
 
     program = [sys.executable, str(PROGRAM), *OPTIONS, "--device", device]
@@ -30,7 +30,7 @@ def losses(size: int, device: str) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_losses_are_those_of_the_cpu(size: int) -> None:
+def test_example_has_the_losses_of_the_cpu(size: int) -> None:
     expected, found = losses(size, "cpu"), losses(size, "cuda")
     assert len(found) == 4
     np.testing.assert_allclose(found, expected, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""What docs/nccl.md promises of failures: an error that names the cause, in time, never a hang."""
+"""Failures with NCCL: an error in time that names the cause, and never a hang."""
 
 import os
 import signal
@@ -17,15 +17,15 @@ from tests.gpu.conftest import world
 pytestmark = pytest.mark.gpu
 
 TIMEOUT = 6.0
-# What is noticed without the timeout must come far below it: ranks may share a GPU, in time slices.
+# Seconds for failures that are detected without the timeout. Ranks may share a GPU in time slices.
 SOON = 4.0
-# What a driver may keep for itself, in bytes; a process with CUDA takes ten times as much.
+# Bytes that a driver may keep; a process with CUDA takes ten times as much.
 KEPT = 48 << 20
 GIVEN_BACK_SECONDS = 10.0
 
 
 class Failure(NamedTuple):
-    """How a call of a rank ended, and how many seconds after it had begun."""
+    """Result of a call of a rank, and the seconds since its start."""
 
     kind: str
     message: str
@@ -46,7 +46,7 @@ def _memory_is_given_back() -> Iterator[None]:
     before, ends = free(), time.monotonic() + GIVEN_BACK_SECONDS
     yield
     while free() < before - KEPT and time.monotonic() < ends:
-        time.sleep(0.1)  # no signal says when the driver has cleared up after a killed process
+        time.sleep(0.1)  # no event: the driver releases the memory later
     assert free() >= before - KEPT, f"{before - free():,} bytes are still taken"
 
 
@@ -55,9 +55,9 @@ def outcomes(fn: Callable[..., Any], *args: Any, size: int = 2) -> Any:
 
 
 def joined() -> Any:
-    """An array of every rank, whose GPUs are joined; NCCL has connected none of them yet."""
+    """Return an array of every rank. The GPUs are joined, but NCCL has not connected them."""
     x = verbs.on_gpu(np.ones(1 << 20))
-    fl.barrier()  # to load CuPy, and to begin with CUDA, may take longer on one rank
+    fl.barrier()  # loading CuPy and starting CUDA may take longer on one rank
     fl.all_reduce(x[:0])
     return x
 
@@ -71,7 +71,7 @@ def connected() -> Any:
 
 
 def failure_of(call: Callable[[], object]) -> Failure:
-    """Call, and go on for a while, as calls that NCCL can bring to an end are compared later."""
+    """Call, and continue for a while, because calls that NCCL can finish are compared later."""
     begun = time.monotonic()
     try:
         call()
@@ -95,7 +95,8 @@ def call_differently(rank: int, size: int, what: str, begin: Callable[[], Any]) 
 
 
 def refused_on_rank_1(rank: int, size: int) -> Failure:
-    """What a rank is refused, the others have begun: that ends the group on all of them."""
+    """Pass an invalid argument on rank 1; the other ranks have started the call, so the group ends
+    on all ranks."""
     x = connected()
     if rank == 1:
         with pytest.raises((TypeError, ValueError), match="median"):
@@ -105,7 +106,7 @@ def refused_on_rank_1(rank: int, size: int) -> Failure:
 
 @pytest.fixture
 def measured(record_property: Callable[[str, object], None]) -> Measured:
-    """Return the failure that a rank has returned; shows how it ended, after how many seconds."""
+    """Return the failure of a rank, and print it with its seconds."""
 
     def show(outcome: Any) -> Failure:
         assert outcome.ok, outcome.report()
@@ -124,7 +125,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mismatch_is_reported_on_every_rank(way: str, measured: Measured) -> None:
+def test_nccl_mismatch_raises_on_every_rank(way: str, measured: Measured) -> None:
     for found in map(measured, outcomes(*WAYS[way])):
         assert found.kind == "MismatchError", found
         assert "test_failures.py" in found.message
@@ -139,7 +140,7 @@ def raises_on_rank_1(rank: int, size: int) -> Failure:
     return failure_of(lambda: fl.all_reduce(x))
 
 
-def test_an_exception_ends_the_others_with_its_traceback(measured: Measured) -> None:
+def test_exception_of_a_rank_raises_peer_lost_error_with_its_traceback(measured: Measured) -> None:
     waiting, raised = outcomes(raises_on_rank_1)
     assert raised.error_type == "ValueError"
     found = measured(waiting)
@@ -157,7 +158,7 @@ def killed(rank: int, size: int, begin: Callable[[], Any]) -> Failure:
 
 
 @pytest.mark.parametrize(("size", "begin"), [(2, joined), (2, connected), (4, connected)])
-def test_a_killed_rank_is_named_by_the_survivors(
+def test_survivors_name_a_killed_rank(
     size: int, begin: Callable[[], Any], measured: Measured
 ) -> None:
     for rank, outcome in enumerate(outcomes(killed, begin, size=size)):
@@ -171,7 +172,7 @@ def test_a_killed_rank_is_named_by_the_survivors(
 
 
 def stopped_for_a_while(rank: int, size: int) -> Failure:
-    """Rank 1 stands still until rank 0 has given it up."""
+    """Stop rank 1 until rank 0 has raised."""
     x = connected()
     processes: list[int] = fl.all_gather_object(os.getpid())
     if rank == 1:
@@ -182,7 +183,7 @@ def stopped_for_a_while(rank: int, size: int) -> Failure:
     return found
 
 
-def test_a_stopped_rank_is_named_after_the_timeout(measured: Measured) -> None:
+def test_survivors_name_a_stopped_rank_after_the_timeout(measured: Measured) -> None:
     waiting, stopped = outcomes(stopped_for_a_while)
     found = measured(waiting)
     assert found.kind == "CollectiveTimeoutError", found
@@ -205,7 +206,7 @@ def never_joins(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("missing", [never_calls, never_joins])
-def test_a_rank_that_ends_without_calling_is_named(missing: Callable[..., None]) -> None:
+def test_survivors_name_a_rank_that_exits_without_the_call(missing: Callable[..., None]) -> None:
     late, idle = outcomes(missing)
     assert idle.ok, idle.report()
     assert late.error_type in ("CollectiveTimeoutError", "PeerLostError"), late.report()
@@ -224,7 +225,7 @@ def begins_anew(rank: int, size: int, meeting: str) -> float:
     return float(x[0])
 
 
-def test_the_processes_can_begin_anew(tmp_path: Any) -> None:
+def test_processes_can_initialize_again_after_a_failure(tmp_path: Any) -> None:
     for outcome in outcomes(begins_anew, str(tmp_path / "again")):
         assert outcome.ok, outcome.report()
         assert outcome.value == 3.0
@@ -243,7 +244,7 @@ def on_the_wrong_device(rank: int, size: int) -> str:
     return ""
 
 
-def test_an_array_on_another_device_is_refused(pool: Any) -> None:
+def test_all_reduce_rejects_an_array_on_another_device(pool: Any) -> None:
     import cupy
 
     if cupy.cuda.runtime.getDeviceCount() < 2:

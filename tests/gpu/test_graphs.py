@@ -1,4 +1,4 @@
-"""Captured steps on GPUs: CUDA graphs beside eager steps, with and without other ranks."""
+"""Captured steps on GPUs: CUDA graphs next to eager steps, with one rank and with several."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ OPTIMIZERS: Optimizers = {
 
 
 class Training:
-    """A perceptron on the GPU with a step, captured or not."""
+    """A perceptron on the GPU with a step, captured or eager."""
 
     def __init__(
         self, optimizer: str, captured: bool, check: bool = False, drop: float = 0
@@ -59,7 +59,7 @@ class Training:
         self.example: Any = fl.capture(step_of_example) if captured else step_of_example
 
     def state(self) -> list[Any]:
-        """Return all that the steps have changed."""
+        """Return all arrays that the steps change."""
         params = self.model.params()
         arrays: list[Any] = [*(param.array for param in params), *(param.grad for param in params)]
         return [*(array.get() for array in arrays), *self.meter.value()]
@@ -73,7 +73,7 @@ def batches(rank: int = 0, count: int = STEPS, rows: int = ROWS) -> Iterator[tup
 
 
 def train(training: Training, rank: int = 0, count: int = STEPS) -> list[float]:
-    """Return the losses of steps, with another learning rate for the last ones."""
+    """Return the losses of steps, with another learning rate for the last steps."""
     losses = []
     for number, batch in enumerate(batches(rank, count)):
         if number == count - 2:
@@ -83,7 +83,7 @@ def train(training: Training, rank: int = 0, count: int = STEPS) -> list[float]:
 
 
 def compare(rank: int, size: int, optimizer: str, drop: float = 0) -> None:
-    """Captured and eager steps have the same bits; of both, each is its own training."""
+    """Check that captured and eager steps have the same bits, each in its own training."""
     found = []
     for captured in (False, True):
         training = Training(optimizer, captured, drop=drop)
@@ -101,9 +101,9 @@ def compare(rank: int, size: int, optimizer: str, drop: float = 0) -> None:
 
 
 def forms(rank: int, size: int) -> None:
-    """Batches of another length, train() and eval(), a reset meter; then check=True."""
+    """Run batches of another length, train() and eval(), a reset meter; then check=True."""
     training = Training("sgd", captured=True)
-    training.model.eval()  # the first time it adds attributes to the layers
+    training.model.eval()  # the first call adds attributes to the layers
     training.model.train()
     for rows in (ROWS, ROWS, 3, 3, ROWS, 3):
         for batch in batches(rank, 1, rows):
@@ -122,7 +122,7 @@ def forms(rank: int, size: int) -> None:
 
 
 def stays_eager(rank: int, size: int) -> dict[str, str]:
-    """Return why steps stay eager that cannot be captured; their results are right."""
+    """Return the reasons why steps stay eager; check that their results are correct."""
     x = verbs.on_gpu(np.ones(3))
     numbers = np.zeros(1)
 
@@ -165,7 +165,7 @@ def test_step_stays_eager_if_cuda_cannot_capture_it(ranks: Any) -> None:
 
 
 def products(rank: int, size: int) -> None:
-    """Products that cuBLAS computes: plain, transposed, of several matrices, narrow."""
+    """Products that cuBLAS computes: plain, transposed, batched, narrow."""
     cupy, random = verbs.cupy(), np.random.default_rng(0)
     for dtype in ("float32", "float64", "float16"):
         a = verbs.on_gpu(random.standard_normal((5, 7, 9)).astype(dtype))
@@ -192,7 +192,7 @@ def products(rank: int, size: int) -> None:
 
 
 def uneven(rank: int, size: int) -> list[float]:
-    """One rank has a shorter batch now and then: all run that step eagerly."""
+    """Give one rank a shorter batch from time to time; then all ranks run the step eagerly."""
     training = Training("sgd", captured=True)
     fl.distribute_module_grads(training.model)
     for number in range(6):
@@ -210,7 +210,7 @@ def test_ranks_run_eagerly_if_one_has_another_form(ranks: Any) -> None:
 
 
 def of_verbs(rank: int, size: int) -> None:
-    """Verbs in a step, in two groups; the groups may be closed while the graph lives."""
+    """Call verbs in a step in two groups, which may be closed while the graph exists."""
     group = fl.new_group(range(size))
 
     def step(x: Any) -> Any:
@@ -240,14 +240,14 @@ PROGRAMS: dict[str, tuple[tuple[int, ...], Callable[..., None], tuple[Any, ...]]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_captured_steps(ranks: Any, name: str) -> None:
+def test_captured_steps_equal_eager_steps(ranks: Any, name: str) -> None:
     sizes, program, arguments = PROGRAMS[name]
     if ranks.size in sizes:
         ranks.run(program, *arguments)
 
 
 def worlds(rank: int, size: int, meeting: Path) -> list[float]:
-    """The world ends with a graph, and the next one captures the step anew."""
+    """End the world with a graph, and capture the step again in the next world."""
     training, sums = None, []
     for number in range(2):
         path = {"FILE_PATH": str(meeting / str(number))}
@@ -261,14 +261,14 @@ def worlds(rank: int, size: int, meeting: Path) -> list[float]:
     return sums
 
 
-def test_graphs_end_with_their_world(tmp_path: Path) -> None:
+def test_graphs_are_destroyed_with_their_world(tmp_path: Path) -> None:
     outcomes = run_outcomes(worlds, 2, tmp_path, init=None, env=world(2)["env"], deadline=100.0)
     assert all(outcome.ok for outcome in outcomes), "\n".join(o.report() for o in outcomes)
     assert outcomes[0].value == outcomes[1].value
 
 
 def ends_in_replays(rank: int, size: int, how: str) -> tuple[str, str, float]:
-    """Rank 1 dies, stops or leaves the loop while rank 0 replays."""
+    """Let rank 1 die, stop or leave the loop while rank 0 replays."""
     training = Training("sgd", captured=True)
     fl.distribute_module_grads(training.model)
     train(training, rank, 4)
@@ -289,7 +289,7 @@ def ends_in_replays(rank: int, size: int, how: str) -> tuple[str, str, float]:
         go_on()
     if rank == 0 and how == "stops":
         os.kill(processes[1], signal.SIGCONT)
-    with suppress(fl.errors.DistributedError):  # again, of what had begun meanwhile
+    with suppress(fl.errors.DistributedError):  # raised again by the pending calls
         fl.distributed_shutdown()
     return type(caught.value).__name__, str(caught.value), time.monotonic() - began
 
@@ -302,7 +302,7 @@ def ends_in_replays(rank: int, size: int, how: str) -> tuple[str, str, float]:
         ("leaves", "MismatchError", 4.0),
     ],
 )
-def test_a_rank_that_ends_in_replays_is_named(
+def test_survivors_name_a_rank_that_dies_during_replays(
     how: str, kind: str, seconds: float, record_property: Callable[[str, object], None]
 ) -> None:
     outcomes = run_outcomes(ends_in_replays, 2, how, deadline=60.0, **world(2, TIMEOUT=TIMEOUT))
@@ -315,7 +315,7 @@ def test_a_rank_that_ends_in_replays_is_named(
 
 
 def times(rank: int, size: int) -> dict[str, float]:
-    """Return the host's and all microseconds of a step like that of the example."""
+    """Return the host's and the total microseconds of a step like the step of the example."""
     cupy = verbs.cupy()
     found = {}
     for captured in (False, True):
@@ -325,7 +325,7 @@ def times(rank: int, size: int) -> dict[str, float]:
         known = list(batches(rank, 1))
         for _ in range(10):
             training.example(*known[0])
-        count, series = 5, []  # more would fill CUDA's queue, as the ranks share the GPU
+        count, series = 5, []  # more would fill CUDA's queue, because the ranks share the GPU
         for _ in range(5):
             cupy.cuda.Device().synchronize()
             fl.barrier()
@@ -340,8 +340,8 @@ def times(rank: int, size: int) -> dict[str, float]:
     return found
 
 
-def test_time_of_a_step(ranks: Any, record_property: Callable[[str, object], None]) -> None:
-    """Measures, and judges nothing."""
+def test_step_time_is_reported(ranks: Any, record_property: Callable[[str, object], None]) -> None:
+    """Measures without a bound."""
     if ranks.size < 4:
         for name, microseconds in ranks.run(times)[0].items():
             record_property(f"{ranks.size} ranks, {name}", f"{microseconds:.1f} us")

@@ -1,4 +1,4 @@
-"""Communication hooks on CuPy arrays: all ranks alike, and what NumPy arrays would become."""
+"""Communication hooks on CuPy arrays: equal on all ranks, and close to NumPy's results."""
 
 from typing import Any
 
@@ -10,12 +10,13 @@ from tests.gpu import verbs
 
 pytestmark = pytest.mark.gpu
 
-# NCCL scales before it adds, and adds float16 in its own way; the others differ by rounding alone.
+# NCCL scales before it adds, and adds float16 differently. The other results differ by rounding
+# only.
 TOLERANCE = {"Float16Compression": 4e-3, "PowerSGDCompression": 1e-10}
 
 
 def both_ways(rank: int, size: int, name: str) -> tuple[list[bytes], float]:
-    """Three steps on CuPy and on NumPy arrays; returns the former's bits and the difference."""
+    """Run three steps on CuPy and on NumPy arrays; return CuPy's bits and the difference."""
     hooks = [hook_steps.make(name) for _ in range(2)]
     bits, worst = [], 0.0
     for step in range(3):
@@ -33,7 +34,7 @@ def both_ways(rank: int, size: int, name: str) -> tuple[list[bytes], float]:
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
-def test_cupy_arrays_become_what_numpy_arrays_become(ranks: Any, name: str) -> None:
+def test_hooks_give_equal_results_for_cupy_and_numpy_arrays(ranks: Any, name: str) -> None:
     told = ranks.run(both_ways, name)
     assert all(bits == told[0][0] for bits, _ in told)
     assert max(worst for _, worst in told) <= TOLERANCE[name]

@@ -1,4 +1,4 @@
-"""Arrays of other libraries on a GPU: they are waited for, and come back as what they were."""
+"""Arrays of other libraries on a GPU: calls wait for them, and results have the same type."""
 
 import os
 from typing import Any
@@ -10,11 +10,11 @@ import flashlight_py as fl
 
 pytestmark = pytest.mark.gpu
 
-LONG = 1 << 30  # cycles, some half a second: what does not wait reads what was there before
+LONG = 1 << 30  # cycles, about half a second: a call that does not wait reads the old values
 
 
 def slow_add(array: Any, number: float, stream: Any) -> None:
-    """Add ``number`` to a CuPy array on ``stream``, after so long that others must wait for it."""
+    """Add ``number`` to a CuPy array on ``stream`` after a delay."""
     import cupy
 
     kernel = cupy.RawKernel(
@@ -30,7 +30,7 @@ def slow_add(array: Any, number: float, stream: Any) -> None:
 
 
 class OnlyCuda:
-    """A CuPy array as a library shows it that knows no DLPack."""
+    """A CuPy array with the CUDA array interface and without DLPack."""
 
     def __init__(self, array: Any, stream: int | None) -> None:
         self.array_of_cupy, self.stream = array, stream
@@ -55,7 +55,7 @@ def cuda_array_interface(rank: int, size: int) -> None:
     gathered = fl.all_gather(x)
     assert isinstance(gathered, cupy.ndarray)
     assert gathered.get().tolist() == [2 * size + 1] * 8 * size
-    x.stream = 1  # the default one
+    x.stream = 1  # the default stream
     assert fl.broadcast(x, async_op=True).wait() is x
 
 
@@ -117,6 +117,6 @@ def jax_arrays(rank: int, size: int) -> None:
         ("jax", jax_arrays),
     ],
 )
-def test_arrays_of_other_libraries(ranks: Any, library: str, program: Any) -> None:
+def test_verbs_accept_arrays_of_other_libraries(ranks: Any, library: str, program: Any) -> None:
     pytest.importorskip(library)
     ranks.run(program)

@@ -1,4 +1,4 @@
-"""The fused kernels, compiled by CUDA, against NumPy."""
+"""The fused kernels, compiled by CUDA, next to NumPy."""
 
 import math
 from collections.abc import Callable
@@ -44,8 +44,8 @@ RULES: dict[str, Callable[[list[fl.Variable]], Any]] = {
 
 @EVERY_FLOAT
 @pytest.mark.parametrize("rule", RULES)
-def test_optimizer_steps(dtype: str, rule: str) -> None:
-    """Of several parameters, which share a launch."""
+def test_optimizer_kernels_equal_their_formulas(dtype: str, rule: str) -> None:
+    """Several parameters share a launch."""
 
     def three_steps(*arrays: Any) -> Any:
         params = [fl.param(array.copy()) for array in arrays[:3]]
@@ -60,14 +60,14 @@ def test_optimizer_steps(dtype: str, rule: str) -> None:
     shapes = [(7, 1001), (1,), (3,)]
     arrays = [rows(dtype, seed, shape) for seed in (0, 1) for shape in shapes]
     expected, got = both(three_steps, *arrays)
-    if rule == "novograd":  # sums of squares are taken in another order
+    if rule == "novograd":  # sums of squares have another order
         np.testing.assert_allclose(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     else:
         np.testing.assert_array_equal(got, expected)
 
 
 @EVERY_FLOAT
-def test_relu_and_mean_squared_error(dtype: str) -> None:
+def test_relu_and_mean_squared_error_equal_numpy(dtype: str) -> None:
     def gradient(x: Any, target: Any) -> Any:
         variable = fl.param(x)
         loss = F.mean_squared_error(F.relu(variable), fl.no_grad(target))
@@ -85,8 +85,10 @@ def test_relu_and_mean_squared_error(dtype: str) -> None:
 
 @EVERY_FLOAT
 @pytest.mark.parametrize("shape", [(20, 1001), (1500, 1001)])
-def test_a_mean_of_many_squares(dtype: str, shape: tuple[int, int]) -> None:
-    """By many blocks, of any layout, and the same bits each time."""
+def test_mean_squared_error_of_many_elements_is_accurate(
+    dtype: str, shape: tuple[int, int]
+) -> None:
+    """Many blocks, any layout, and the same bits in each run."""
     import cupy
 
     x, target = rows(dtype, 2, shape), rows(dtype, 3, shape[::-1])
@@ -95,15 +97,15 @@ def test_a_mean_of_many_squares(dtype: str, shape: tuple[int, int]) -> None:
     got, again = (mean.get() for mean in means)
     wide = x.astype("float64") - target.T.astype("float64")
     expected = math.fsum((wide * wide).flat) / wide.size
-    # A tree of additions rounds log2(terms) times, by half an eps each; a thread's first few terms
-    # and their squares take no more than the other half. The mean itself is rounded once.
+    # A tree of additions rounds log2(terms) times, by half an eps each. The first terms of a thread
+    # and their squares take at most the other half. The mean is rounded once.
     added = np.finfo("float64" if dtype == "float64" else "float32").eps * math.log2(wide.size)
     np.testing.assert_allclose(got, expected, rtol=float(np.finfo(dtype).eps + added))
     np.testing.assert_array_equal(again, got)
 
 
 @EVERY_FLOAT
-def test_linear_with_relu(dtype: str) -> None:
+def test_linear_with_relu_equals_numpy(dtype: str) -> None:
     def value_and_gradients(x: Any, weight: Any, bias: Any) -> Any:
         params = [fl.param(array) for array in (x, weight, bias)]
         out = F.linear_relu(*params)
@@ -116,11 +118,11 @@ def test_linear_with_relu(dtype: str) -> None:
     wide = [rows("float64", seed, shape) for seed, shape in enumerate(shapes)]
     expected, _ = both(value_and_gradients, *wide)
     _, got = both(value_and_gradients, *(array.astype(dtype) for array in wide))
-    # A matrix product adds many terms; its order is the library's.
+    # A matrix product adds many terms in an order of the library.
     np.testing.assert_allclose(got, expected, rtol=100 * TOLERANCE[dtype])
 
 
-def test_kernels_take_any_layout() -> None:
+def test_kernels_accept_any_memory_layout() -> None:
     import cupy
 
     grad = cupy.asarray(rows("float32", 4)).T

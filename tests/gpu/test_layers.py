@@ -1,4 +1,4 @@
-"""Every function and layer computes on a GPU what it computes on the CPU, gradients included."""
+"""Functions and layers have the same results and gradients on a GPU and on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,8 @@ from tests.nn.test_like_torch import ROWS, Row, call, made, variables_of
 
 pytestmark = pytest.mark.gpu
 
-# Of an array's largest value: sums have another order, and a mean far from 0 loses digits.
+# Tolerance relative to an array's largest value: sums have another order, and a mean far from 0
+# loses digits.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-11}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", TOLERANCES)
 FUNCTIONS = [case for case in CASES if not case.name.startswith(OWN_ARRAYS)]
@@ -30,7 +31,7 @@ def gpu() -> str:
 
 
 def run(function: Callable[..., Any], leaves: list[Any], device: str) -> list[np.ndarray]:
-    """Return the value of a function of the leaves, and all their gradients, from ``device``."""
+    """Return the value of a function of the leaves, and all their gradients, on ``device``."""
     given = [v if v.calc_grad else v.array for v in leaves]
     for variable in leaves:
         variable.data = to_device(variable.data, device)
@@ -51,20 +52,20 @@ def close(got: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None
 
 
 def compare(function: Callable[..., Any], arrays: Callable[[], Any], dtype: str) -> None:
-    """Run a function of parameters on the CPU and on the GPU."""
+    """Run a function of parameters on the CPU and on the GPU, and compare."""
     expected, got = (run(function, [*map(fl.param, arrays())], device) for device in ("cpu", gpu()))
     close(got, expected, dtype)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("case", FUNCTIONS, ids=[case.name for case in FUNCTIONS])
-def test_functions(case: Case, dtype: str) -> None:
+def test_functions_on_the_gpu_equal_the_cpu(case: Case, dtype: str) -> None:
     compare(case.ours, lambda: [array.astype(dtype) for array in case.arrays], dtype)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_layers(row: Row, dtype: str) -> None:
+def test_layers_on_the_gpu_equal_the_cpu(row: Row, dtype: str) -> None:
     found = []
     for device in ("cpu", gpu()):
         module = made(row, dtype).to(device)
@@ -76,18 +77,18 @@ def test_layers(row: Row, dtype: str) -> None:
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=[case.name for case in CONVOLUTIONS])
-def test_convolutions(case: Conv, dtype: str) -> None:
+def test_convolutions_on_the_gpu_equal_the_cpu(case: Conv, dtype: str) -> None:
     compare(lambda *v: convolved([*v], case), lambda: arrays_of(case, dtype), dtype)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("options", [options for options, _ in POOLS], ids=str)
-def test_pools(options: dict[str, Any], dtype: str) -> None:
+def test_pools_on_the_gpu_equal_the_cpu(options: dict[str, Any], dtype: str) -> None:
     compare(lambda x: F.pool2d(x, **options), lambda: [images(dtype)], dtype)
 
 
 def gpt() -> tuple[fl.nn.Module, np.ndarray]:
-    """A decoder of 2 layers, with a linear layer that makes one number of each position."""
+    """Return a decoder of 2 layers with a linear layer that reduces each position to one number."""
     layers = fl.nn.Embedding(11, 16), fl.nn.Transformer(16, 2, layers=2, causal=True)
     tokens = np.random.default_rng(2).integers(0, 11, (4, 9))
     return fl.nn.Sequential(*layers, fl.nn.LayerNorm(16), fl.nn.Linear(16, 10)), tokens
@@ -104,7 +105,7 @@ def convolutional() -> tuple[fl.nn.Module, np.ndarray]:
 def losses(
     make: Callable[[], tuple[fl.nn.Module, np.ndarray]], half: str | None, device: str
 ) -> list[float]:
-    """Train for some steps, with a scale where ``half`` is a dtype; return the loss of each."""
+    """Train for some steps, with a loss scale if ``half`` is a dtype; return the losses."""
     fl.set_seed(0)
     model, x = make()
     labels = np.arange(x.size if x.ndim == 2 else len(x)) % 10
@@ -129,8 +130,8 @@ def losses(
 
 @pytest.mark.parametrize("half", [None, "float16"])
 @pytest.mark.parametrize("make", [gpt, convolutional])
-def test_models_train_as_on_the_cpu(make: Any, half: str | None) -> None:
-    """In half precision too: products are rounded at other places there."""
+def test_models_on_the_gpu_train_like_on_the_cpu(make: Any, half: str | None) -> None:
+    """In half precision, GPU and CPU round products at different points."""
     expected, got = (losses(make, half, device) for device in ("cpu", gpu()))
     assert got[-1] < got[0]
     np.testing.assert_allclose(got, expected, rtol=2e-2 if half else 2e-4)

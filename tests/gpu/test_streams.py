@@ -1,7 +1,7 @@
-"""Communication and computation overlap, and neither waits for the other without need.
+"""Overlap of communication and computation without unnecessary waits.
 
-A rank that is held back keeps a collective of the others unfinished for as long as the test
-likes, so what goes on meanwhile is seen without measuring time.
+A rank that is held back keeps a collective unfinished for as long as the test needs, so the test
+measures no time.
 """
 
 from typing import Any
@@ -26,15 +26,16 @@ def ranks(pool: Any) -> Any:
 
 
 def aside() -> fl.ProcessGroup:
-    """A group whose barrier is one of the processes alone: the world's waits for its GPUs too.
+    """Return a group whose barrier synchronises processes without GPUs; the world's barrier waits
+    for GPUs.
 
-    And it would be compared with the collective that one rank has begun, and the other has not.
+    The world's barrier would also be compared with the pending collective.
     """
     return fl.new_group(range(2))
 
 
 def warmed_up(rank: int) -> Any:
-    """This rank's array; the first collective of a kind connects, for which the host waits."""
+    """Return this rank's array. The first collective of a kind connects, which blocks the host."""
     x = verbs.on_gpu(np.full(ELEMENTS, rank + 1.0))
     fl.all_reduce(x.copy())
     fl.sync_distributed()
@@ -42,7 +43,7 @@ def warmed_up(rank: int) -> Any:
 
 
 def element_of_a_product() -> float:
-    """Compute something, and wait for it alone."""
+    """Compute a product, and wait for this product only."""
     cupy = verbs.cupy()
     product = cupy.ones((500, 500)) @ cupy.ones((500, 500))
     cupy.cuda.get_current_stream().synchronize()
@@ -50,11 +51,11 @@ def element_of_a_product() -> float:
 
 
 @on_ranks()
-def test_computation_overlaps_and_the_host_does_not_wait(rank: int, size: int) -> None:
+def test_all_reduce_overlaps_computation_without_blocking_the_host(rank: int, size: int) -> None:
     cupy = verbs.cupy()
     x = warmed_up(rank)
-    # CUDA loads a kernel when it is first used, and may wait for all that runs to do so: for the
-    # collective, which waits for rank 1, which waits for this rank.
+    # CUDA loads a kernel at its first use, and may wait for running kernels. Here that would be a
+    # deadlock: the collective waits for rank 1, and rank 1 waits for this rank.
     element_of_a_product()
     with aside() as processes:
         if rank == 1:
@@ -75,7 +76,7 @@ def test_computation_overlaps_and_the_host_does_not_wait(rank: int, size: int) -
 
 
 @on_ranks()
-def test_the_current_stream_is_honoured(rank: int, size: int) -> None:
+def test_verbs_use_the_current_stream(rank: int, size: int) -> None:
     """The array is still being written on the user's stream when the collective is called."""
     cupy = verbs.cupy()
     warmed_up(rank)
@@ -91,8 +92,8 @@ def test_the_current_stream_is_honoured(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_backward_does_not_make_the_host_wait_for_the_others(rank: int, size: int) -> None:
-    """With rank 1 held back before its pass, rank 0's host comes through the whole of its own."""
+def test_backward_does_not_block_the_host_on_other_ranks(rank: int, size: int) -> None:
+    """Rank 1 is held back before its pass, and rank 0's host completes its pass."""
     verbs.cupy()
     device = fl.distributed.use_local_device()
     fl.set_seed(0)
@@ -108,7 +109,7 @@ def test_backward_does_not_make_the_host_wait_for_the_others(rank: int, size: in
                 parameter.grad = None
             F.sum(model(x) * model(x)).backward()
             if hold and rank == 0:
-                processes.barrier()  # a pass that waited for rank 1 would never come here
+                processes.barrier()  # a pass that waits for rank 1 would never reach this line
     first: Any = model.params()[0].grad
     theirs = first.copy()
     fl.broadcast(theirs, root=0)

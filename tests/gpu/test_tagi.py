@@ -1,4 +1,4 @@
-"""TAGI networks on 1, 2 and 4 GPU ranks learn what one process on the CPU does."""
+"""TAGI networks learn the same on 1, 2 and 4 GPU ranks and in one process on the CPU."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ NETWORKS = {
 
 
 def train(rank: int, size: int, device: str, network: str) -> dict[str, Any]:
-    """Train on this rank's share, one batch of everything per step; return the state."""
+    """Train on this rank's share, one full batch per step; return the state."""
     fl.set_seed(rank)
     if device == "cuda":
         verbs.cupy()
@@ -47,7 +47,7 @@ def train(rank: int, size: int, device: str, network: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_what_ranks_learn_equals_one_process_on_the_cpu(ranks: Any, network: str) -> None:
+def test_tagi_on_gpus_learns_like_one_process_on_the_cpu(ranks: Any, network: str) -> None:
     expected = train(0, 1, "cpu", network)
     for found in ranks.run(train, "cuda", network):
         for name, arrays in expected.items():

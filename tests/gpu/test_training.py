@@ -1,4 +1,4 @@
-"""Training on 1, 2 and 4 GPU ranks gives what one process on the CPU gives."""
+"""Training gives the same parameters on 1, 2 and 4 GPU ranks and in one process on the CPU."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +15,7 @@ SAMPLES, STEPS = 60, 20
 
 
 def train(rank: int, size: int, device: str, kind: str, sharded: bool = False) -> list[np.ndarray]:
-    """Train on this rank's share, one batch of everything per step; return the parameters."""
+    """Train on this rank's share, one full batch per step; return the parameters."""
     fl.set_seed(0)
     if device == "cuda":
         verbs.cupy()
@@ -48,7 +48,7 @@ def train(rank: int, size: int, device: str, kind: str, sharded: bool = False) -
 @pytest.mark.parametrize(
     ("kind", "sharded"), [("sgd", False), ("nesterov", False), ("adam", False), ("adam", True)]
 )
-def test_parameters_equal_those_of_one_process_on_the_cpu(
+def test_training_on_gpus_equals_one_process_on_the_cpu(
     ranks: Any, kind: str, sharded: bool
 ) -> None:
     expected = train(0, 1, "cpu", kind)
@@ -58,7 +58,7 @@ def test_parameters_equal_those_of_one_process_on_the_cpu(
 
 
 def state_after_a_step(rank: int, size: int, device: str) -> tuple[Any, Any]:
-    """Step once from a loaded state; return that of the model and of the optimizer."""
+    """Step once from a loaded state; return the states of the model and of the optimizer."""
     if device == "cuda":
         verbs.cupy()
         device = fl.distributed.use_local_device()
@@ -86,8 +86,7 @@ def state_after_a_step(rank: int, size: int, device: str) -> tuple[Any, Any]:
     return [fl.device.to_device(array, "cpu") for array in arrays], state["steps"]
 
 
-def test_states_are_those_of_the_whole(ranks: Any) -> None:
-    """Saved and loaded whole, wherever the parts lie."""
+def test_state_dicts_of_shards_equal_the_full_state(ranks: Any) -> None:
     expected, steps = state_after_a_step(0, 1, "cpu")
     for got, count in ranks.run(state_after_a_step, "cuda"):
         assert count == steps == [4] * 4
@@ -96,7 +95,7 @@ def test_states_are_those_of_the_whole(ranks: Any) -> None:
 
 
 def leave_one_out(rank: int, size: int) -> list[bool]:
-    """Each rank uses its own layer of ``size + 1``: the last one is nobody's."""
+    """Let each rank use its own layer of ``size + 1`` layers; no rank uses the last one."""
     verbs.cupy()
     device = fl.distributed.use_local_device()
     layers = [fl.nn.Linear(2, 1) for _ in range(size + 1)]
@@ -108,12 +107,12 @@ def leave_one_out(rank: int, size: int) -> list[bool]:
     return [layer.weight.grad is not None for layer in layers]
 
 
-def test_parameters_that_no_rank_used_have_no_gradient(ranks: Any) -> None:
+def test_gradient_is_none_if_no_rank_used_the_parameter(ranks: Any) -> None:
     for used in ranks.run(leave_one_out):
         assert used == [True] * (len(used) - 1) + [False]
 
 
-def test_moving_a_module_there_and_back_keeps_its_values() -> None:
+def test_module_keeps_its_values_after_a_round_trip_to_the_gpu() -> None:
     model = fl.nn.Linear(3, 4)
     before = [param.array.copy() for param in model.params()]
     model.to("cuda:0")

@@ -1,4 +1,4 @@
-"""fl.synchronize of trees with CuPy arrays among others."""
+"""fl.synchronize of trees with CuPy arrays."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -43,7 +43,7 @@ def synchronize(rank: int, size: int) -> None:
 
 
 def synchronize_with_the_cpu(rank: int, size: int) -> None:
-    """Rank 0 has on its GPU what the others have in NumPy."""
+    """Synchronize a tree that rank 0 has on its GPU, and the other ranks in NumPy."""
     array = verbs.on_gpu(np.full(3, rank)) if rank == 0 else np.full(3, rank)
     where = r"tree\[0\] \(rank\(s\) 0: GPU int64 \(3,\); rank\(s\) 1"
     with pytest.raises(fl.errors.MismatchError, match=where) if size > 1 else nullcontext():
@@ -51,7 +51,5 @@ def synchronize_with_the_cpu(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("what", [synchronize, synchronize_with_the_cpu])
-def test_arrays_on_gpus_become_the_roots_if_all_ranks_have_them_there(
-    ranks: Any, what: Any
-) -> None:
+def test_synchronize_sends_gpu_arrays_if_all_ranks_have_gpu_arrays(ranks: Any, what: Any) -> None:
     ranks.run(what)

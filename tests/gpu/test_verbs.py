@@ -1,4 +1,4 @@
-"""Every verb on CuPy arrays through NCCL, against NumPy."""
+"""Every verb on CuPy arrays through NCCL, next to NumPy."""
 
 from typing import Any
 
@@ -11,26 +11,28 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_all_reduce_multiple_of_mixed_arrays(ranks: Any, contiguous: bool, async_op: bool) -> None:
+def test_all_reduce_multiple_accepts_mixed_arrays(
+    ranks: Any, contiguous: bool, async_op: bool
+) -> None:
     ranks.run(verbs.all_reduce_multiple_mixed, contiguous, async_op)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int16", "bool", "complex128"])
-def test_broadcast_and_all_gather(ranks: Any, dtype: str) -> None:
+def test_broadcast_and_all_gather_return_correct_arrays(ranks: Any, dtype: str) -> None:
     for count in (0, 1, 1000, 300_000):
         ranks.run(verbs.broadcast_from_each, dtype, count)
         ranks.run(verbs.all_gather_unequal, dtype, count)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16", "complex64"])
-def test_reduce_scatter_keeps_this_ranks_part(ranks: Any, dtype: str) -> None:
+def test_reduce_scatter_returns_the_part_of_the_rank(ranks: Any, dtype: str) -> None:
     for rows in (0, 1, 100, 150_000):
         ranks.run(verbs.reduce_scatter_parts, dtype, rows)
     for layout in verbs.LAYOUTS:
         ranks.run(verbs.by_meaning, dtype, layout)
 
 
-def test_verbs_that_several_ranks_are_needed_for(ranks: Any) -> None:
+def test_verbs_of_several_ranks_return_correct_arrays(ranks: Any) -> None:
     if ranks.size == 1:
         pytest.skip("a world of one has nobody to send to")
     for count in (0, 1, 1_000_000):
@@ -39,7 +41,7 @@ def test_verbs_that_several_ranks_are_needed_for(ranks: Any) -> None:
         ranks.run(verbs.composed_verbs, dtype)
 
 
-def test_different_shapes_are_rejected_on_every_rank_that_takes_part(ranks: Any) -> None:
+def test_verbs_raise_on_every_rank_if_shapes_differ(ranks: Any) -> None:
     if ranks.size == 1:
         pytest.skip("a world of one has nobody to differ from")
     for text in ranks.run(verbs.message_of_another_shape)[:2]:
@@ -50,16 +52,16 @@ def test_different_shapes_are_rejected_on_every_rank_that_takes_part(ranks: Any)
         assert "rank 1 called all_gather(cupy float64 (2, 4)) at " in text
 
 
-def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:
+def test_group_sends_numpy_and_cupy_arrays_with_different_backends(ranks: Any) -> None:
     kinds = ["SINGLE", "SINGLE"] if ranks.size == 1 else ["SHM", "NCCL"]
     assert ranks.run(verbs.side_by_side) == [kinds] * ranks.size
 
 
-def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:
+def test_operation_completes_if_its_work_and_array_are_deleted(ranks: Any) -> None:
     ranks.run(verbs.dropped_work_is_safe)
 
 
 @pytest.mark.parametrize("dtype", verbs.DTYPES)
-def test_all_reduce_of_every_dtype_layout_and_op(ranks: Any, dtype: str) -> None:
+def test_all_reduce_supports_every_dtype_layout_and_op(ranks: Any, dtype: str) -> None:
     for layout in verbs.LAYOUTS:
         ranks.run(verbs.all_reduce_every_op, dtype, layout)

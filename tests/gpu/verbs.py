@@ -1,7 +1,8 @@
-"""What runs on the ranks: every verb on CuPy arrays, compared with NumPy.
+"""Worker functions of the ranks: every verb on CuPy arrays, compared with NumPy.
 
-NCCL chooses the order of a sum by itself and rounds narrow floats at every step, so floats are
-compared with a tolerance; what only moves, and integers, must be equal.
+NCCL chooses the order of a sum and rounds narrow floats at every step, so floats are compared with
+a tolerance.
+Integers, and data that is only moved, must be equal.
 """
 
 import os
@@ -17,7 +18,7 @@ from tests.distributed import conformance
 from tests.distributed.conformance import values
 from tests.distributed.told import told
 
-# NCCL has no longdouble; CuPy's stable releases know no bfloat16.
+# NCCL has no longdouble, and CuPy's stable releases have no bfloat16.
 DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -27,7 +28,7 @@ TOLERANCE = {"float16": 1e-2, "float32": 1e-5, "complex64": 1e-5}
 
 
 def cupy() -> Any:
-    """CuPy; where a test set STAND_IN, the stand-in of cupy_stand_in.py takes its place."""
+    """Return CuPy, or the stand-in of cupy_stand_in.py if a test set STAND_IN."""
     if os.environ.get("STAND_IN"):
         install_stand_in()
     import cupy
@@ -46,7 +47,7 @@ def install_stand_in() -> None:
 
 
 def on_gpu(array: Any, layout: str = "contiguous") -> Any:
-    """The values of ``array`` on this rank's GPU, laid out as asked."""
+    """Return the values of ``array`` on this rank's GPU with the requested layout."""
     moved = cupy()
     fl.distributed.use_local_device()
     if layout == "fortran":
@@ -87,32 +88,35 @@ def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
             x = on_gpu(everyone[rank], layout)
             assert fl.all_reduce(x, scale=scale, op=op) is x  # type: ignore[call-overload]
             what = f"all_reduce {name} {layout} {op} scale={scale} on rank {rank} of {size}"
-            expected = conformance.combined(everyone, op, scale, flat=True)
+            expected = conformance.combine_arrays(everyone, op, scale, flat=True)
             assert_close(x, expected.reshape(shape), name, what)
     if np.dtype(name).kind in "fc":
         x = on_gpu(everyone[rank], layout)
         work = fl.all_reduce(x, scale=0.25, async_op=True)
         assert work.wait() is x
-        assert_close(x, conformance.combined(everyone, "sum", 0.25, flat=True), name, "async")
+        assert_close(x, conformance.combine_arrays(everyone, "sum", 0.25, flat=True), name, "async")
 
 
 def by_meaning(rank: int, size: int, name: str, layout: str) -> None:
-    """What no library reduces: each GPU combines what it has gathered, by any operation."""
+    """Reduce dtypes that no library supports: each GPU combines the gathered arrays with any
+    operation."""
     everyone = [values(r, conformance.shape_of(layout), name) for r in range(size)]
     for verb in (verb for verb in VERBS if verb.prefix):
         for op in conformance.ops_of(name):
             x = on_gpu(everyone[rank], layout)
             work = getattr(fl, verb.name)(x, op=op, async_op=True)
             assert work.wait() is x
-            expected = conformance.meant(verb, everyone, rank, op)
+            expected = conformance.expected_result(verb, everyone, rank, op)
             expected = (
-                conformance.kept(verb.name, everyone[rank], op) if expected is None else expected
+                conformance.unchanged_value(verb.name, everyone[rank], op)
+                if expected is None
+                else expected
             )
             assert_close(x, expected, name, f"{verb} {name} {layout} {op} on rank {rank}")
 
 
 def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: bool) -> None:
-    """CuPy and NumPy arrays in one list: each kind goes its own way."""
+    """Reduce CuPy and NumPy arrays of one list with different backends."""
     names = ["float32", "float64", "float32", "int16", "float16", "float32"]
     shapes = [(3, 4), (5,), (), (2, 2), (0,), (1000,)]
     everyone = [
@@ -126,7 +130,8 @@ def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: 
     got = result.wait() if async_op else result
     assert all(a is b for a, b in zip(got, xs, strict=True))
     for i, name in enumerate(names):
-        expected = conformance.combined([arrays[i] for arrays in everyone], "sum", 2.0, flat=True)
+        ith = [arrays[i] for arrays in everyone]
+        expected = conformance.combine_arrays(ith, "sum", 2.0, flat=True)
         assert_close(xs[i], expected, name, f"array {i}, contiguous={contiguous}")
     theirs = [values(r, (7,), "float64") for r in range(size)]
     np.testing.assert_allclose(host, 2.0 * np.sum(theirs, axis=0), rtol=1e-12)
@@ -151,7 +156,7 @@ def all_gather_unequal(rank: int, size: int, name: str, rows: int) -> None:
 
 
 def all_gather_of_different_shapes(rank: int, size: int) -> str:
-    """Return what the mismatch is told as."""
+    """Return the text of the mismatch."""
     return told(lambda: fl.all_gather(on_gpu(np.zeros((2, 3 + rank)))))
 
 
@@ -160,13 +165,13 @@ def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
     for op in ops_of(name):
         x = on_gpu(everyone[rank], "fortran")
         part = fl.reduce_scatter(x, op=op)  # type: ignore[call-overload]
-        whole = conformance.combined(everyone, op, 1.0, flat=True)
+        whole = conformance.combine_arrays(everyone, op, 1.0, flat=True)
         assert_close(part, whole[rows * rank : rows * (rank + 1)], name, f"{op} {name}")
         np.testing.assert_array_equal(x.get(), everyone[rank])
 
 
 def ring_of_messages(rank: int, size: int, count: int) -> None:
-    """Each sends to the next; even ranks send first."""
+    """Each rank sends to the next; even ranks send first."""
     x = on_gpu(values(rank, (count,), "float32"))
     y = on_gpu(np.zeros(count, np.float32))
     steps: list[Callable[[], Any]] = [
@@ -180,7 +185,7 @@ def ring_of_messages(rank: int, size: int, count: int) -> None:
 
 
 def message_of_another_shape(rank: int, size: int) -> str:
-    """Return what the mismatch is told as, on the sender and on the receiver."""
+    """Return the text of the mismatch on the sender and on the receiver."""
     x = on_gpu(np.zeros(3 + rank))
     calls: list[Callable[[], Any]] = [lambda: fl.send(x, 1), lambda: fl.recv(x, 0)]
     return told(calls[rank]) if rank < 2 else ""
@@ -219,7 +224,7 @@ def composed_verbs(rank: int, size: int, name: str) -> None:
     mine = slice(starts[rank], starts[rank + 1])
     part = fl.reduce_scatter(x, op="max", rows=rows)
     np.testing.assert_array_equal(part.get(), np.maximum.reduce(everyone)[mine])
-    out = on_gpu(np.zeros((rows[rank], 3), name))  # says that a GPU is meant
+    out = on_gpu(np.zeros((rows[rank], 3), name))  # a CuPy array selects the GPU
     got = fl.scatter(x if rank == 0 else None, out=out, rows=rows)
     assert got is out
     np.testing.assert_array_equal(out.get(), everyone[0][mine])
@@ -236,7 +241,7 @@ def refuse_bits_and_open_receives(x: Any) -> None:
 
 
 def crossing_messages(rank: int, size: int, name: str) -> None:
-    """Everybody sends everybody two messages, which are taken in another order."""
+    """Each rank sends each rank two messages, which are received in another order."""
     sends = [
         fl.P2POp("send", on_gpu(values(rank, (100 + tag,), name)), peer, tag)
         for peer in range(size)
@@ -254,7 +259,7 @@ def crossing_messages(rank: int, size: int, name: str) -> None:
 
 
 def halves_at_the_ends(rank: int, size: int, name: str) -> None:
-    """None is nobody, at both ends of a line."""
+    """Exchange halves along a line; the neighbour None beyond each end is no rank."""
     src, dst = fl.grid(size).shift(0, +1)
     wanted = np.zeros(7, name) if src is None else values(src, (7,), name)
     sent, outs = on_gpu(values(rank, (7,), name)), [on_gpu(np.zeros(7, name)) for _ in range(2)]
@@ -267,7 +272,7 @@ def halves_at_the_ends(rank: int, size: int, name: str) -> None:
 
 
 def side_by_side(rank: int, size: int) -> list[str]:
-    """NumPy and CuPy arrays in turn, in one group; returns which backends they took."""
+    """Call with NumPy and CuPy arrays in turn in one group; return their backends."""
     for i in range(20):
         host, device = np.full(100, float(rank + i)), on_gpu(np.full(100, float(rank - i)))
         works = [fl.all_reduce(host, async_op=True), fl.all_reduce(device, async_op=True)]
@@ -282,7 +287,8 @@ def side_by_side(rank: int, size: int) -> list[str]:
 
 
 def dropped_work_is_safe(rank: int, size: int) -> None:
-    """Nobody keeps the Work nor the array; new arrays must not get memory still in use."""
+    """Delete the Work and the array of a pending call; new arrays must not reuse the memory too
+    early."""
     for i in range(50):
         fl.all_reduce(on_gpu(np.full(50_000, float(i))), async_op=True)
         on_gpu(np.full(50_000, np.nan))

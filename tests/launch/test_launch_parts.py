@@ -61,17 +61,17 @@ def test_of_ranks_that_waited_for_each_other_the_one_that_waited_to_the_end_is_f
 
 def test_what_a_rank_prints_while_it_handles_a_consequence_is_one() -> None:
     failure = Failure.of_exit(1, ["flashlight_py.errors.PeerLostError: lost", "KeyError: 'x'"])
-    assert failure.what == "raised KeyError: 'x'"
+    assert failure.description == "raised KeyError: 'x'"
     assert failure.follows
 
 
 def test_a_cause_is_one_line_that_is_not_too_long() -> None:
-    what = Failure.of_exit(1, ["ValueError: " + "x" * 1000]).what
-    assert what.startswith("raised ValueError: xxx")
-    assert len(what) < 300
-    assert what.endswith("x [...]")
+    text = Failure.of_exit(1, ["ValueError: " + "x" * 1000]).description
+    assert text.startswith("raised ValueError: xxx")
+    assert len(text) < 300
+    assert text.endswith("x [...]")
     error = SyntaxError("invalid syntax", ("file.py", 1, 2, "x y\n"))
-    assert Failure.of_exception(error, 0.0).what == "raised SyntaxError: invalid syntax"
+    assert Failure.of_exception(error, 0.0).description == "raised SyntaxError: invalid syntax"
 
 
 def test_what_is_raised_while_a_consequence_is_handled_is_one() -> None:

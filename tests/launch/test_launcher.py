@@ -171,8 +171,8 @@ def test_a_rank_that_hangs_at_its_exit_is_reported_and_ctrl_c_ends_it(tmp_path: 
     ) as process:
         assert process.stderr
         assert process.stderr.readline() == (
-            "flrun: rank 1 still runs, 0.2 s after the last of the others has ended with exit "
-            "code 0; Ctrl-C ends the job\n"
+            "flrun: rank 1 still runs, 0.2 s after the last other rank exited with code 0. "
+            "Press Ctrl-C to end the job\n"
         )
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=10)
@@ -240,12 +240,12 @@ def test_the_last_words_of_a_rank_are_not_lost_in_silence() -> None:
 
 COPY = """
 import sys
-from flashlight_py.launch.front import run_behind
+from flashlight_py.launch.front import run_in_copy
 def work():
     sys.stdout = open("/dev/full", "w")
     print("kept until it is flushed")
     return 3
-sys.exit(run_behind(work, lambda: None))
+sys.exit(run_in_copy(work, lambda: None))
 """
 
 
@@ -283,7 +283,9 @@ def test_a_folder_for_output_that_cannot_be_made(tmp_path: Path, folder: str) ->
     done = launch("-n", 2, "--output-dir", folder, program, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"flrun: error: --output-dir: nothing can be written to {folder}: ")
+    assert last.startswith(
+        f"flrun: error: --output-dir: expected a writable folder, got {folder}: "
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flashlight_py.launch.loop import Poll
-from flashlight_py.launch.records import MOST_BYTES, MOST_BYTES_OF_HOST, Notes, send_records
+from flashlight_py.launch.records import MOST_BYTES, MOST_BYTES_OF_HOST, RecordPipe, send_records
 from tests.launch.launcher import begin, launch, write
 
 # A record as large as no usual one, beside one that a newline in its name hides.
@@ -38,7 +38,7 @@ def test_a_record_that_is_too_large_is_named(tmp_path: Path, ssh: str) -> None:
     done = launch("--hosts", "a,b", "--ssh", ssh, write(tmp_path, WRITING), records, code=3)
     size = (records / "rank1.json").stat().st_size
     left = (
-        f"flrun: the flight record of rank 1 stays on host b, at {records}/rank1.json: it has "
+        f"flrun: the flight record of rank 1 remains on host b, at {records}/rank1.json: it has "
         f"{size} bytes, more than the {MOST_BYTES} of one record"
     )
     assert left in done.stderr.splitlines()
@@ -66,7 +66,7 @@ def test_the_limits_of_records(tmp_path: Path) -> None:
 
 def test_notes_that_are_none(temporary_folder: Path) -> None:
     loop = Poll()
-    notes = Notes(loop)
+    notes = RecordPipe(loop)
     os.write(notes.descriptor, b"0 /a b\n\nx /c\n1 relative\n2\n3 /cut")
     assert notes.paths() == {0: Path("/a b")}
     notes.close()
@@ -98,9 +98,9 @@ def test_an_agent_that_is_cut_off_says_so_and_ends_its_ranks(tmp_path: Path, ssh
     copy = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text())
     os.kill(copy, signal.SIGSTOP)
     line = launcher.stderr.readline()
-    expected = f"flrun: agent on {os.uname().nodename}: nothing has come from the launcher since "
+    expected = f"flrun: agent on {os.uname().nodename}: received nothing from the launcher since "
     assert line.startswith(expected)
-    assert line.endswith(" (2 s); its ranks here were ended\n")
+    assert line.endswith(" (2 s); the agent ended its ranks\n")
     assert not Path(f"/proc/{rank}").exists()
     os.kill(copy, signal.SIGCONT)
     _, errors = launcher.communicate(timeout=30)

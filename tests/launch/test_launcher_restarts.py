@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlight_py.launch.job import may_restart
-from flashlight_py.launch.ranks import Slot, counts_of_remaining, slots_of
+from flashlight_py.launch.ranks import Slot, remaining_counts, slots_of
 from tests.launch.launcher import launch, write
 
 
@@ -20,7 +20,7 @@ def test_places_of_ranks() -> None:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.data())
 def test_what_remains_is_what_was_not_lost(counts: list[int], data: st.DataObject) -> None:
     lost = data.draw(st.sets(st.sampled_from(range(sum(counts))))) if sum(counts) else set()
-    remaining = counts_of_remaining(counts, lost)
+    remaining = remaining_counts(counts, lost)
     assert sum(remaining) == sum(counts) - len(lost)
     assert all(0 <= after <= before for before, after in zip(counts, remaining, strict=True))
 

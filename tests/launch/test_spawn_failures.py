@@ -165,7 +165,9 @@ def make_generator(rank: int) -> Any:
 
 
 def test_a_result_that_cannot_be_unpickled_here_names_its_rank() -> None:
-    with pytest.raises(fl.errors.RankFailedError, match="rank 0 of 1 returned cannot be unpickled"):
+    with pytest.raises(
+        fl.errors.RankFailedError, match="result of rank 0 of 1 cannot be unpickled"
+    ):
         fl.spawn(make_trap, nprocs=1)
 
 
@@ -211,7 +213,7 @@ def killed_before(rank: int, restarts: int, folder: str) -> str:
 
 @pytest.mark.slow
 def test_timeout_ends_ranks_that_do_not_return() -> None:
-    with pytest.raises(TimeoutError, match=r"spawn of wait: rank\(s\) 0, 1 of 2 had not returned"):
+    with pytest.raises(TimeoutError, match=r"spawn of wait: rank\(s\) 0, 1 of 2 did not return"):
         fl.spawn(wait, nprocs=2, timeout=1.0)
 
 
@@ -281,7 +283,7 @@ def leave_after_lines(rank: int) -> None:
         frame = frame.f_back
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_globals.get("_leaving", True):
+        if frame.f_globals.get("_is_exiting", True):
             os.kill(os.getpid(), signal.SIGTERM)
         return trace
 

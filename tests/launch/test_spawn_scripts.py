@@ -67,7 +67,7 @@ def test_without_the_guard_the_script_raises(tmp_path: Path) -> None:
     done = run([sys.executable, write(tmp_path, program)])
     assert done.returncode == 1
     assert re.search("rank [01] of 2 raised RuntimeError: spawn of f: called while", done.stderr)
-    assert "put what starts the ranks under if __name__ == '__main__':" in done.stderr
+    assert "Put the call under if __name__ == '__main__':" in done.stderr
 
 
 SESSION = """
@@ -96,7 +96,7 @@ def test_a_session_without_cloudpickle_raises_what_to_install() -> None:
     done = run([sys.executable, "-"], input=program)
     assert done.returncode == 1
     assert "TypeError: spawn of square: the function or its arguments cannot be" in done.stderr
-    assert "square was defined where no other process can import it from" in done.stderr
+    assert "square is defined in __main__, which no other process can import" in done.stderr
     assert "pip install 'flashlight-py[notebook]'" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Wheels, bare environments and copies of the sources, for the tests of what is installed."""
+"""Wheels, empty environments and copies of the sources for the tests of installations."""
 
 import os
 import shutil
@@ -15,14 +15,14 @@ NOT_SOURCE = shutil.ignore_patterns(
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This environment with the tools beside this interpreter, and without this checkout."""
+    """Return this process's environment with this interpreter's tools and without this checkout."""
     beside = str(Path(sys.executable).parent)
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**kept, "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}", **more}
 
 
 def run(*command: object, **variables: str) -> str:
-    """Return what the command printed; show all of it where it fails."""
+    """Return the output of the command; print all of it if the command fails."""
     words = [str(word) for word in command]
     done = subprocess.run(
         words,
@@ -38,18 +38,18 @@ def run(*command: object, **variables: str) -> str:
 
 
 def empty_environment(folder: Path) -> Path:
-    """Create a virtual environment without anything in it and return its interpreter."""
+    """Create an empty virtual environment and return its interpreter."""
     venv.create(folder, with_pip=True)
     return folder / "bin" / "python"
 
 
 def copy_of_sources(folder: Path) -> Path:
-    """The sources in a folder of their own, so that no build meets the products of another."""
+    """Copy the sources into a separate folder, so builds do not share products."""
     return Path(shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE))
 
 
 class Wheel(NamedTuple):
-    """A wheel of ``make wheel``, its sources, and the output of compiling them and of the build."""
+    """A wheel of ``make wheel``, its sources, and the output of the compiler and of the build."""
 
     file: Path
     sources: Path

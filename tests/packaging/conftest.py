@@ -1,4 +1,4 @@
-"""The wheel of ``make wheel`` after ``make setup``, built once: that takes minutes."""
+"""Fixture of the wheel from ``make wheel``, built once, because that takes minutes."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The folder for machines with a GPU and no network is complete, and goes on after failures."""
+"""The folder for GPU machines without network is complete and continues after failures."""
 
 import importlib.util
 import io
@@ -16,7 +16,7 @@ from tests.packaging.building import ROOT, empty_environment, environment, run
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-# Whoever asks for something over the network anyway gets no answer.
+# Requests to the network fail.
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "PIP_INDEX_URL"), "http://127.0.0.1:9")
 STAGES = ["machine", "contact", "all_reduce", "graphs", "failures", "rounds", "conformance"]
 STAGES += ["training", "layers", "overlap", "kernels", "streams"]
@@ -24,10 +24,9 @@ STAGES += ["training", "layers", "overlap", "kernels", "streams"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_bundle_is_complete_and_goes_as_far_as_it_can_without_a_gpu(
-    wheel: Path, tmp_path: Path
-) -> None:
-    """A bare environment with NumPy, and no index: nothing fails before the first CUDA call."""
+def test_bundle_runs_without_network_until_it_needs_a_gpu(wheel: Path, tmp_path: Path) -> None:
+    """The environment has only NumPy and no package index. Nothing may fail before the first CUDA
+    call."""
     bundle, bare, home = tmp_path / "gpu_bundle", tmp_path / "bare", tmp_path / "home"
     run(sys.executable, ROOT / "scripts" / "gpu_bundle", bundle, "--wheel", wheel)
     assert sum(f.stat().st_size for f in bundle.rglob("*") if f.is_file()) <= 60e6
@@ -46,21 +45,21 @@ def test_bundle_is_complete_and_goes_as_far_as_it_can_without_a_gpu(
     output = run(python, bundle / "run", OUT=str(results), HOME=str(home), **NO_NETWORK)
     page = (results / "report.md").read_text()
     assert re.findall(r"^(\w+): no GPU \(\d+ s\)$", output, re.MULTILINE) == STAGES
-    assert "  nccl4py is not measured: " in output  # it needs cuda-core
+    assert "  nccl4py is not measured: " in output  # nccl4py needs cuda-core
     assert page.count("| no GPU |") == len(STAGES), page
     assert "No stage has failed." in page
     assert "| BACKEND=shm | NumPy arrays: shared memory" in page
     assert "| BACKEND=gloo | NumPy arrays: Gloo over TCP" in page
     assert page.count("no GPU: No module named 'cupy'") == 5
     assert len(list(results.iterdir())) <= 8
-    ask = "import site; print(*site.getsitepackages(), sep='\\n')"  # where CuPy looks for CUDA
+    ask = "import site; print(*site.getsitepackages(), sep='\\n')"  # CuPy searches CUDA there
     searched = run(bundle / "environment" / "bin" / "python", "-W", "error", "-c", ask).split()
     assert any(path.startswith(str(bare)) for path in searched), searched
     assert {file for file in bare.rglob("*") if "__pycache__" not in file.parts} == before
     assert {file.name for file in home.iterdir()} <= {".rustup"}  # pip asks rustc for its version
 
 
-def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_bundle_does_not_overwrite_a_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     command = [sys.executable, ROOT / "scripts" / "gpu_bundle", tmp_path]
     done = launcher.run([*command, "--wheel", __file__], code=1)
@@ -68,18 +67,18 @@ def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
-# The program `run`, with stages of the test's own ------------------------------------------------
+# The program `run` with stages of the test ------------------------------------------------------
 
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of scripts/gpu_run, whose environment is this one."""
+    """The module of scripts/gpu_run with this process's environment."""
     loader = SourceFileLoader("gpu_run", str(ROOT / "scripts" / "gpu_run"))
     spec = importlib.util.spec_from_loader("gpu_run", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "gpu_run", module)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # scripts/ is no package
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # keeps scripts/ clean
     loader.exec_module(module)
     monkeypatch.setattr(module, "ENVIRONMENT", tmp_path / "environment")
     (tmp_path / "environment").mkdir()
@@ -93,7 +92,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-# Starts a process that leaves its session, says so, and hangs; Ctrl-C does not end it.
+# Starts a process that leaves its session, prints its number, hangs, and ignores Ctrl-C.
 HANGS = """
 import signal, subprocess, sys, threading
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -105,7 +104,7 @@ threading.Event().wait()
 
 
 @pytest.mark.slow
-def test_what_fails_or_hangs_stops_nothing_else_and_leaves_nothing(
+def test_run_continues_after_stages_that_fail_or_hang(
     program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stage(name: str, seconds: int, source: str) -> object:
@@ -137,7 +136,7 @@ def test_what_fails_or_hangs_stops_nothing_else_and_leaves_nothing(
     assert f"\n  child {child}\nhangs: timed out" in printed
 
 
-def test_results_are_printed_when_they_are_made(
+def test_run_prints_results_at_once(
     program: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
@@ -156,7 +155,7 @@ def test_results_are_printed_when_they_are_made(
     assert output.read_text() == source
 
 
-def test_stages_without_time_are_not_begun(
+def test_run_skips_stages_without_remaining_time(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "import threading; threading.Event().wait()"
@@ -169,7 +168,7 @@ def test_stages_without_time_are_not_begun(
     assert outcomes == ["timed out", "not begun: no time is left"]
 
 
-def test_a_contender_that_cannot_be_installed_is_named(
+def test_run_names_a_contender_that_cannot_be_installed(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = "nccl4py is not measured: ERROR: No matching distribution found for nccl4py"
@@ -179,7 +178,7 @@ def test_a_contender_that_cannot_be_installed_is_named(
     assert missing in capsys.readouterr().out
 
 
-def test_stages_are_chosen_by_name(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_selects_stages_by_name(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
     def run_stage(stage: object, *_: object) -> object:
@@ -195,7 +194,7 @@ def test_stages_are_chosen_by_name(program: ModuleType, monkeypatch: pytest.Monk
         program.main()
 
 
-def test_all_stages_together_take_at_most_eight_minutes(program: ModuleType) -> None:
+def test_stage_times_sum_to_at_most_eight_minutes(program: ModuleType) -> None:
     assert [stage.name for stage in program.STAGES] == STAGES
     words = [word for stage in program.STAGES for word in stage.command]
     files = [f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py")]
@@ -204,7 +203,7 @@ def test_all_stages_together_take_at_most_eight_minutes(program: ModuleType) -> 
 
 
 @pytest.mark.parametrize("script", ["gpu_kernels.py", "all_reduce.py", "overlap.py"])
-def test_benchmarks_say_that_there_is_no_gpu(script: str) -> None:
+def test_gpu_benchmarks_exit_with_a_reason_without_a_gpu(script: str) -> None:
     device = [] if script.startswith("gpu_") else ["--device", "cuda"]
     command = [sys.executable, ROOT / "benchmarks" / script, *device]
     done = launcher.run(command, code=77, env=environment(CUDA_VISIBLE_DEVICES=""))

@@ -1,4 +1,4 @@
-"""Each optional package can be deleted with its tests: the rest works without it."""
+"""Each optional package can be deleted with its tests, and the rest of the package works."""
 
 import shutil
 import sys
@@ -16,7 +16,7 @@ NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "wheel
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("package", WINGS)
-def test_the_core_works_if_an_optional_package_is_deleted(package: str, tmp_path: Path) -> None:
+def test_core_works_if_an_optional_package_is_deleted(package: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(ROOT, tmp_path / "copy", ignore=NOT_COPIED))
     path = copy / "flashlight_py" / package.replace(".", "/")
     for deleted in (path, path.with_suffix(".py"), copy / "tests" / package):

@@ -1,4 +1,4 @@
-"""Tests with the lowest and the highest declared version of what this package computes with."""
+"""Tests with the lowest and the highest declared version of the dependencies."""
 
 import os
 import re
@@ -25,7 +25,7 @@ TESTS = (
 )
 
 
-def test_each_range_of_versions_is_the_one_of_pyproject() -> None:
+def test_version_ranges_in_all_files_equal_pyproject() -> None:
     assert DECLARED.keys() == {*NAMES.split("|")}
     for name in WITH_RANGES:
         text = (ROOT / name).read_text()
@@ -33,7 +33,7 @@ def test_each_range_of_versions_is_the_one_of_pyproject() -> None:
 
 
 def interpreters() -> list[str]:
-    """Return the interpreters of this machine that the package supports, by their versions."""
+    """Return the interpreters of this machine that the package supports, by version."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     named = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
     ask = "import sys, venv, ensurepip; print(sys.version_info >= (3, 10), *sys.version_info[:2])"
@@ -48,8 +48,8 @@ def interpreters() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", ["lowest", "highest"])
-def test_the_tests_pass_with_declared_versions(which: str, tmp_path: Path) -> None:
-    """Also with the oldest and the newest supported Python of this machine."""
+def test_tests_pass_with_lowest_and_highest_versions(which: str, tmp_path: Path) -> None:
+    """They run with the oldest and the newest supported Python of this machine."""
     wanted = [name + each for name, each in DECLARED.items()]
     if which == "lowest":
         wanted = [each.split(",")[0].replace(">=", "==") for each in wanted]
@@ -61,7 +61,7 @@ def test_the_tests_pass_with_declared_versions(which: str, tmp_path: Path) -> No
         install = "install", "--quiet", *wanted, "--no-build-isolation", "--editable"
         run(python, "-m", "pip", *install, f"{source}[mpi,torch]", PATH=path)
         print(run(python, "-VV"), run(python, "-m", "pip", "freeze"))
-        (source / ".venv-bench-torch").symlink_to(made)  # where tests look for torch
+        (source / ".venv-bench-torch").symlink_to(made)  # tests search torch there
         options = "-q", "-m", "not slow", "-p", "no:cacheprovider"
         tests = [source / "tests" / each for each in TESTS]
         output = run(python, "-m", "pytest", *options, *tests, PATH=path)

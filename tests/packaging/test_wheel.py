@@ -1,4 +1,4 @@
-"""What is installed works by itself: the wheel without a system Gloo, the package without Gloo."""
+"""Installed packages work: the wheel without a system Gloo, the package without Gloo."""
 
 import re
 import subprocess
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import all_ended
+from tests.distributed.jobs import finish_all
 from tests.packaging.building import Wheel, copy_of_sources, empty_environment, environment, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 OTHERS_LEFT_OUT = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "OPTIM")}
 
-# Trains on 2 ranks which find each other through a file; prints the libraries of Gloo in use.
+# Trains on 2 ranks that find each other through a file, and prints the loaded libraries of Gloo.
 TRAIN = """
 import sys
 import numpy as np
@@ -48,8 +48,8 @@ with open("/proc/self/maps") as maps:
 """
 
 
-def test_what_extensions_have_in_common_is_compiled_once(made: Wheel) -> None:
-    """Two compilers that write the same object would make no library."""
+def test_build_compiles_common_sources_once(made: Wheel) -> None:
+    """If two compilers wrote the same object at once, the library would be damaged."""
     objects = re.findall(r" -o (\S+\.o)\b", made.compiled)
     assert sum("/reduce-" in name for name in objects) == 1
     assert len(objects) == len(set(objects)), sorted(objects)
@@ -57,12 +57,12 @@ def test_what_extensions_have_in_common_is_compiled_once(made: Wheel) -> None:
     assert not re.findall(r" -o (\S+\.o)\b", made.output), "compiled again for the wheel"
 
 
-def test_building_a_wheel_leaves_what_else_is_in_build(made: Wheel) -> None:
+def test_make_wheel_keeps_other_files_in_build(made: Wheel) -> None:
     assert not [path for path in (made.sources / "build").iterdir() if "bdist" in path.name]
     assert (made.sources / "build" / "site" / "index.html").exists()
 
 
-def test_wheel_serves_every_python_and_carries_gloo(wheel: Path) -> None:
+def test_wheel_supports_every_python_and_contains_gloo(wheel: Path) -> None:
     assert "-cp310-abi3-manylinux" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     carried = [name for name in names if name.startswith("flashlight_py.libs/")]
@@ -74,7 +74,7 @@ def test_wheel_serves_every_python_and_carries_gloo(wheel: Path) -> None:
 
 
 def train_on_two_ranks(python: Path, folder: Path, backend: str) -> list[str]:
-    """Run TRAIN; return which libgloo each rank has loaded."""
+    """Run TRAIN, and return the path of libgloo that each rank has loaded."""
     program = folder / "train.py"
     program.write_text(TRAIN)
     ranks = [
@@ -87,12 +87,14 @@ def train_on_two_ranks(python: Path, folder: Path, backend: str) -> list[str]:
         )
         for rank in range(2)
     ]
-    codes, libraries, _ = zip(*all_ended(ranks, 60), strict=True)
+    codes, libraries, _ = zip(*finish_all(ranks, 60), strict=True)
     assert codes == (0, 0)
     return [each.strip() for each in libraries]
 
 
-def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_trains_on_two_ranks_in_an_empty_virtual_environment(
+    wheel: Path, tmp_path: Path
+) -> None:
     python = empty_environment(tmp_path / "venv")
     run(python, "-m", "pip", "install", "--quiet", wheel)
     installed = run(python, "-m", "pip", "list", "--format=freeze").lower()
@@ -108,7 +110,7 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
 
 @pytest.fixture(scope="module")
 def reason(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Why Gloo is missing, as a build says where its headers are hidden."""
+    """Return the reason why Gloo is missing, from a build with hidden headers."""
     folder = tmp_path_factory.mktemp("no_gloo")
     hidden = folder / "gloo" / "transport" / "tcp"
     hidden.mkdir(parents=True)
@@ -118,10 +120,10 @@ def reason(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-def test_package_without_gloo_works_and_says_what_to_do(
+def test_package_without_gloo_works_and_states_the_remedy(
     wheel: Path, reason: str, tmp_path: Path
 ) -> None:
-    """The built wheel, with the reason of such a build in the place of its Gloo."""
+    """The wheel contains the reason of such a build instead of Gloo's extension."""
     assert "could not be compiled" in reason
     assert "libgloo-dev" in reason
     python = empty_environment(tmp_path / "venv")
@@ -146,10 +148,10 @@ def test_package_without_gloo_works_and_says_what_to_do(
     )
     assert reason.strip() in run(python, "-c", asked)
     assert not list(tmp_path.glob("meet*"))
-    assert train_on_two_ranks(python, tmp_path, "auto") == ["", ""]  # shared memory serves them
+    assert train_on_two_ranks(python, tmp_path, "auto") == ["", ""]  # they use shared memory
 
 
-def test_a_build_can_leave_gloo_out(tmp_path: Path) -> None:
+def test_build_succeeds_without_gloo(tmp_path: Path) -> None:
     left_out = {"FLASHLIGHT_WITHOUT_GLOO": "1", **OTHERS_LEFT_OUT}
     reason = reason_in(build(copy_of_sources(tmp_path), tmp_path / "dist", **left_out))
     assert "FLASHLIGHT_WITHOUT_GLOO" in reason
@@ -159,13 +161,13 @@ def test_a_build_can_leave_gloo_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        # A shared library may lack a symbol: that is noticed where it is loaded.
+        # A shared library may lack a symbol, which is detected when it is loaded.
         ("void nowhere(void);", "was built and does not load: .*undefined symbol: nowhere"),
         ("#error out of order\nvoid nowhere(void);", "could not be compiled"),
     ],
     ids=["does not load", "cannot be compiled"],
 )
-def test_an_extension_that_is_broken_fails_the_build(
+def test_build_fails_if_an_extension_does_not_compile(
     tmp_path: Path, broken: str, said: str
 ) -> None:
     sources = copy_of_sources(tmp_path)
@@ -173,7 +175,7 @@ def test_an_extension_that_is_broken_fails_the_build(
     module.write_text(f"{broken}\nvoid (*place)(void) = nowhere;\n{module.read_text()}")
     others = "SHM", "GLOO", "OPTIM", "NN", "TAPE", "TAGI"
     left_out = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in others}
-    with pytest.raises(AssertionError) as failed:  # it comes with the output
+    with pytest.raises(AssertionError) as failed:  # the message contains the output
         build(sources, tmp_path / "dist", **left_out)
     assert re.search(rf"error: flashlight_py._native._fast.*{said}", str(failed.value))
     assert "FLASHLIGHT_WITHOUT_FAST=1 pip install" in str(failed.value)
@@ -181,14 +183,14 @@ def test_an_extension_that_is_broken_fails_the_build(
 
 
 def build(sources: Path, into: Path, **variables: str) -> Path:
-    """Return a wheel built from ``sources``, as it comes from the compiler."""
+    """Return a wheel built from ``sources``, before auditwheel changes it."""
     run(sys.executable, "-m", "build", "--wheel", "--outdir", into, sources, **variables)
     (built,) = into.glob("*.whl")
     return built
 
 
 def reason_in(built: Path) -> str:
-    """Return why the wheel has no Gloo."""
+    """Return the reason why the wheel has no Gloo."""
     with zipfile.ZipFile(built) as content:
         assert not any("_gloo" in name and name.endswith(".so") for name in content.namelist())
         return content.read("flashlight_py/_native/gloo.missing.txt").decode()

@@ -202,7 +202,7 @@ def test_group_decides_the_share(rank: int, size: int, name: str) -> None:
     make, group = MAKERS[name], fl.new_group(RANKS)
     if not group.is_member:
         words = raised(ValueError, lambda: make(group=group))
-        assert "not in the group of the world's ranks [2, 0]" in words
+        assert "a member of the group of world ranks [2, 0]" in words
         return
     message = raised(ValueError, lambda: make(rank=0, size=1, group=group))
     assert "rank=0, size=1 and a group" in message
@@ -245,7 +245,7 @@ def test_epochs_are_compared_in_the_group_only(rank: int, size: int, name: str) 
         assert text.startswith(f"rank {group.rank} of 2: the ranks pass a {name} different")
         assert f"{what} (rank(s) 0: " in text
         assert "Pass the same on every rank of this group (ranks 2, 0" in text
-    other = f"rank 0 called {name}, and refused its arguments"
+    other = f"rank 0 called {name}, and rejected its arguments"
     own = ("seed must be at least 0, got -1", "and a group") if group.rank == 0 else (other, other)
     assert [words in text for words, text in zip(own, errors[3:], strict=True)] == [True, True]
 
@@ -288,14 +288,14 @@ def test_sync_meter_adds_the_meters_of_the_group(rank: int, size: int) -> None:
         assert fl.sync_meter(meter, group=group) == (1.0, 2.0, 2.0)
     else:
         words = raised(ValueError, lambda: fl.sync_meter(meter, group=group))
-        assert "not in the group" in words
+        assert "a member of the group" in words
 
 
 def profiled(rank: int, size: int, path: str) -> None:
     group = fl.new_group(RANKS)
     profile = fl.profile(path, group=group)
     if not group.is_member:
-        assert "not in the group" in raised(ValueError, profile.start)
+        assert "a member of the group" in raised(ValueError, profile.start)
         return
     with profile:
         group.all_reduce(np.zeros(3))

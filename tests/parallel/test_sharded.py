@@ -19,10 +19,10 @@ import flashlight_py as fl
 from flashlight_py.distributed.reducers.host_memory import hosts_of
 from flashlight_py.optim import clip
 from flashlight_py.parallel import fully_sharded, shard_memory
-from tests.distributed.conformance import in_places, on_ranks, ranks_in
+from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
 from tests.distributed.harness import run_outcomes, run_ranks
 
-HOSTS = [("hierarchical", 4, {"env": in_places(places)}) for places in ("aaab", "abba")]
+HOSTS = [("hierarchical", 4, {"env": hosts_by_letter(places)}) for places in ("aaab", "abba")]
 ranks = ranks_in(
     *(("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4)),
     slow=[("shm", 2), ("mpi", 3), *HOSTS],
@@ -343,7 +343,7 @@ def without_memory(rank: int, size: int, fails: int, again: bool) -> None:
 
 @pytest.mark.parametrize(("fails", "places"), [(0, ""), (1, "aab"), (2, "aab")])
 def test_a_rank_without_memory(fails: int, places: str) -> None:
-    env = in_places(places) if places else None
+    env = hosts_by_letter(places) if places else None
     run_ranks(without_memory, 3, fails, env is None, env=env)
 
 

@@ -297,11 +297,11 @@ def test_misuse_is_refused_before_anything_is_sent(rank: int, size: int) -> None
         DDPSequential(Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket_bytes must be positive"):
         DDPSequential(dense(), bucket_bytes=0)
-    with pytest.raises(ValueError, match="the network has no parameters"):
+    with pytest.raises(ValueError, match="expected a network with parameters"):
         DDPSequential(Sequential(ReLU()))
-    with pytest.raises(ValueError, match="the config says rank 5 of 9"):
+    with pytest.raises(ValueError, match="the config has rank 5 of 9"):
         DDPSequential(dense(), DDPConfig(rank=5, world_size=9))
-    with pytest.raises(ValueError, match="device_ids has 1 entries; pass one for each rank"):
+    with pytest.raises(ValueError, match="device_ids must have one entry per rank or 0, got"):
         DDPSequential(dense(), DDPConfig([0]))  # on every rank, also on that which has one
     with pytest.raises(ValueError, match="backend must be one of"):
         DDPConfig(backend="pigeon")
@@ -316,7 +316,7 @@ def test_misuse_is_refused_before_anything_is_sent(rank: int, size: int) -> None
         OutputUpdater().update(model.output_z_buffer, np.ones(5), 0.1, model.input_delta_z_buffer)
     model.model.to_device("cpu")
     OutputUpdater().update(model.output_z_buffer, np.ones(6), 0.1, model.input_delta_z_buffer)
-    with pytest.raises(RuntimeError, match="moved after DDPSequential was made"):
+    with pytest.raises(RuntimeError, match="moved after DDPSequential was created"):
         model.backward()
     model.barrier()
 
@@ -389,7 +389,7 @@ def test_the_network_s_own_backward_pass_is_refused(rank: int, size: int) -> Non
     train(own, range(1), lambda _: slice(rank, rank + 2), lambda _: 4)
     net(np.ones((2, 6)))
     OutputUpdater().update(net.output_z_buffer, np.ones(6), 0.1, net.input_delta_z_buffer)
-    with pytest.raises(RuntimeError, match="trained by a DDPSequential; call its backward"):
+    with pytest.raises(RuntimeError, match="a DDPSequential trains this network"):
         net.backward()
     one, other = fl.all_gather_object(own.state_dict()["Linear.0"][0])
     assert not np.array_equal(one, other)
@@ -398,7 +398,7 @@ def test_the_network_s_own_backward_pass_is_refused(rank: int, size: int) -> Non
 def wrapped_too_early(rank: int, size: int, folder: str) -> None:
     model = DDPSequential(dense())
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params={"FILE_PATH": folder})
-    with pytest.raises(RuntimeError, match="there are 2 ranks, and there were 1"):
+    with pytest.raises(RuntimeError, match=r"expected 1 ranks, as when .* got 2"):
         train(model, range(1), lambda _: slice(None), lambda _: 4)
     fl.distributed_shutdown()
 

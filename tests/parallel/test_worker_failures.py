@@ -203,7 +203,7 @@ def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how:
 def test_a_call_that_is_not_guarded_says_so(tmp_path: Path) -> None:
     done = _run(tmp_path, UNGUARDED)
     assert "worker 1 of 2 raised RuntimeError" in done.stderr
-    assert "put what starts the ranks under if __name__" in done.stderr
+    assert "Put the call under if __name__" in done.stderr
 
 
 @pytest.mark.slow

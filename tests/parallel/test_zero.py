@@ -157,5 +157,5 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
 def test_stays_in_the_library_of_its_arrays(pool: Any) -> None:
     """With the stand-ins for CuPy and NCCL; tests/gpu does the same where there is a GPU."""
     ranks = pool(2, env={"STAND_IN": "1"})
-    gpu_training.test_parameters_equal_those_of_one_process_on_the_cpu(ranks, "adam", True)
-    gpu_training.test_states_are_those_of_the_whole(ranks)
+    gpu_training.test_training_on_gpus_equals_one_process_on_the_cpu(ranks, "adam", True)
+    gpu_training.test_state_dicts_of_shards_equal_the_full_state(ranks)

@@ -21,7 +21,7 @@ from tests.simulation.scenario import Start
 
 
 def report(ranks: int, seed: int) -> None:
-    """Show a start of ``ranks``, and how soon the death of one in another start is known."""
+    """Print a start of ``ranks``, and the time until a death in another start is detected."""
     start = Start(ranks, seed).run()
     if start.errors:
         raise next(iter(start.errors.values()))
@@ -35,7 +35,7 @@ def report(ranks: int, seed: int) -> None:
     up, messages = max(start.up.values()), start.world.messages
     connections = max(each.most_connections for each in start.processes)
     bodies, memory = start.bodies, first.most_memory
-    del start, first, others, busiest, each  # two of 100,000 ranks are too many
+    del start, first, others, busiest, each  # two objects of 100,000 ranks need too much memory
     gc.collect()
     for name, rank in (("rank 0", 0), ("another one", ranks - 1)):
         takes = of_one_rank(bodies, rank)
@@ -55,7 +55,7 @@ def report(ranks: int, seed: int) -> None:
 
 
 def make_groups(ranks: int, seed: int) -> None:
-    """Show how long ``ranks`` take for a group of all, of one of each host, and of 8."""
+    """Print the time in which ``ranks`` ranks create a group of all, of one per host, and of 8."""
     for members in (range(ranks), range(0, ranks, 8), range(min(8, ranks))):
         made = Grouping(ranks, seed, list(members)).run().made()
         print(
@@ -65,7 +65,7 @@ def make_groups(ranks: int, seed: int) -> None:
 
 
 def replay(seed: int, ranks: int) -> bool:
-    """Show a schedule and what came of it; True if all is well."""
+    """Print a schedule and its result; return True if it is correct."""
     start, faults, wrong = trial(seed, ranks)
     for fault in sorted(faults):
         print(f"{fault.at:8.3f} s  {fault.what}")
@@ -78,7 +78,7 @@ def replay(seed: int, ranks: int) -> bool:
 
 
 def night(first: int, count: int) -> int:
-    """Try schedules; return how many of them end wrongly."""
+    """Run schedules, and return the number of failures."""
     failed = 0
     for seed in range(first, first + count):
         ranks = random.Random(seed).choice((64, 64, 64, 128, 256))

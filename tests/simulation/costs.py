@@ -1,10 +1,13 @@
-"""How long production's own code takes, so that virtual time contains it.
+"""Execution times of the package's own code, so virtual time contains them.
 
-What asks the system costs a constant for each call and each byte, with the Python around it. What
-grows with the number of ranks is charged by the rows of ``_growing``, to each rank that does it;
-where all ranks make the same of the same roster, it is made once in the simulation and shared.
-``python -m tests.simulation.measure`` measures the constants on the machine at hand; these are of
-two cores of an AMD EPYC, with Python 3.11.
+A system call costs a constant per call and per byte, including the Python code around it. Code
+whose time grows with
+the number of ranks is charged by the rows of ``_growing`` to each rank that runs it. If all ranks
+compute the same
+from the same roster, the simulation computes it once and shares the result.
+``python -m tests.simulation.measure`` measures the constants; these values are from two cores of an
+AMD EPYC with
+Python 3.11.
 """
 
 from __future__ import annotations
@@ -18,28 +21,29 @@ from unittest import mock
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.rendezvous import places, store, tree
 
-# Seconds for a call, and for each byte of a message at one end.
+# Seconds per call, and per byte of a message at one end.
 CONNECT, ACCEPT, SEND, RECEIVE, SELECT = 86e-6, 30e-6, 16e-6, 16e-6, 5e-6
 BYTE = 1e-9
-RUNNING = 0.1e-6  # between two looks at the clock
-FORK, IMPORT = 0.35e-3, 0.4  # to start a process, and until its program has imported the package
-FIRST = 11e-3  # what its first start computes and no later one: libraries, pages
-ADMITTED = 70e-6  # for each that is let in: both proofs, and the greeting
-# Bytes of a connection in its owner's memory and in its kernel.
+RUNNING = 0.1e-6  # between two reads of the clock
+FORK, IMPORT = 0.35e-3, 0.4  # to start a process, and to import the package
+FIRST = 11e-3  # additional time of a process's first start: libraries, pages
+ADMITTED = 70e-6  # per admitted rank: both proofs, and the greeting
+# Bytes of a connection in its owner's memory and in the kernel.
 CONNECTION_BYTES = 6000
 
-# For each rank: to read an entry, to pack one, to make of a card what follows from it, to choose an
-# address of it; and for each byte that is parsed, or that a proof is made of.
+# Seconds per rank to read an entry, to pack an entry, to process a card and to choose an address;
+# and seconds per byte that is parsed or that a proof covers.
 TAKE, PACK, DERIVE, CHOOSE = 1.5e-6, 0.2e-6, 3e-6, 10e-6
 LOAD_BYTE, PROVE_BYTE = 10e-9, 2e-9
 
-# Of the stand-ins for native code: to map memory, to begin with a network, to connect one rank and
-# to prove that, to look at another one's file; how many are all joined with each other.
+# Seconds of the stand-ins for native code: to map memory, to start a network, to connect a rank
+# with its proof, to read another rank's file. Then the number of ranks that are connected to all
+# others.
 MAP, JOINED, NATIVE_CONNECT, PROVEN, OPEN, DIRECT = 0.8e-3, 1.25e-3, 0.1e-3, 2e-6, 10e-6, 8
 
 
 class Growing(NamedTuple):
-    """A function of ``module``, and how long it takes, given its result and its values."""
+    """A function of ``module``, and its seconds as a function of its result and arguments."""
 
     module: Any
     name: str
@@ -49,7 +53,7 @@ class Growing(NamedTuple):
 def _derived(_: Any, roster: store.Roster, make: Callable[..., Any], *__: Any) -> float:
     if "key" in make.__name__:
         return PROVE_BYTE * len(roster.body) + PACK * len(roster)
-    each = DERIVE + (CHOOSE if make is topology._chosen else 0.0)
+    each = DERIVE + (CHOOSE if make is topology._addresses_of_ranks else 0.0)
     return each * len(roster) + LOAD_BYTE * len(roster.body)
 
 
@@ -63,7 +67,7 @@ _growing = (
 
 @contextmanager
 def charged(spend: Callable[[float], None]) -> Iterator[None]:
-    """Charge what production computes, by ``spend``; have equal rosters be one."""
+    """Charge the package's computations by ``spend``, and share equal rosters."""
     with ExitStack() as ends:
         for module, name, seconds in _growing:
             stand_in = _charging(getattr(module, name), seconds, spend)
@@ -75,7 +79,7 @@ def charged(spend: Callable[[float], None]) -> Iterator[None]:
 
 
 class Rosters:
-    """In place of the class: of the last ones equal ones are one, and what follows is made once."""
+    """Stand-in for the class: shares equal rosters among the last ones."""
 
     def __init__(self, last: int = 1) -> None:
         self._last = deque[store.Roster](maxlen=last)
@@ -88,7 +92,7 @@ class Rosters:
         return self._last[-1]
 
     def of(self, payloads: Sequence[bytes]) -> store.Roster:
-        """Pack ``payloads``, as the class does."""
+        """Pack ``payloads`` like the class."""
         return store.Roster.of(payloads)
 
 

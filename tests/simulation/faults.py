@@ -1,4 +1,4 @@
-"""What goes wrong in a start, as a seed decides, and what has to be true whatever does."""
+"""Faults of a start, which a seed determines, and the conditions that must hold after any fault."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tests.simulation.network import divide
 from tests.simulation.scenario import PORT, Start, gather, meet, named_in
 from tests.simulation.world import Process, me
 
-TIMEOUT = 30.0  # of the ranks, in seconds
-# So long hosts may be out of reach without harm: they are lost after 5 s, and what was sent
-# meanwhile arrives a little later than they are back. A process that rests is slow: the timeout
-# counts.
+TIMEOUT = 30.0  # seconds, of the ranks
+# Seconds that hosts may be unreachable without harm. They are lost after 5 s, and data arrives
+# shortly after their return. A stopped process counts as slow, so the timeout applies.
 APART, RESTING = 2.0, TIMEOUT / 2
-# After the last fault, or the begin of the last exchange, as each has the timeout for itself,
-# everybody has ended within the timeout and what it takes to say so.
+# Each rank must end within its timeout, and the time to report it, after the last fault or the
+# start of the last exchange.
 BOUND = TIMEOUT + 10.0
 
 
 class Fault(NamedTuple):
-    """What happens at a time, in words, and which ranks an error has to name; none: no error.
+    """An event at a time as text, and the ranks that an error must name; none: no error.
 
-    Those that are cut off live, and name others. A rank that ``rests`` until a time may find, then,
-    that all is over, or ends, and rank 0 is not there.
+    Ranks that are cut off continue and name other ranks. A rank that ``rests`` until a time may
+    find that the job has
+    ended and rank 0 is gone.
     """
 
     at: float
@@ -40,9 +40,9 @@ class Fault(NamedTuple):
 
 
 def schedule(start: Start, most: int = 3) -> list[Fault]:
-    """Return what happens in ``start``: some harmless faults, and often one or two that are not."""
+    """Return the faults of ``start``: some harmless ones, and often one or two others."""
     random, world = start.world.random, start.world
-    length = 1e-3 * start.ranks + 0.05  # about as long as it takes
+    length = 1e-3 * start.ranks + 0.05  # about the duration of the start
     world.loss = random.choice((0.0, 0.0, 0.01, 0.05))
     faults = [
         random.choice(_HARMLESS)(start, random.uniform(0, length))
@@ -51,7 +51,7 @@ def schedule(start: Start, most: int = 3) -> list[Fault]:
     if random.random() < 0.8:
         at = random.uniform(0, length)
         faults.append(random.choice(_HARMFUL)(start, at))
-        if random.random() < 0.3:  # another one at once, or soon
+        if random.random() < 0.3:  # a second fault at the same time, or soon
             at += random.choice((0.0, random.uniform(0, 1e-3), random.uniform(0, length)))
             faults.append(random.choice(_HARMFUL)(start, at))
     for fault in faults:
@@ -105,7 +105,7 @@ def _stranger_comes(start: Start, at: float) -> Fault:
     world = start.world
     host, manner = world.random.choice(start.hosts), world.random.randrange(4)
     garbage = world.random.randbytes(world.random.randint(1, 10_000))
-    inner = world.random.random() < 0.6  # to whoever listens by then, also inside the host
+    inner = world.random.random() < 0.6  # to a process that listens then, also on the same host
 
     def come() -> None:
         doors = [(other.name, name) for other in start.hosts for name in other.listeners]
@@ -143,7 +143,7 @@ _HARMFUL = (_rank_dies, _rank_dies, _rank_stops, _host_is_cut_off)
 
 
 def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
-    """Return what should not have happened."""
+    """Return the conditions that do not hold."""
     culprits = {rank for fault in faults for rank in fault.culprits}
     found = []
     if not culprits and start.errors:
@@ -177,9 +177,10 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
 
 
 def _to_name(start: Start, faults: Sequence[Fault], rank: int) -> set[int]:
-    """Return whom ``rank`` may name: those that were hit, and, if it is cut off, the other side.
+    """Return the ranks that ``rank`` may name: faulty ranks, and the other side if it is cut off.
 
-    It cannot know which side is cut off. Who rests meanwhile finds that others have ended.
+    A rank cannot determine which side is cut off. A rank that rests may find that other ranks have
+    ended.
     """
     hit = {each for fault in faults for each in fault.culprits}
     for fault in faults:
@@ -193,9 +194,9 @@ def _to_name(start: Start, faults: Sequence[Fault], rank: int) -> set[int]:
 
 
 def _held_up(start: Start, faults: Sequence[Fault]) -> set[int]:
-    """Return the ranks that say themselves that a stopped one has not passed on what they gave.
+    """Return the ranks which report that a stopped rank has not forwarded their payload.
 
-    If that was their first payload, rank 0 has never heard of them.
+    If it was their first payload, rank 0 does not know these ranks.
     """
     hit = {each for fault in faults for each in fault.culprits}
     stopped = {each for each in hit if start.processes[each].is_stopped}
@@ -206,10 +207,11 @@ def _held_up(start: Start, faults: Sequence[Fault]) -> set[int]:
 
 
 def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:
-    """Run a schedule; return it with what is wrong about its end.
+    """Run a schedule, and return it with its failed conditions.
 
-    Each eighth is a whole start, another eighth exchanges more than kernels keep inside a host, and
-    in each second one the ranks are a tree of hosts.
+    One eighth of the schedules are whole starts. One eighth exchanges more data than kernels buffer
+    inside a host. In every
+    second schedule the ranks are a tree of hosts.
     """
     begin, tree = gather if seed % 16 > 1 else meet, "2" if seed % 2 else "512"
     if seed % 16 in (2, 3):

@@ -1,4 +1,4 @@
-"""What is behind descriptors in virtual time, and selectors, which wait for several of them."""
+"""Objects behind descriptors in virtual time, and selectors, which wait for several objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.simulation.world import Process, World, me
 
 
 class File:
-    """Behind descriptors, of which there may be several, in several processes."""
+    """An object with any number of descriptors in any number of processes."""
 
     world: World
 
@@ -27,7 +27,7 @@ class File:
             self.descriptor = self.copy(process)
 
     def copy(self, process: Process) -> int:
-        """Give ``process`` a descriptor of it."""
+        """Give ``process`` a new descriptor of the object."""
         number = next(self.world.numbers)
         self.world.files[number] = self
         process.descriptors.add(number)
@@ -49,7 +49,7 @@ class File:
         return self.descriptor
 
     def close(self) -> None:
-        process = getcurrent().process  # of one that has ended all is closed
+        process = getcurrent().process  # the end of a process closes all its descriptors
         if self.descriptor in process.descriptors:
             self.shut(process, self.descriptor)
 
@@ -60,7 +60,7 @@ class File:
         self.close()
 
     def changed(self) -> None:
-        """Notify who waits for it."""
+        """Notify the waiting fibers."""
         if self.waiters:
             waiters, self.waiters = self.waiters, []
             for fiber in waiters:
@@ -70,7 +70,7 @@ class File:
             selector.changed()
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for a change; False: time is up."""
+        """Wait for a change; return False at the timeout."""
         fiber = getcurrent()
         self.waiters.append(fiber)
         is_woken = self.world.park(math.inf if seconds is None else fiber.clock + seconds)
@@ -85,11 +85,11 @@ class File:
         return False
 
     def closed(self) -> None:
-        """Nobody has a descriptor of it any more."""
+        """Called after the last descriptor is closed."""
 
 
 class Selector(File):
-    """Waits for several."""
+    """Selector of several objects."""
 
     def __init__(self) -> None:
         super().__init__(me())
@@ -129,7 +129,8 @@ class Selector(File):
         return self.register(fileobj, events, data)
 
     def get_map(self) -> Selector:
-        """Return what is registered: this object has the methods of a mapping that are used."""
+        """Return the registered objects; this object has the methods of a mapping that callers
+        need."""
         return self
 
     def __contains__(self, fileobj: Any) -> bool:

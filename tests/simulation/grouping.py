@@ -1,8 +1,8 @@
-"""Groups of ranks that are joined already: production's ``new_group`` over virtual connections.
+"""Groups of connected ranks: the package's ``new_group`` on virtual connections.
 
-Where the ranks of the parent compare what they ask for, an all_gather, has a stand-in: as
-csrc/gloo does, hosts pass on what they have to the next, the one after it, the fourth and so on.
-Messages between two ranks are real, in virtual time.
+The comparison of the parent's ranks, an all_gather, has a stand-in. As in csrc/gloo, each host
+forwards its data to the
+hosts at distance 1, 2, 4 and so on. Messages between two ranks are real, in virtual time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashlight_py.distributed.api import groups
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.groups.membership import Joiner, Membership
-from flashlight_py.distributed.rendezvous.store import Kin, Store
+from flashlight_py.distributed.rendezvous.store import Store, Subgroup
 from flashlight_py.distributed.start import joining
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.distributed.verbs import RECV, SEND
@@ -39,7 +39,7 @@ _PER_HOST = 8
 
 
 class Made(NamedTuple):
-    """How long a group took to be made by the last of all ranks, and what by the busiest."""
+    """Seconds until the last rank had its group, and the costs of the busiest rank."""
 
     seconds: float
     messages: int
@@ -47,18 +47,18 @@ class Made(NamedTuple):
 
 
 class _World(Joined):
-    """All ranks: messages go by connections that begin with the first one."""
+    """All ranks. A connection starts with its first message."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.network = self.memory = self
-        self.places, self.near = range(size), _Near(rank // _PER_HOST)
+        self.network_ranks, self.memory_ranks = range(size), _Near(rank // _PER_HOST)
         self._listener = system.create_server(("", _PORT + rank % _PER_HOST), backlog=4096)
         self._wires: dict[int, Any] = {}
 
-    def kin(self, ranks: Sequence[int], count: int, *_: Any) -> Kin:
-        """Return that ``ranks`` are to be a group on these connections, or in this memory."""
-        return Kin(self, ranks, count, False)
+    def subgroup(self, ranks: Sequence[int], count: int, *_: Any) -> Subgroup:
+        """Return a group of ``ranks`` on these connections, or in this memory."""
+        return Subgroup(self, ranks, count, False)
 
     def part(self, store: Store, _: float) -> Backend:
         return Joined(store.rank, store.size)
@@ -96,7 +96,7 @@ class _World(Joined):
 
 
 class _Near:
-    """The numbers of the ranks of ``host`` on it, by their ranks; -1: others."""
+    """The local numbers of the ranks of ``host`` by rank; -1 for other ranks."""
 
     def __init__(self, host: int) -> None:
         self._host = host
@@ -107,11 +107,11 @@ class _Near:
 
 
 class Grouping(Start):
-    """``ranks`` that are joined make a group of ``members``."""
+    """A group of ``members`` that ``ranks`` connected ranks create."""
 
     def __init__(self, ranks: int, seed: int, members: Sequence[int]) -> None:
         super().__init__(ranks, seed, _PER_HOST, begin=self._make)
-        self.members_of = dict.fromkeys(range(ranks), members)  # as each rank says
+        self.members_of = dict.fromkeys(range(ranks), members)  # by each rank
         self._cards: dict[int, bytes] = {}
         self._waiting: list[Any] = []  # fibers in the comparison
         self._cards_of_all: list[bytes] = []
@@ -126,7 +126,7 @@ class Grouping(Start):
         groups.new_group(self.members_of[rank], group=Membership(_World(rank, size), None, joiner))
 
     def _compare(self, backend: Any, card: bytes, _: str) -> list[bytes]:
-        """Stand in for an all_gather of all ranks: see the top."""
+        """Stand-in for an all_gather of all ranks, see the module docstring."""
         self._cards[backend.rank] = card
         size, hosts = self.ranks, len(self.hosts)
         if len(self._cards) == size:
@@ -145,7 +145,7 @@ class Grouping(Start):
         return self._cards_of_all
 
     def run(self, until: float = 1e4) -> Grouping:
-        """Let it happen."""
+        """Run the simulation."""
         cached = SimpleNamespace(loads=lru_cache(None)(json.loads), dumps=json.dumps)
         with ExitStack() as ends:
             for name, value in (
@@ -158,6 +158,6 @@ class Grouping(Start):
         return self
 
     def made(self) -> Made:
-        """Return what it took."""
+        """Return the costs."""
         most = max(each.most_connections for each in self.processes)
         return Made(max(self.up.values()), self.world.messages, most)

@@ -1,6 +1,7 @@
-"""``flrun --hosts`` in virtual time: production's launcher and agents; ssh and ranks are stand-ins.
+"""``flrun --hosts`` in virtual time: the package's launcher and agents; stand-ins for ssh and
+ranks.
 
-A rank is a process that starts as others do (``scenario.meet``) and then waits for its end.
+A rank is a process that starts like other processes (``scenario.meet``) and then waits for its end.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from tests.simulation.world import Process, World, installed, me
 
 
 class Launch:
-    """A job with ``per_host`` ranks on each of ``hosts`` hosts, whose launcher is on another host.
+    """A job with ``per_host`` ranks on each of ``hosts`` hosts, and its launcher on another host.
 
-    Ranks meet if ``meets``. With ``min_n`` the remaining ranks start again; ``starts`` contains the
-    number of ranks that each start has had, by its size.
+    Ranks join a world if ``meets`` is True. With ``min_n`` the remaining ranks start again;
+    ``starts`` counts the ranks of
+    each start by its size.
     """
 
     def __init__(
@@ -42,8 +44,8 @@ class Launch:
         self.starts: Counter[int] = Counter()
         self.up: dict[int, float] = {}
         self.ranks: dict[int, Process] = {}
-        self.agents: dict[int, Process] = {}  # the last one of each host
-        self.said: list[bytes] = []  # by the launcher, on its terminal
+        self.agents: dict[int, Process] = {}  # the last agent of each host
+        self.said: list[bytes] = []  # output of the launcher
         self.world.program, self.world.ssh = self._program, self._ssh
         self.world.on_output = self.said.append
         self.launcher = Process(self.world.add_host(), self._launcher, {})
@@ -58,7 +60,7 @@ class Launch:
             return Job(loop, hosts, self._options, None, "").run()
 
     def _ssh(self, command: Sequence[str]) -> SimpleNamespace:
-        """Start an agent on another host, and a process here that ends with it, or ends it."""
+        """Start an agent on another host, and a local process that ends with it."""
         here, number = me(), int(command[1].removeprefix("host")) - 1
 
         def connect() -> int:
@@ -99,7 +101,7 @@ class Launch:
         def main() -> int:
             me().world.spend(costs.FIRST)
             if self._meets:
-                initialize.meet(create, Settings(timeout=300.0))
+                initialize.create_world(create, Settings(timeout=300.0))
             self.up[rank] = self.world.clock()
             self.world.park()
             return 0
@@ -107,7 +109,7 @@ class Launch:
         return main
 
     def running(self) -> dict[int, int]:
-        """Return the hosts on which a rank runs, and how many ranks its start has."""
+        """Return the hosts on which a rank runs, and the number of ranks of their start."""
         return {
             each.host.number - 1: int(each.environ["WORLD_SIZE"])
             for each in self.world.processes.values()
@@ -115,7 +117,7 @@ class Launch:
         }
 
     def run(self, until: float = 1e3, is_done: Callable[[], bool] = lambda: False) -> Launch:
-        """Let it happen until the launcher has ended, or what is waited for ``is_done``."""
+        """Run until the launcher has ended, or ``is_done`` is true."""
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
             self.world.run(until, lambda: is_done() or self.launcher.code is not None)
             if not is_done() and self.world.now < until:
@@ -125,15 +127,15 @@ class Launch:
         return self
 
 
-# Hosts that are silent for 6 s are lost. Two that are away one after the other are not, either.
+# Hosts are lost after 6 s of silence. Two consecutive shorter silences do not count.
 BRIEF, LONG = (0.1, 2.7), (7.0, 15.0)
 
-# The first loss, in seconds: agents have just reported, or their ranks run.
+# Time of the first loss in seconds: agents have just reported, or their ranks run.
 RUNNING = (2 * costs.IMPORT + 0.01, 4 * costs.IMPORT)
 
 
 class Loss(NamedTuple):
-    """What becomes of the agent of a host, and for how many seconds."""
+    """Fault of the agent of a host, and its duration in seconds."""
 
     at: float
     what: str
@@ -142,9 +144,9 @@ class Loss(NamedTuple):
 
 
 def losses(launch: Launch, most: int) -> list[Loss]:
-    """Choose what becomes of some agents while they start ranks, run them, or start them again.
+    """Choose faults of some agents while they start ranks, run them, or start them again.
 
-    All agents have sent a message: ssh notices by itself that a host does not answer before.
+    All agents have sent a message before; until then ssh itself detects a silent host.
     """
     world, random = launch.world, launch.world.random
     begin, found = random.uniform(*RUNNING), list[Loss]()
@@ -170,9 +172,9 @@ def losses(launch: Launch, most: int) -> list[Loss]:
 
 
 def objections(launch: Launch, losses: Sequence[Loss]) -> str:
-    """Return what is wrong unless all hosts that are not lost have a rank of the same start."""
+    """Return an error unless all remaining hosts have a rank of the same start."""
     lost = {each.host for each in losses if each.seconds > BRIEF[1]}
-    # The launcher cannot end ranks there, whose agents are stopped or ended by others.
+    # The launcher cannot end ranks on hosts whose agents are stopped or dead.
     unheard = {each.host for each in losses if each.what == "stopped" and each.seconds == math.inf}
     seen = {host: size for host, size in launch.running().items() if host not in unheard}
     is_right = set(range(1, 15)) - lost <= seen.keys() and set(seen.values()) == {len(seen)}
@@ -180,7 +182,7 @@ def objections(launch: Launch, losses: Sequence[Loss]) -> str:
 
 
 def lose(seed: int) -> str:
-    """Let agents of 14 hosts be lost; return what is wrong in the end: "" if nothing is."""
+    """Lose the agents of some of 14 hosts, and return the error at the end, or ""."""
     launch = Launch(14, seed, per_host=1, meets=False, min_n=1)
     launch.world.loss = launch.world.random.choice((0.0, 0.0, 0.01, 0.05))
     happens = losses(launch, 5)

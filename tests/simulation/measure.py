@@ -1,4 +1,4 @@
-"""Measures on the machine at hand: the constants of ``costs``, and a real start beside a simulated.
+"""Measurement of the constants of ``costs``, and of a real start next to a simulated start.
 
 python -m tests.simulation.measure [RANKS]
 """
@@ -35,12 +35,12 @@ from tests.simulation.scenario import Start, native_stood_in_for
 from tests.simulation.world import Host, Process, World, installed
 
 CARD = bytes(200)
-_PIECE = 1 << 20  # bytes that a socket gives at a time
+_PIECE = 1 << 20  # bytes that one read of a socket returns
 _MANY = 8  # ranks of a host
 
 
 def seconds_of(call: Callable[[], Any], times: int = 300) -> float:
-    """Return how long ``call`` computes: the fastest of five rounds."""
+    """Return the processor time of ``call`` in seconds: the fastest of five rounds."""
     rounds = []
     for _ in range(5):
         begun = time.process_time()
@@ -51,7 +51,7 @@ def seconds_of(call: Callable[[], Any], times: int = 300) -> float:
 
 
 def of_calls() -> dict[str, float]:
-    """Return the constants of calls and of bytes."""
+    """Return the constants per call and per byte."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     address, until = listener.getsockname(), time.monotonic() + 1e6
     clients: list[socket.socket] = []
@@ -79,7 +79,7 @@ def of_calls() -> dict[str, float]:
 
     both = seconds_of(there)
     sending = seconds_of(lambda: one.send(Kind.PAYLOAD, body, until))
-    found["SEND"], found["RECEIVE"] = sending, (both - sending) / 2  # a header, and what follows
+    found["SEND"], found["RECEIVE"] = sending, (both - sending) / 2  # a header, and its data
     found["SELECT"] = seconds_of(lambda: selector.select(0.0))
     while selector.select(0.0):
         other.wire.recv(1 << 20)
@@ -98,7 +98,8 @@ def of_calls() -> dict[str, float]:
 
 
 def of_heartbeats(rounds: int = 2000) -> dict[str, float]:
-    """Return kWake and kSend of heartbeats.cc: from a message until another process has it."""
+    """Return kWake and kSend of heartbeats.cc: seconds from a message until another process has
+    it."""
     ours, theirs = socket.socketpair()
 
     def talk(rank: int) -> dict[str, float]:
@@ -122,7 +123,7 @@ def of_heartbeats(rounds: int = 2000) -> dict[str, float]:
 
 
 def of_ranks(n: int = 512) -> dict[str, float]:
-    """Return the constants of what grows with the number of ranks: seconds for each."""
+    """Return the constants per rank in seconds."""
     peers = [Peer(f"host{rank}", rank, f"host{rank} boot", "1") for rank in range(n)]
     cards = [
         ["host" * 10, "", "ff", "0" * 64, each, [f"10.0.0.{each.pid % 250}"]] for each in peers
@@ -142,7 +143,7 @@ def of_ranks(n: int = 512) -> dict[str, float]:
         "TAKE": seconds_of(lambda: Places(peers[0]).take(entries), 5) / n,
         "PACK": seconds_of(lambda: Roster.of(texts), 20) / n,
         "DERIVE": reading - byte * len(texts[0]),
-        "CHOOSE": seconds_of(lambda: topology._chosen(choices), 5) / n,
+        "CHOOSE": seconds_of(lambda: topology._addresses_of_ranks(choices), 5) / n,
         "LOAD_BYTE": byte,
         "PROVE_BYTE": seconds_of(lambda: proof(b"key", body), 20) / len(body),
         "PROVEN": seconds_of(lambda: proof(b"key", b"12345", b"54321")),
@@ -150,8 +151,8 @@ def of_ranks(n: int = 512) -> dict[str, float]:
 
 
 def of_beginnings() -> dict[str, float]:
-    """Return the constants of processes that begin, and of what they join with."""
-    first, second = of_first_and_second()  # before this process has loaded anything
+    """Return the constants of the start of processes and of backends."""
+    first, second = of_first_and_second()  # before this process has loaded any module
     program = "import flashlight_py.launch.rank_main, flashlight_py.distributed.start.initialize"
     took = []
     for _ in range(5):
@@ -175,7 +176,7 @@ def of_beginnings() -> dict[str, float]:
         "MAP": of_joining(_MANY, lambda store: ShmBackend(store, 9.0)),
         "JOINED": alone,
         "NATIVE_CONNECT": (many - alone) / (_MANY - 1),
-        "OPEN": seconds_of(lambda: topology._why_unreadable(("", file.path, "x" * 32, ""), "")),
+        "OPEN": seconds_of(lambda: topology._read_problem(("", file.path, "x" * 32, ""), "")),
     }
 
 
@@ -195,7 +196,7 @@ class _Threads(Store):
 
 
 def of_joining(size: int, join: Callable[[Store], Any], rounds: int = 20) -> float:
-    """Return how long one of ``size`` ranks computes to ``join``; the median."""
+    """Return the median processor time of ``join`` on one of ``size`` ranks."""
     barrier, cards, took = threading.Barrier(size), [b""] * size, list[float]()
 
     def work(rank: int) -> None:
@@ -219,7 +220,7 @@ def of_joining(size: int, join: Callable[[Store], Any], rounds: int = 20) -> flo
 
 
 def of_admitting(ranks: int = 1000) -> float:
-    """Return how long rank 0 computes to let a rank in, besides what it asks the system."""
+    """Return rank 0's processor time to admit a rank, without system calls."""
     node = TcpStore("127.0.0.1", free_port(), 0, ranks, 9.0).node
     candidates = [_Candidate(rank, ranks) for rank in range(1, ranks)]
     node._candidates += candidates
@@ -228,7 +229,7 @@ def of_admitting(ranks: int = 1000) -> float:
         node._greet(each)
         asked = time.process_time()
         each.answer()
-        begun += time.process_time() - asked  # that is the client's
+        begun += time.process_time() - asked  # time of the client
         node._greet(each)
     seconds = time.process_time() - begun
     node.members.clear()
@@ -238,7 +239,7 @@ def of_admitting(ranks: int = 1000) -> float:
 
 
 class _Candidate:
-    """In place of a connection on which a rank asks for its place; nothing is sent."""
+    """Stand-in for the connection of a rank that asks for admission; it sends nothing."""
 
     address = here = "127.0.0.1", 1
     ends = here, address
@@ -263,7 +264,7 @@ class _Candidate:
 
 
 def of_first_and_second() -> tuple[float, float]:
-    """Return what a process that was forked computes for its first start, and for the next one."""
+    """Return the processor time of a forked process for its first start and for the next start."""
     ports = free_port(), free_port()
 
     def start_twice(rank: int) -> list[float]:
@@ -279,7 +280,7 @@ def of_first_and_second() -> tuple[float, float]:
 
 
 def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Return the few numbers that ``work(rank)`` returns in each of ``count`` forked processes."""
+    """Return the numbers that ``work(rank)`` returns in each of ``count`` forked processes."""
     fork = multiprocessing.get_context("fork")
     results = fork.SimpleQueue()
     started = [
@@ -296,7 +297,7 @@ def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 class Kept(NamedTuple):
-    """Of one rank of a start: the most bytes that it has at a time, those that stay; seconds."""
+    """Costs of one rank in a start: peak bytes, remaining bytes, seconds."""
 
     most: int
     stays: int
@@ -304,10 +305,8 @@ class Kept(NamedTuple):
 
 
 def of_one_rank(bodies: Sequence[bytes], rank: int, per_host: int = 8) -> Kept:
-    """Have production do what ``rank`` does of the rosters of a start, and return what it takes.
-
-    Its connections are not counted.
-    """
+    """Run the package's processing of rosters for ``rank``, and return its costs without
+    connections."""
     world, found = World(), list[int | float]()
     host = Host(world, rank // per_host + 1)
 
@@ -336,7 +335,7 @@ def _connected(store: Store) -> Any:
 
 
 class _Replayed(Store):
-    """Gives ``bodies``, one after the other, as if they came off the wire."""
+    """Socket that yields ``bodies`` one after the other."""
 
     def __init__(self, bodies: Sequence[bytes], rank: int) -> None:
         self.rank, self.size = rank, len(Roster(bodies[0]))
@@ -348,7 +347,7 @@ class _Replayed(Store):
         body, is_first = self._bodies[self._round], self._round == 0
         self._round += 1
         if self.rank:
-            # It comes in pieces, which are joined.
+            # The data arrives in chunks, which are joined.
             pieces = [body[at : at + _PIECE] for at in range(0, len(body), _PIECE)]
             return Roster(b"".join(pieces))
         who = identity(this_process()) if is_first else b""
@@ -365,7 +364,8 @@ class _Replayed(Store):
 
 
 class Seen(NamedTuple):
-    """Of a start: seconds until all are up, and what rank 0 and another one compute, on average."""
+    """Results of a start: seconds until all ranks are ready, processor time of rank 0 and of
+    another rank."""
 
     up: float
     first: float
@@ -373,7 +373,8 @@ class Seen(NamedTuple):
 
 
 def real(ranks: int, begin: Callable[[int, int, int], Any], rounds: int = 5) -> Seen:
-    """Have ``ranks`` processes of this machine begin together, at a port; return the least."""
+    """Start ``ranks`` processes of this machine together at a port; return the fastest of several
+    starts."""
     found = [_real(ranks, begin, free_port()) for _ in range(rounds)]
     return Seen(*map(min, zip(*found, strict=True)))
 
@@ -392,8 +393,8 @@ def _real(ranks: int, begin: Callable[[int, int, int], Any], port: int) -> Seen:
 
 
 def meet(rank: int, size: int, port: int) -> None:
-    """Do what ``scenario.meet`` does, with native code."""
-    initialize.meet(lambda: TcpStore("127.0.0.1", port, rank, size, 300.0), Settings())
+    """Run ``scenario.meet`` with native code."""
+    initialize.create_world(lambda: TcpStore("127.0.0.1", port, rank, size, 300.0), Settings())
 
 
 def exchanges(times: int) -> Callable[[int, int, int], None]:
@@ -409,7 +410,7 @@ def exchanges(times: int) -> Callable[[int, int, int], None]:
 
 
 def simulated(ranks: int, begin: Callable[[int, int, int], Any] | None = None) -> Seen:
-    """Return the same of the simulation: all on one host with as many cores as this one."""
+    """Return the same results from the simulation of one host with this machine's cores."""
     there = None if begin is None else lambda rank, size, _: begin(rank, size, 29500)
     start = Start(ranks, 0, per_host=ranks, cores=os.cpu_count(), begin=there).run()
     computed = [process.computed for process in start.processes]
@@ -419,7 +420,7 @@ def simulated(ranks: int, begin: Callable[[int, int, int], Any] | None = None) -
 def main() -> None:
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 64
     os.environ["FLASHLIGHT_SECRET"] = "s"
-    begins = of_beginnings()  # before anything has been joined here
+    begins = of_beginnings()  # before this process has joined a world
     for name, value in {**begins, **of_calls(), **of_heartbeats(), **of_ranks()}.items():
         print(f"{name} = {value:.3g}")
     begins_of = {"1 exchange": exchanges(1), "9 exchanges": exchanges(9), "start": None}

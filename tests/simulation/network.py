@@ -1,9 +1,12 @@
 """A virtual network: sockets and pipes between the fibers of a world.
 
-A message is passed by reference and takes the time of the wire: what lies before it in the cards of
-both hosts, the bytes at 10 Gbit/s, and the latency. Loss delays it by a retransmission. Between
-hosts of different sides nothing arrives; what was sent meanwhile does when they are joined again.
-Who sends more than the window holds waits until the other end reads, as long as its timeout allows.
+A message is passed by reference. Its time consists of the queues in the cards of both hosts, its
+bytes at 10 Gbit/s,
+and the latency. A loss delays it by one retransmission. No data passes between the sides of a
+divided network; data
+that was sent meanwhile arrives after the sides are joined. A sender blocks if the window is full,
+until the other end
+reads or the timeout passes.
 """
 
 from __future__ import annotations
@@ -42,28 +45,30 @@ from tests.simulation import costs
 from tests.simulation.files import File, Selector
 from tests.simulation.world import Host, Process, World, me
 
-LOOPBACK, IN_RACK, ACROSS = 10e-6, 50e-6, 500e-6  # latencies, in seconds
-BYTE, LOCAL_BYTE = 8 / 10e9, 1 / 4e9  # seconds
+LOOPBACK, IN_RACK, ACROSS = 10e-6, 50e-6, 500e-6  # latencies in seconds
+BYTE, LOCAL_BYTE = 8 / 10e9, 1 / 4e9  # seconds per byte
 FRAME = 66  # bytes of headers
-RETRANSMITTED = 0.2  # after so many seconds what was lost is sent again
-# Bytes that are on the way or unread: of TCP, of a socket inside a host, of a pipe, as of Linux.
+RETRANSMITTED = 0.2  # seconds until a lost message is sent again
+# Bytes in transit or unread: TCP, a socket inside a host, a pipe, as in Linux.
 WINDOW, WINDOW_INSIDE, WINDOW_OF_PIPE = 4 << 20, 208 << 10, 64 << 10
 SOMAXCONN = 4096
 SYN_RETRIES = 6  # after 1, 2, 4 ... seconds
 
 
 def latency(one: Host, other: Host) -> float:
-    """Return the latency between two hosts, in seconds."""
+    """Return the latency between two hosts in seconds."""
     if one is other:
         return LOOPBACK
     return IN_RACK if one.rack == other.rack else ACROSS
 
 
 class _Large:
-    """A message of more bytes than the window: passed by reference, when all of it would be there.
+    """A message that is larger than the window. It is passed by reference when all of it would have
+    arrived.
 
-    Its sender goes on once all but a window of it has gone, where the other end reads it meanwhile
-    (``is_read``), and else when that takes it. ``sent`` bytes of it fit at first.
+    If the other end reads (``is_read``), its sender continues when all but a window has been sent.
+    Otherwise the sender
+    continues when the other end receives it. ``sent`` bytes fit at first.
     """
 
     def __init__(self, data: bytes, sent: int) -> None:
@@ -75,7 +80,7 @@ class _Large:
 
 
 class Socket(File):
-    """One end of a connection, of a pipe, or what listens."""
+    """One end of a connection or of a pipe, or a listening socket."""
 
     def __new__(cls, *_: Any, fileno: int | None = None) -> Any:
         return super().__new__(cls) if fileno is None else cls.world.files[fileno]
@@ -101,22 +106,22 @@ class Socket(File):
         self.peer: Socket | None = None
         self.local, self.remote = ("0.0.0.0", 0), ("", 0)
         self.inbox: deque[bytes | _Large] = deque()
-        self.taken = 0  # bytes of the first one
-        self.held: list[bytes | _Large | None] = []  # is sent again and again until it arrives
+        self.taken = 0  # bytes of the first message
+        self.held: list[bytes | _Large | None] = []  # sent again until it arrives
         self.unread, self.credit = 0, self.window
-        self.large: _Large | None = None  # is being sent
-        self.read, self.is_watched = 0, False  # bytes by the other end; whether it does read
+        self.large: _Large | None = None  # message in transit
+        self.read, self.is_watched = 0, False  # bytes that the other end has read; whether it reads
         self.is_connected = self.is_listening = self.has_ended = self.is_starved = False
         self.has_shut = self.is_closed = False
         self.error = 0
         self.timeout: float | None = None
         self.patience = 0.0  # TCP_USER_TIMEOUT
-        self.arrival = 0.0  # of what was sent last
+        self.arrival = 0.0  # of the last message
         self.owner: Process | None = None
 
     @classmethod
     def made(cls, host: Host, family: int, window: int = WINDOW) -> Socket:
-        """Return one without a descriptor."""
+        """Return a socket without a descriptor."""
         new = object.__new__(cls)
         new._begin(host, family, window)
         File.__init__(new, None)
@@ -124,7 +129,7 @@ class Socket(File):
 
     @classmethod
     def pair(cls, *processes: Process) -> tuple[Socket, Socket]:
-        """Return the reading and the writing end of a pipe between ``processes``, or in one."""
+        """Return the reading and the writing end of a pipe between ``processes``."""
         processes = processes if len(processes) == 2 else processes * 2
         ends = [cls.made(each.host, AF_INET, WINDOW_OF_PIPE) for each in processes]
         for end, other, process in zip(ends, ends[::-1], processes, strict=True):
@@ -144,7 +149,8 @@ class Socket(File):
             owner.memory += size
             owner.most_memory = max(owner.most_memory, owner.memory)
 
-    # What its owner may do -----------------------------------------------------------------------
+    # Operations of the owner
+    # ------------------------------------------------------------------------
 
     def setblocking(self, blocking: bool) -> None:
         self.timeout = None if blocking else 0.0
@@ -188,7 +194,7 @@ class Socket(File):
         self.host.listeners[self.local[1]] = self
 
     def connect(self, address: tuple[str, int]) -> None:
-        """Choose the address from which packets leave: only of SOCK_DGRAM."""
+        """Choose the source address of packets; SOCK_DGRAM only."""
         self.local = self.host.address, 0
 
     def connect_ex(self, address: Any) -> int:
@@ -228,7 +234,7 @@ class Socket(File):
         return sent
 
     def put(self, data: bytes) -> None:
-        """Write as a kernel does, in no time."""
+        """Write like a kernel, in no time."""
         if not self.has_ended and not self.is_closed:
             self._transmit(data)
 
@@ -275,7 +281,7 @@ class Socket(File):
         return data
 
     def _whole(self) -> bytes:
-        """Return what is to be read next; what is large is read to its end."""
+        """Return the next message; a large message is read completely."""
         first = self.inbox[0]
         if isinstance(first, _Large):
             first.is_read = True
@@ -316,7 +322,7 @@ class Socket(File):
             self._keep(-costs.CONNECTION_BYTES - self.unread)
             self.owner = None
         if self.peer is not None and self.peer.is_closed:
-            self.peer.peer, self.peer = None, None  # no cycle is left behind
+            self.peer.peer, self.peer = None, None  # avoids a reference cycle
 
     # The wire ------------------------------------------------------------------------------------
 
@@ -363,19 +369,20 @@ class Socket(File):
         self.world.at(last, self._look, self.large)
 
     def _look(self, large: _Large) -> None:
-        """See whether the other end reads what is being sent: all but a window of it has gone."""
+        """Check whether the other end reads the message in transit, so that only a window
+        remains."""
         if self.large is large and self.peer is not None and self.peer.reads(self.host):
             large.is_read, self.is_starved = True, False
             self.changed()
 
     def reads(self, sender: Host) -> bool:
-        """Return whether its process waits for what comes, and is neither stopped nor cut off."""
+        """Return whether the process waits for data and is neither stopped nor cut off."""
         process = self.owner
         can = process is not None and not process.is_stopped and self.host.side == sender.side
         return can and bool(self.waiters or any(each.waiters for each in self.selectors))
 
     def _cut(self) -> None:
-        """Send no more of what is being sent than has been."""
+        """Stop the transmission of the message in transit."""
         large, self.large = self.large, None
         if large is not None and not large.is_read:
             rest = len(large) - large.sent
@@ -386,7 +393,7 @@ class Socket(File):
                 self.peer._keep(-rest)
 
     def watch(self) -> None:
-        """End by ``TCP_USER_TIMEOUT`` where nothing more can be sent, or arrives, for so long."""
+        """End the connection after ``TCP_USER_TIMEOUT`` without progress."""
         if not self.patience or self.peer is None:
             return
         if self.is_starved and not self.is_watched:
@@ -405,12 +412,12 @@ class Socket(File):
                 self.watch()
 
     def _fail_if_silent(self, *sides: int) -> None:
-        """Give up a peer that is still out of reach."""
+        """Give up a peer that is still unreachable."""
         if self.peer is not None and (self.host.side, self.peer.host.side) == sides:
             self.fail(ETIMEDOUT)
 
     def _arrives(self, size: int) -> float:
-        """Return when so many bytes, sent now, are there."""
+        """Return the arrival time of bytes that are sent now."""
         assert self.peer is not None
         world, one, other = self.world, self.host, self.peer.host
         when = world.clock()
@@ -429,16 +436,16 @@ class Socket(File):
         return self.arrival
 
     def _transmit(self, data: bytes | _Large | None) -> float:
-        """Send ``data``, or that nothing more comes; returns when it is there."""
+        """Send ``data`` or the end of the stream; return the arrival time."""
         assert self.peer is not None
         there = self._arrives(FRAME + (0 if data is None else len(data)))
         self.world.at(there, self.peer.arrive, data)
         return there
 
     def arrive(self, data: bytes | _Large | None) -> None:
-        """Take what has arrived; None: the end."""
+        """Receive data; None is the end of the stream."""
         peer = self.peer
-        if peer is None:  # both have been closed
+        if peer is None:  # both ends are closed
             return
         if self.held or self.host.side != peer.host.side:
             self.held.append(data)
@@ -458,7 +465,7 @@ class Socket(File):
             self.changed()
 
     def resend(self) -> None:
-        """Take what could not arrive before, in its order."""
+        """Receive delayed data in its order."""
         if self.held and (self.peer is None or self.host.side == self.peer.host.side):
             held, self.held = self.held, []
             self.world.stalled.pop(self, None)
@@ -466,16 +473,17 @@ class Socket(File):
                 self.arrive(data)
 
     def fail(self, number: int) -> None:
-        """End by an error; what is unread is lost."""
+        """End with an error; unread data is lost."""
         if not self.is_closed and not self.error:
             self.error = number
             self.inbox.clear()
             self.changed()
 
-    # How a connection begins ---------------------------------------------------------------------
+    # Start of a connection
+    # --------------------------------------------------------------------------
 
     def _ask(self, target: Host, address: tuple[str, int], tries: int) -> None:
-        """Arrive at ``target`` as the wish to connect."""
+        """Deliver a connection request to ``target``."""
         if self.is_closed:
             return
         world, listener = self.world, target.listeners.get(address[1])
@@ -503,16 +511,17 @@ class Socket(File):
             self.changed()
 
     def maker(self) -> int:
-        """Return the process whose descriptor it is."""
+        """Return the process that owns the descriptor."""
         return next(
             pid for pid, each in self.host.processes.items() if self.descriptor in each.descriptors
         )
 
 
 def divide(world: World, hosts: Iterable[Host], side: int) -> None:
-    """Part ``hosts`` from all others, or join them again: no packet passes between two sides.
+    """Separate ``hosts`` from all other hosts, or join them again: no packet passes between two
+    sides.
 
-    A host is on several, if it was parted several times: ``side`` is a power of 2.
+    A host that was separated several times is on several sides: ``side`` is a power of 2.
     """
     for host in set(hosts):
         host.side ^= side
@@ -524,7 +533,7 @@ def divide(world: World, hosts: Iterable[Host], side: int) -> None:
 
 
 def network_of(world: World) -> dict[str, Any]:
-    """Return what production asks for, by the names of flashlight_py/system.py."""
+    """Return the network functions of flashlight_py/system.py."""
     File.world = world
     files = world.files
 

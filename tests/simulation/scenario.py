@@ -1,7 +1,8 @@
-"""Ranks that start on virtual hosts: production's ``meet``, from the first look for rank 0 on.
+"""Ranks that start on virtual hosts with the package's own code, from the search for rank 0 on.
 
-What is native has stand-ins, which exchange as much as production's backends do, take the time that
-was measured, and move nothing.
+Native code has stand-ins. They exchange the same number of messages as the real backends, take the
+measured time, and
+move no data.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PORT = 29500
 
 
 class _Memory:
-    """A file in memory that nobody maps; the descriptor is one for all."""
+    """A memory file that no process maps; all processes share one descriptor."""
 
     fd = os.memfd_create("simulated")
 
@@ -54,7 +55,7 @@ class _Memory:
 
 
 class Joined(Backend):
-    """In place of a backend that has joined ``rank`` with all of ``size``."""
+    """Stand-in for a backend that has connected ``rank`` with all of ``size`` ranks."""
 
     kind, path = DistributedBackend.GLOO, "stands in"
 
@@ -72,7 +73,7 @@ class Joined(Backend):
 
 
 class _JoinedByMemory(Joined):
-    """In place of ``ShmBackend``."""
+    """Stand-in for ``ShmBackend``."""
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
         super().__init__(store.rank, store.size)
@@ -80,7 +81,8 @@ class _JoinedByMemory(Joined):
 
 
 class _JoinedByNetwork(Joined):
-    """In place of ``GlooBackend``: its exchange of cards, and connections to its neighbours."""
+    """Stand-in for ``GlooBackend``: its exchange of addresses, and connections to its
+    neighbours."""
 
     def __init__(self, store: Store, *given: Any) -> None:
         super().__init__(store.rank, store.size)
@@ -99,7 +101,7 @@ class _JoinedByNetwork(Joined):
 
 
 def _unreadable(offer: Sequence[Any], own_domain: str) -> str:
-    """Stand in for the attempt to open another's file."""
+    """Stand in for the attempt to open another rank's file."""
     me().world.spend(costs.OPEN)
     of_host = offer[1] == f"/{me().host.name}"
     return "" if of_host else "[Errno 2] No such file or directory: '/proc/123456/fd/9'"
@@ -107,7 +109,7 @@ def _unreadable(offer: Sequence[Any], own_domain: str) -> str:
 
 @contextmanager
 def native_stood_in_for() -> Iterator[None]:
-    """Have ``meet`` use the stand-ins."""
+    """Replace native code by the stand-ins."""
     group = SimpleNamespace(size=0, close=lambda: None)
     joined = lambda *_, **__: group  # noqa: E731
     stand_ins: dict[tuple[Any, str], Any] = {
@@ -132,10 +134,10 @@ def native_stood_in_for() -> Iterator[None]:
 
 
 class Start:
-    """``ranks`` of a job, ``per_host`` on each, which start at once, or within ``spread`` seconds.
+    """``ranks`` ranks of a job, ``per_host`` on each host, which start within ``spread`` seconds.
 
-    ``begin`` is what a rank does: by default all that production does before it may compute;
-    ``environ`` is added to its environment.
+    ``begin`` is the program of a rank; by default it is the start of a world. ``environ`` is added
+    to its environment.
     """
 
     def __init__(
@@ -150,14 +152,14 @@ class Start:
         **environ: str,
     ) -> None:
         self.world, self.ranks, self.timeout = World(seed, cores=cores), ranks, timeout
-        self.up: dict[int, float] = {}  # when each rank was
+        self.up: dict[int, float] = {}  # time at which each rank was ready
         self.errors: dict[int, BaseException] = {}
         self.ended: dict[int, float] = {}
-        self.bodies: list[bytes] = []  # of the roster of each exchange
-        self.partings = count()  # of hosts, for a while
-        self.progress = [0] * ranks  # exchanges that each rank has begun
-        self.begun = 0.0  # when anybody began the last one
-        self.dies, self.died = (-1, 0), math.nan  # a rank that is killed in an exchange, and when
+        self.bodies: list[bytes] = []  # roster of each exchange
+        self.partings = count()  # temporary divisions of the network
+        self.progress = [0] * ranks  # exchanges that each rank has started
+        self.begun = 0.0  # time at which the first rank started the last exchange
+        self.dies, self.died = (-1, 0), math.nan  # rank that is killed, its exchange, and the time
         self._begin, self._per_host = begin or meet, per_host
         self.hosts = [self.world.add_host() for _ in range(-(-ranks // per_host))]
         self.processes = [
@@ -178,7 +180,7 @@ class Start:
             me().on_roster = partial(self._check, rank)
             try:
                 self._begin(rank, self.ranks, self.timeout)
-            except Exception as error:  # noqa: BLE001 - what is reported is judged at the end
+            except Exception as error:  # noqa: BLE001 - judged at the end
                 self.errors[rank], self.ended[rank] = error, self.world.clock()
                 return 1
             self.up[rank] = self.world.clock()
@@ -194,7 +196,7 @@ class Start:
             self.world.at(self.died, self.processes[rank].end, -signal.SIGKILL)
 
     def _check(self, rank: int, body: bytes) -> None:
-        """See that all get the same in an exchange."""
+        """Check that all ranks get the same roster in an exchange."""
         number = self.progress[rank] - 1
         if number == len(self.bodies):
             self.bodies.append(body)
@@ -202,7 +204,7 @@ class Start:
         assert body is expected or body == expected, f"exchange {number}: not what others have"
 
     def run(self, until: float = 1e4) -> Start:
-        """Let it happen."""
+        """Run the simulation."""
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
             done = lambda: len(self.up) + len(self.errors) == self.ranks  # noqa: E731
             self.world.run(until, done)
@@ -210,14 +212,14 @@ class Start:
 
 
 def meet(rank: int, size: int, timeout: float) -> Any:
-    """Do what ``distributed_init`` does between choosing a rendezvous and having a world."""
+    """Run the steps of ``distributed_init`` between the choice of a store and the world."""
     me().world.spend(costs.FIRST)
     settings = Settings(timeout=timeout)
-    return initialize.meet(lambda: _Counted("host1", PORT, rank, size, timeout), settings)
+    return initialize.create_world(lambda: _Counted("host1", PORT, rank, size, timeout), settings)
 
 
 def gather(rank: int, size: int, timeout: float, most: int = 200) -> None:
-    """Meet, exchange three times and leave: what is left of ``meet`` where only messages count.
+    """Join, exchange three times and leave: the messages of ``meet`` only.
 
     Payloads have about ``most`` bytes.
     """
@@ -245,14 +247,14 @@ def _given(number: int, size: int, most: int) -> bytes:
 
 
 def named_in(error: BaseException) -> set[int]:
-    """Return the ranks that an error of a rendezvous names, besides its own."""
+    """Return the ranks that an error of a rendezvous names, without its own rank."""
     said = str(error).partition(": ")[2].replace("where rank 0 sees it", "")
     numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", said)
     return {int(number) for list_ in numbers for number in list_.split(", ")}
 
 
 class _Counted(TcpStore):
-    """Tells of each exchange that it begins, and knows the number of its rank on its host."""
+    """Store that reports the start of each exchange, and has the local number of its rank."""
 
     def __init__(self, *values: Any) -> None:
         self.local_rank = me().local_rank

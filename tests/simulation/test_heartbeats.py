@@ -1,6 +1,6 @@
-"""The heartbeats of many ranks in virtual time; what heartbeats.cc says is right, for many seeds.
+"""The heartbeats of many ranks in virtual time, for many seeds.
 
-``make simulate-heartbeats SEED=7 RANKS=256`` shows one of them again.
+``make simulate-heartbeats SEED=7 RANKS=256`` repeats one simulation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.launch.launcher import run
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "build" / "simulation"
-WITHIN, MOST_CONNECTIONS = 5.0, 64 + 8  # seconds, and of a rank on a host of 8
+WITHIN, MOST_CONNECTIONS = 5.0, 64 + 8  # seconds, and connections of a rank on a host of 8
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("make") and shutil.which("g++")), reason="needs make and g++"
@@ -29,24 +29,26 @@ def program() -> Path:
 
 
 def simulate(program: Path, *arguments: object) -> str:
-    """Return the last line, which says what was measured; a seed that goes wrong raises."""
+    """Return the last line with the results; raise if the seed fails."""
     return str(run([program, *arguments], code=0, timeout=None).stdout)
 
 
-def test_any_faults_of_64_ranks(program: Path) -> None:
+def test_heartbeats_of_64_ranks_report_any_faults(program: Path) -> None:
     simulate(program, 64, 1, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(64, 600), (128, 300), (250, 100)])
-def test_any_faults(program: Path, ranks: int, count: int) -> None:
-    """With 250, the last host has two ranks."""
+def test_heartbeats_report_any_faults(program: Path, ranks: int, count: int) -> None:
+    """With 250 ranks, the last host has two ranks."""
     simulate(program, ranks, 1000, count)
 
 
 @pytest.mark.parametrize("ranks", [512, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["host", "rack", "cut", "freeze", "death"])
-def test_all_know_soon_with_few_connections(program: Path, ranks: int, fault: str) -> None:
+def test_heartbeats_report_a_lost_host_soon_with_few_connections(
+    program: Path, ranks: int, fault: str
+) -> None:
     found = simulate(program, ranks, 7, 1, fault)
     match = re.search(r"loss known ([\d.e-]+) s, connections (\d+),", found)
     assert match, found
@@ -54,6 +56,6 @@ def test_all_know_soon_with_few_connections(program: Path, ranks: int, fault: st
     assert int(match[2]) <= MOST_CONNECTIONS
 
 
-def test_who_leaves_or_is_slow_is_not_lost(program: Path) -> None:
+def test_heartbeats_do_not_report_ranks_that_leave_or_are_slow(program: Path) -> None:
     for fault in ("leaving", "stop", "slow", "gap", "loss", "stranger"):
         assert "loss known 0 s" in simulate(program, 128, 7, 5, fault)

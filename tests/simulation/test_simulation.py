@@ -1,4 +1,4 @@
-"""Production's control plane in virtual time: no fault of a seed makes it hang or name another."""
+"""The control plane in virtual time: random faults cause neither a hang nor a wrong name."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.simulation.world import Process, World, installed, me
 
 
 @pytest.mark.parametrize("tens", range(10))
-def test_no_schedule_of_faults_ends_wrongly(tens: int) -> None:
-    """Replay one that does by ``make simulate SEED=... RANKS=64``."""
+def test_schedules_of_faults_end_correctly(tens: int) -> None:
+    """``make simulate SEED=... RANKS=64`` repeats a failure."""
     found = {seed: trial(seed)[2] for seed in range(20 * tens, 20 * tens + 20)}
     assert {seed: wrong for seed, wrong in found.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(("seed", "ranks"), [(8636, 64), (227, 128), (5363, 256)])
-def test_a_schedule_that_once_ended_wrongly(seed: int, ranks: int) -> None:
-    """Of nights: some came when the run had failed, and waited for rank 0, or named another one."""
+def test_schedule_that_failed_before_ends_correctly(seed: int, ranks: int) -> None:
+    """Seeds that found defects: late ranks waited for rank 0, or named a wrong rank."""
     assert trial(seed, ranks)[2] == []
 
 
-def test_a_seed_decides_everything() -> None:
+def test_simulation_repeats_all_events_for_a_seed() -> None:
     first, again, other = (trial(seed)[0] for seed in (8, 8, 12))
     assert first.ended == again.ended
     assert first.up == again.up
@@ -42,8 +42,8 @@ def test_a_seed_decides_everything() -> None:
     assert (first.up, first.ended) != (other.up, other.ended)
 
 
-def test_nothing_of_this_process_decides_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child of it once was one that each launcher had to end, and could not."""
+def test_simulation_does_not_depend_on_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier the launcher tried to end a child of the test process."""
     sent = list[bytes]()
 
     def transmit(end: Socket, data: bytes | None) -> None:
@@ -68,7 +68,7 @@ def test_nothing_of_this_process_decides_anything(monkeypatch: pytest.MonkeyPatc
     assert first == again
 
 
-def test_all_ranks_come_up_and_rank_0_is_connected_with_all() -> None:
+def test_rendezvous_connects_rank_0_with_all_ranks() -> None:
     start = Start(64, seed=1, begin=meet, FLASHLIGHT_TREE_FROM="512").run()
     assert start.up.keys() == set(range(64))
     assert max(start.up.values()) < 1.0
@@ -76,7 +76,7 @@ def test_all_ranks_come_up_and_rank_0_is_connected_with_all() -> None:
 
 
 @pytest.mark.parametrize("tree", ["2", "512"])
-def test_who_dies_between_two_exchanges_is_named_at_once(tree: str) -> None:
+def test_rendezvous_names_a_rank_that_dies_between_exchanges_at_once(tree: str) -> None:
     start = Start(64, seed=2, begin=gather, FLASHLIGHT_TREE_FROM=tree)
     start.dies = 5, 3
     start.run()
@@ -86,7 +86,7 @@ def test_who_dies_between_two_exchanges_is_named_at_once(tree: str) -> None:
 
 
 @pytest.mark.parametrize(("tree", "at"), [("2", 0.008), ("512", 0.012)])
-def test_a_host_without_an_answer_is_lost_after_the_hosts_timeout(tree: str, at: float) -> None:
+def test_rendezvous_reports_a_silent_host_after_host_timeout(tree: str, at: float) -> None:
     start = Start(64, seed=3, begin=gather, FLASHLIGHT_TREE_FROM=tree)
     start.world.at(at, partial(divide, start.world, [start.hosts[2]], 1))
     start.run()
@@ -96,14 +96,14 @@ def test_a_host_without_an_answer_is_lost_after_the_hosts_timeout(tree: str, at:
     assert max(start.ended.values()) < 6.0
 
 
-def test_in_a_tree_no_process_has_more_than_some_connections() -> None:
+def test_tree_limits_the_connections_of_each_process() -> None:
     start = Start(128, seed=4, FLASHLIGHT_TREE_FROM="2").run()
     assert start.up.keys() == set(range(128))
     assert max(each.most_connections for each in start.processes) <= 64 + 8
 
 
-def test_rank_0_names_who_does_not_leave_a_tree() -> None:
-    """It stops in the middle of the tree, or below it, when all has been exchanged."""
+def test_rank_0_names_ranks_that_do_not_leave_the_tree() -> None:
+    """The rank stops in the middle of the tree, or below it, after all exchanges."""
     for stopped in (8, 12, 32):
 
         def begin(rank: int, size: int, timeout: float, stopped: int = stopped) -> None:
@@ -120,7 +120,7 @@ def test_rank_0_names_who_does_not_leave_a_tree() -> None:
         assert f"rank {stopped} joined and did not take leave" in str(start.errors[0])
 
 
-def test_what_is_sent_while_hosts_are_apart_arrives_in_its_order() -> None:
+def test_data_sent_during_a_network_partition_arrives_in_order() -> None:
     world, taken = World(), list[bytes]()
 
     def listen() -> None:
@@ -151,7 +151,7 @@ def test_what_is_sent_while_hosts_are_apart_arrives_in_its_order() -> None:
 def _between_two(
     serve: Callable[[Socket], object], ask: Callable[[Socket], object], inside: bool, stopped: float
 ) -> World:
-    """Have two processes talk, of which the one that serves is stopped for a while from 1 s on."""
+    """Run two connected processes; the server is stopped for a while from 1 s on."""
     world, name = World(), "\0name" if inside else ("10.0.0.1", PORT)
 
     def listen() -> None:
@@ -165,7 +165,7 @@ def _between_two(
         system.sleep(0.5)
         wire = Socket(AF_UNIX if inside else AF_INET)
         wire.connect_ex(name)
-        system.sleep(1.0)  # the other one has been stopped
+        system.sleep(1.0)  # the server is stopped
         ask(wire)
 
     with installed(world):
@@ -183,7 +183,7 @@ def _between_two(
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("large", [True, False])
-def test_who_sends_more_than_the_window_waits_until_it_is_read(inside: bool, large: bool) -> None:
+def test_sender_blocks_if_the_window_is_full(inside: bool, large: bool) -> None:
     window = WINDOW_INSIDE if inside else WINDOW
     sent, taken = bytes(3 * window) if large else bytes(window // 2), list[bytes]()
     count, waited = 1 if large else 3, list[float]()
@@ -206,7 +206,7 @@ def test_who_sends_more_than_the_window_waits_until_it_is_read(inside: bool, lar
 
 
 @pytest.mark.parametrize("size", [WINDOW + 1, 3 * WINDOW])
-def test_of_a_message_that_is_not_read_in_time_the_window_arrives(size: int) -> None:
+def test_receiver_gets_the_window_of_a_message_that_timed_out(size: int) -> None:
     taken = list[bytes]()
 
     def serve(wire: Socket) -> None:
@@ -226,12 +226,12 @@ def test_of_a_message_that_is_not_read_in_time_the_window_arrives(size: int) -> 
     assert b"".join(taken) == bytes(WINDOW) + b"and more"
 
 
-def test_a_window_that_stays_full_ends_the_connection() -> None:
-    """By ``TCP_USER_TIMEOUT``, which is of what is not taken, too; not where there is room."""
+def test_connection_ends_if_the_window_stays_full() -> None:
+    """``TCP_USER_TIMEOUT`` also limits unread data, but only if the window is full."""
     ended = list[float]()
 
     def serve(wire: Socket) -> None:
-        system.sleep(1.0)  # it is stopped meanwhile
+        system.sleep(1.0)  # the server is stopped meanwhile
         wire.sendall(b"still here")
         system.sleep(0.1)
         with pytest.raises(ConnectionResetError):
@@ -250,8 +250,8 @@ def test_a_window_that_stays_full_ends_the_connection() -> None:
 
 
 @pytest.mark.parametrize("members", [range(72), range(0, 72, 8), range(8), [70, 3, 31], [5]])
-def test_a_group_is_made_with_few_connections(members: Sequence[int]) -> None:
-    """Seven for each digit of the number of members to the base 8, and one to who is above."""
+def test_new_group_of_many_ranks_needs_few_connections(members: Sequence[int]) -> None:
+    """Seven for each digit of the number of members in base 8, and one to the parent."""
     grouping = Grouping(72, 1, list(members)).run()
     assert grouping.errors == {}
     assert grouping.up.keys() == set(range(72))
@@ -260,7 +260,7 @@ def test_a_group_is_made_with_few_connections(members: Sequence[int]) -> None:
     assert made.connections <= 15
 
 
-def test_ranks_that_ask_for_different_groups_of_very_many_are_told() -> None:
+def test_new_group_of_many_ranks_raises_if_members_differ() -> None:
     grouping = Grouping(72, 1, list(range(72)))
     grouping.members_of[5] = [*range(70), 71, 70]
     error = str(grouping.run().errors[71])
@@ -268,7 +268,7 @@ def test_ranks_that_ask_for_different_groups_of_very_many_are_told() -> None:
     assert "of 72 ranks (digest" in error
 
 
-def test_flrun_ends_all_ranks_of_all_hosts_when_one_dies() -> None:
+def test_flrun_ends_all_ranks_of_all_hosts_if_one_dies() -> None:
     launch = Launch(hosts=8, seed=5)
     launch.world.at(5.0, lambda: launch.ranks[61].end(-signal.SIGKILL))
     launch.run()
@@ -280,18 +280,18 @@ def test_flrun_ends_all_ranks_of_all_hosts_when_one_dies() -> None:
     assert b"rank 61 of 64 on host9 was killed by SIGKILL" in b"".join(launch.said)
 
 
-def test_flrun_ends_the_ranks_of_a_host_that_is_cut_off() -> None:
+def test_flrun_ends_the_ranks_of_a_cut_off_host() -> None:
     launch = Launch(hosts=4, seed=6)
     launch.world.at(5.0, divide, launch.world, [launch.world.hosts[3]], 1)
     launch.run()
     assert launch.launcher.code == 1
     assert all(each.code is not None for each in launch.ranks.values())
-    assert b"on host4 is lost: nothing has come from host host4 since" in b"".join(launch.said)
+    assert b"on host4 is lost: received nothing from host host4 since" in b"".join(launch.said)
 
 
 @pytest.mark.parametrize("fate", ["kill", "cut"])
-def test_flrun_starts_again_without_hosts_that_are_lost(fate: str) -> None:
-    """As many hosts as are allowed; the launcher has four descriptors for each."""
+def test_flrun_restarts_without_lost_hosts(fate: str) -> None:
+    """With the maximum number of hosts; the launcher needs four descriptors for each."""
     launch = Launch(hosts=64, seed=7, per_host=1, meets=False, min_n=1)
     for host in (1, 2, 9):
         if fate == "kill":
@@ -305,7 +305,7 @@ def test_flrun_starts_again_without_hosts_that_are_lost(fate: str) -> None:
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 300), marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_flrun_goes_on_with_the_hosts_that_are_not_lost(seeds: range) -> None:
-    """Replay one that does not by ``lose(seed)``."""
+def test_flrun_continues_with_the_remaining_hosts(seeds: range) -> None:
+    """``lose(seed)`` repeats a failure."""
     found = {seed: lose(seed) for seed in seeds}
     assert {seed: wrong for seed, wrong in found.items() if wrong} == {}

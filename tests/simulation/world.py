@@ -1,9 +1,11 @@
-"""Virtual time: hosts, processes, and threads that are fibers of this one.
+"""Virtual time: hosts, processes, and threads that are fibers of this process.
 
-Events are a heap of (when, number, call). A fiber runs until it waits. What it does takes time on
-its own clock, which may so be ahead of the world's; whatever it then waits for, it sees no earlier
-than its clock. So a busy rank costs no events, and 100,000 of them fit into one thread. The seed of
-``random`` decides everything that is left to chance.
+Events are a heap of (when, number, call). A fiber runs until it waits. Its computations advance its
+own clock, which
+may be ahead of the world's clock. The result of a wait is visible no earlier than the fiber's
+clock. So a busy rank
+needs no events, and one thread runs 100,000 ranks. The seed of ``random`` determines all random
+choices.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Fiber(greenlet):
         super().__init__(self._work, process.world.hub)
         self.process, self.call = process, call
         self.clock, self.deadline, self.timer = at, math.inf, math.inf
-        self.is_parked, self.is_woken = False, True  # its start is on its way
+        self.is_parked, self.is_woken = False, True  # its start is scheduled
         process.fibers.add(self)
 
     def _work(self, _: bool) -> None:
@@ -45,7 +47,7 @@ class Fiber(greenlet):
             self.call()
         except GreenletExit:
             pass
-        except BaseException as error:  # noqa: BLE001 - it is the process's end, as outside
+        except BaseException as error:  # noqa: BLE001 - ends the process
             self.process.error = error
         finally:
             self.process.fibers.discard(self)
@@ -53,23 +55,23 @@ class Fiber(greenlet):
 
 
 class Host:
-    """A machine with one network card; ``speed`` divides what its processes compute."""
+    """A machine with one network card; ``speed`` divides the time of its computations."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
         self.name, self.rack = f"host{number}", number // world.rack
         self.address = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
-        self.sent_until = self.received_until = 0.0  # when its card is free
+        self.sent_until = self.received_until = 0.0  # times at which its card is free
         self.listeners: dict[int, Any] = {}
         self.ports = count(32768)
         self.slowness = 1.0
         self.processes: dict[int, Process] = {}
-        self.cores: list[float] | None = None  # when each is free; None: one for every thread
-        self.side = 0  # hosts of other sides are out of reach: see ``network.divide``
+        self.cores: list[float] | None = None  # time at which each is free; None: unlimited cores
+        self.side = 0  # hosts of other sides are unreachable, see ``network.divide``
 
 
 class Process:
-    """A process of a host; ``main`` is its program, whose result its exit code."""
+    """A process of a host; ``main`` is its program, which returns its exit code."""
 
     def __init__(
         self,
@@ -124,13 +126,13 @@ class Process:
         return fiber
 
     def child(self, main: Callable[[], int | None], environ: Mapping[str, str]) -> Process:
-        """Start a process whose parent this one is."""
+        """Start a child process."""
         child = Process(self.host, main, environ, IMPORT)
         child.parent, self.children[child.pid] = self, child
         return child
 
     def end(self, code: int) -> None:
-        """End it as a kernel does: what it holds is closed, its parent hears of it."""
+        """End it like a kernel: close its descriptors and notify its parent."""
         if self.code is not None:
             return
         self.code, self.ended_at = code, self.world.clock()
@@ -140,7 +142,7 @@ class Process:
         self.host.processes.pop(self.pid, None)
         for child in self.children.values():
             child.parent = None
-            child.receive(signal.SIGKILL)  # as PR_SET_PDEATHSIG has it, which flrun asks for
+            child.receive(signal.SIGKILL)  # PR_SET_PDEATHSIG, which flrun requests
         if self.parent is not None:
             self.parent.receive(signal.SIGCHLD)
         self.on_end()
@@ -151,7 +153,7 @@ class Process:
             self.world.unwind(fiber)
 
     def receive(self, number: int) -> None:
-        """Take a signal."""
+        """Receive a signal."""
         handler = self.handlers.get(number, signal.SIG_DFL)
         if self.code is not None:
             return
@@ -172,14 +174,15 @@ class Process:
         handler(number, None)
 
     def tick(self, interval: float) -> None:
-        """Beat once, and again after ``interval`` as long as that is wanted."""
+        """Run the timer once, and again after ``interval`` while it is active."""
         if self.code is None and self.interval == interval:
             self.receive(signal.SIGALRM)
             self.world.at(self.world.now + interval, self.tick, interval)
 
 
 class World:
-    """All hosts. ``rack`` is how many are in one, ``cores`` how many each has; None: enough."""
+    """All hosts. ``rack`` is the number of hosts in a rack, ``cores`` the cores of each; None:
+    unlimited."""
 
     def __init__(self, seed: int = 0, rack: int = 32, cores: int | None = None) -> None:
         self.random, self.rack, self.cores = random.Random(seed), rack, cores
@@ -187,18 +190,18 @@ class World:
         self.pids, self.numbers = count(1000), count(1000)
         self._events: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
         self._order = count()
-        self._ready: deque[Fiber] = deque()  # those that go on now
+        self._ready: deque[Fiber] = deque()  # fibers that run next
         self.hosts: list[Host] = []
         self.by_address: dict[str, Host] = {}
         self.by_name: dict[str, Host] = {}
         self.processes: dict[int, Process] = {}
-        self.files: dict[int, Any] = {}  # by descriptor, which are unique in the world
+        self.files: dict[int, Any] = {}  # by descriptor, which is unique in the world
         self.messages = 0
-        self.loss = 0.0  # of messages between hosts, the share that is sent twice
+        self.loss = 0.0  # fraction of messages between hosts that are sent twice
         self.program: Callable[[Process, Any], Callable[[], int | None]] | None = None
         self.ssh: Callable[[Any], SimpleNamespace] | None = None
         self.stalled: dict[Any, None] = {}  # ends of connections that packets do not reach
-        self.on_output: Callable[[bytes], object] = lambda data: None  # on terminals
+        self.on_output: Callable[[bytes], object] = lambda data: None  # output on terminals
 
     def add_host(self) -> Host:
         host = Host(self, len(self.hosts) + 1)
@@ -208,23 +211,24 @@ class World:
         self.by_address[host.address] = self.by_name[host.name] = host
         return host
 
-    # Events and fibers ---------------------------------------------------------------------------
+    # Events and fibers
+    # -------------------------------------------------------------------------------
 
     def at(self, when: float, call: Callable[..., Any], *values: Any) -> None:
-        """Call at a time, not before now."""
+        """Schedule a call at a time, not before now."""
         when = when if when > self.now else self.now
         heapq.heappush(self._events, (when, next(self._order), call, values))
 
     def clock(self) -> float:
-        """Return the time of who runs now: a fiber's own, else the world's."""
+        """Return the clock of the running fiber, otherwise the clock of the world."""
         fiber = getcurrent()
         return self.now if fiber is self.hub else float(fiber.clock)
 
     def run(self, until: float = math.inf, is_done: Callable[[], bool] = lambda: False) -> None:
-        """Let time pass until nothing happens any more, it is ``until``, or all ``is_done``."""
+        """Run until there are no events, the time is ``until``, or ``is_done`` is true."""
         events, ready, pop = self._events, self._ready, heapq.heappop
         usual = gc.get_threshold()
-        gc.set_threshold(100_000, 100, 1000)  # ranks keep most, and to look at all of it is slow
+        gc.set_threshold(100_000, 100, 1000)  # full collections are slow
         try:
             while True:
                 while ready:
@@ -237,7 +241,7 @@ class World:
             gc.set_threshold(*usual)
 
     def resume(self, fiber: Fiber, is_woken: bool) -> None:
-        """Let a fiber go on, unless its process is stopped or has ended."""
+        """Resume a fiber unless its process is stopped or has ended."""
         process = fiber.process
         if fiber.dead:
             return
@@ -251,10 +255,10 @@ class World:
         fiber.switch(is_woken)
 
     def unwind(self, fiber: Fiber) -> None:
-        """End a fiber whose process has ended; what it asks for on its way out is refused."""
+        """End a fiber whose process has ended; its requests meanwhile are rejected."""
         if fiber is getcurrent() or fiber.dead:
             return
-        if fiber.gr_frame is None:  # it has not begun
+        if fiber.gr_frame is None:  # it has not started
             fiber.process.fibers.discard(fiber)
             fiber.is_woken = True
             return
@@ -262,7 +266,7 @@ class World:
         fiber.throw(GreenletExit)
 
     def park(self, until: float = math.inf) -> bool:
-        """Wait until somebody wakes the fiber that calls (True), or a time (False)."""
+        """Wait until the calling fiber is woken (return True) or a time passes (False)."""
         fiber: Fiber = getcurrent()
         process = fiber.process
         if process.code is not None:
@@ -289,11 +293,11 @@ class World:
                 self.at(fiber.deadline, self._time_is_up, fiber, fiber.deadline)
 
     def sleep(self, seconds: float) -> None:
-        """Have the fiber that calls wait."""
+        """Let the calling fiber wait."""
         self.park(self.clock() + seconds)
 
     def wake(self, fiber: Fiber) -> None:
-        """Let a parked fiber go on, at its own time."""
+        """Wake a waiting fiber, at its own time."""
         if fiber.is_parked and not fiber.is_woken:
             fiber.is_woken = True
             if fiber.clock > self.now:
@@ -302,7 +306,7 @@ class World:
                 self._ready.append(fiber)
 
     def spend(self, seconds: float) -> None:
-        """Have the fiber that calls compute for so long."""
+        """Let the calling fiber compute for ``seconds``."""
         fiber: Fiber = getcurrent()
         if fiber is self.hub:
             return
@@ -315,7 +319,7 @@ class World:
         if cores is None:
             fiber.clock += seconds
         else:
-            if fiber.clock > self.now:  # cores are given in the order of time
+            if fiber.clock > self.now:  # cores are assigned in the order of time
                 self.park(fiber.clock)
             free = min(range(len(cores)), key=cores.__getitem__)
             fiber.clock = cores[free] = max(fiber.clock, cores[free]) + seconds
@@ -329,7 +333,7 @@ class World:
 
 
 def me() -> Process:
-    """Return the process that runs; one that has ended asks for nothing any more."""
+    """Return the running process; raise if it has ended."""
     process: Process = getcurrent().process
     if process.code is not None:
         raise GreenletExit
@@ -337,7 +341,7 @@ def me() -> Process:
 
 
 class _Environ(Mapping[str, str]):
-    """The environment of whichever process asks."""
+    """The environment of the running process."""
 
     def __getitem__(self, name: str) -> str:
         return me().environ[name]
@@ -349,7 +353,7 @@ class _Environ(Mapping[str, str]):
         return len(me().environ)
 
 
-# What production asks for, by the names of flashlight_py/system.py --------------------------------
+# Functions of flashlight_py/system.py -------------------------------------------------------------
 
 
 def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small functions
@@ -357,7 +361,7 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
 
     def monotonic() -> float:
         fiber = getcurrent()
-        fiber.clock += RUNNING  # so that who only looks at the clock comes to an end
+        fiber.clock += RUNNING  # a loop that only reads the clock ends as well
         return float(fiber.clock)
 
     def read_text(path: str) -> str:
@@ -385,7 +389,7 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
         for number in (each for each in passed if each in files):
             theirs = str(files[number].copy(child))
             for name, value in child.environ.items():
-                if value == str(number):  # it says which descriptor it inherits
+                if value == str(number):  # it names an inherited descriptor
                     child.environ[name] = theirs
         return SimpleNamespace(pid=child.pid, returncode=None)
 
@@ -461,7 +465,7 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
 
 @contextmanager
 def installed(world: World) -> Iterator[World]:
-    """Have production ask ``world`` instead of the operating system."""
+    """Let the package use ``world`` in place of the operating system."""
     from tests.simulation.network import network_of
 
     there = {**_system(world), **network_of(world)}

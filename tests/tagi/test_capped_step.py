@@ -9,8 +9,8 @@ from flashlight_py.tagi.parameters import (
     Parameter,
     ParameterBucket,
     cap_factor,
-    on_device,
     step_in_numpy,
+    zeros_on,
 )
 from tests.tagi.helpers import equal, needs_kernels
 from tests.tagi.oracle import compare
@@ -53,7 +53,7 @@ def arrays(size: int) -> tuple[np.ndarray, ...]:
 def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
     """Return the arrays as they are after the step of a bucket of them."""
     mean, variance, *sums = arrays
-    bucket = ParameterBucket([Parameter(mean, variance)], on_device("cpu"))
+    bucket = ParameterBucket([Parameter(mean, variance)], zeros_on("cpu"))
     bucket.sums[...] = np.concatenate(sums)
     bucket.step(cap)
     return bucket.mean, bucket.variance, *np.split(bucket.sums, 2)

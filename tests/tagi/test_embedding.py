@@ -106,12 +106,12 @@ def test_indices_are_of_any_dtype_and_strides(dtype: type) -> None:
 def test_what_is_no_index_is_refused_before_anything(wrong: float) -> None:
     layer = nn.Embedding(7, 2, 2)
     net = nn.Sequential(layer, nn.Linear(4, 1))
-    with pytest.raises(ValueError, match=r"Embedding\(7->2\): indices are whole numbers from 0 to"):
+    with pytest.raises(ValueError, match=r"Embedding\(7->2\): indices must be integers from 0 to"):
         net(np.array([[0, 1], [wrong, 2]]))
 
 
 def test_indices_have_no_variances() -> None:
-    with pytest.raises(ValueError, match="indices are known exactly; they have no variances"):
+    with pytest.raises(ValueError, match="expected indices without variances"):
         nn.Sequential(nn.Embedding(3, 2))(np.array([[1]]), np.array([[0.1]]))
 
 
@@ -130,5 +130,5 @@ def test_number_of_indices_is_that_of_the_first_batch() -> None:
 def test_what_is_no_index_is_refused_on_a_gpu(strict: Any) -> None:
     net = network("Embedding(5, 3, 2), Linear(6, 1)")
     net.to_device("cuda")
-    with pytest.raises(ValueError, match="whole numbers from 0 to 4, got 7"):
+    with pytest.raises(ValueError, match="integers from 0 to 4, got 7"):
         net(np.array([[0, 7]]))

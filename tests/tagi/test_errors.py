@@ -9,7 +9,7 @@ from tests.tagi.helpers import network
 
 # What no layer is, where networks and blocks are made.
 NO_LAYERS: dict[str, str] = {
-    "": "needs at least one layer",
+    "": "expected at least one layer",
     "ReLU(), 3": r"expected layers of fl\.tagi, got int as number 1",
     "LayerBlock()": "at least one layer",
     "LayerBlock('ReLU')": r"LayerBlock: expected layers of fl\.tagi, got str",
@@ -24,29 +24,29 @@ LAYERS: dict[str, str] = {
     "Linear(4, 8), ReLU(), Linear(7, 2)": (
         r"layer 2, Linear\(7,2\), after layer 1, ReLU\(\): expected 7 features .* \(8,\)"),
     "Linear(2, 3), EvenExp()": r"even number of units, got samples of \(3,\)",
-    "ResNetBlock(Linear(4, 5))": r"makes samples of shape \(5,\), its input has \(4,\)",
-    "ResNetBlock(Linear(4, 5), Linear(4, 6))": r"shortcut, Linear\(4,6\), has \(6,\)",
+    "ResNetBlock(Linear(4, 5))": r"outputs of shape \(5,\), and the input of shape \(4,\)",
+    "ResNetBlock(Linear(4, 5), Linear(4, 6))": r"shortcut, Linear\(4,6\), of shape \(6,\)",
     "ResNetBlock(LayerBlock(Linear(4, 5), Linear(4, 5)))": (
         "main block, .*layer 1 of the block.*expected 4"),
     "Conv2d(0, 1, 3)": "numbers of channels must be at least 1, got 0, 1",
     "Conv2d(1, 1, 0)": "kernel_size and stride must be at least 1",
     "Conv2d(1, 1, 3, padding_type=3)": "padding_type must be 0, 1 or 2, got 3",
-    "Conv2d(1, 1, 3, padding=1, padding_type=0)": "padding_type 0 is no padding",
-    "Conv2d(1, 1, 3, in_width=4)": "in_width and in_height are both sizes",
+    "Conv2d(1, 1, 3, padding=1, padding_type=0)": "padding must be 0 for padding_type=0",
+    "Conv2d(1, 1, 3, in_width=4)": "must be both positive or both 0",
     "Conv2d(1, 1, 3, init_method='Glorot')": "init_method must be one of",
     "Conv2d(1, 1, 2, stride=2, in_width=4, in_height=5)": (
-        r"layer 0, Conv2d\(1,1,0,0,2\), after the input: windows of 2, 2 apart, do not cover a "
+        r"layer 0, Conv2d\(1,1,0,0,2\), after the input: expected height .* multiple of 2, .*"
         "height of 5"),
-    "Conv2d(1, 1, 5, in_width=4, in_height=4)": "do not cover a height of 4",
+    "Conv2d(1, 1, 5, in_width=4, in_height=4)": "got -1 for a height of 4",
     "Conv2d(1, 2, 3, in_width=6, in_height=5), Conv2d(2, 1, 2, in_width=3, in_height=4)": (
-        r"in_height and in_width are \(4, 3\), got images of \(2, 3, 4\)"),
+        r"expected height and width \(4, 3\), got images of \(2, 3, 4\)"),
     "Linear(5, 7), Conv2d(1, 1, 3, in_width=4, in_height=4)": (
-        r"expected 16 elements a sample, images of \(1, 4, 4\), got \(7,\)"),
-    "ConvTranspose2d(1, 1, 2, padding=2, in_width=2, in_height=2)": "nothing is left of images",
+        r"expected 16 elements per sample for \(1, 4, 4\), got \(7,\)"),
+    "ConvTranspose2d(1, 1, 2, padding=2, in_width=2, in_height=2)": "padding 2 is too large",
     "AvgPool2d(0)": "AvgPool2d: kernel_size and stride must be at least 1",
     "AvgPool2d(2, 0)": "kernel_size and stride must be at least 1",
-    "AvgPool2d(2, 2, 1)": "padding_type 0 is no padding, got padding=1",
-    "MaxPool2d(2, 2, 2, 1)": "MaxPool2d: a window of 2 that lies in a padding of 2",
+    "AvgPool2d(2, 2, 1)": "padding must be 0 for padding_type=0, got 1",
+    "MaxPool2d(2, 2, 2, 1)": "MaxPool2d: padding must be below kernel_size=2, got 2",
     "Linear(2, 4), AvgPool2d(2)": "expected images",
     "BatchNorm2d(0)": "at least 1 feature, got 0",
     "BatchNorm2d(2, eps=0)": "eps must be above 0",
@@ -57,8 +57,8 @@ LAYERS: dict[str, str] = {
     "Embedding(3, 0)": "Embedding: expected 1 to 16777216 embeddings",
     "Embedding(3, 2, -1)": "Embedding: expected 1 to 16777216 embeddings",
     "Embedding(2**24 + 1, 1)": "Embedding: expected 1 to 16777216 embeddings",
-    "Embedding(3, 2, padding_idx=-2)": "padding_idx is an index below 3, .* got -2",
-    "Embedding(3, 2, padding_idx=3)": "padding_idx is an index below 3, .* got 3",
+    "Embedding(3, 2, padding_idx=-2)": "padding_idx must be from 0 to 2, .* got -2",
+    "Embedding(3, 2, padding_idx=3)": "padding_idx must be from 0 to 2, .* got 3",
     "Linear(2, 2), Embedding(3, 2)": "must be the first layer, not number 1",
     "LSTM(0, 1, 1)": "LSTM: sizes and seq_len must be at least 1, got",
     "LSTM(1, 0, 1)": "LSTM: sizes and seq_len must be at least 1, got",
@@ -70,16 +70,16 @@ LAYERS: dict[str, str] = {
 }  # fmt: skip
 # Layers, and the shape of a batch that does not fit.
 BATCHES: dict[tuple[str, tuple[int, ...]], str] = {
-    ("Conv2d(1, 1, 3)", (16,)): "pass an array with the batch first",
+    ("Conv2d(1, 1, 3)", (16,)): "Pass the batch as first dimension",
     ("Conv2d(1, 1, 3)", (1, 16)): (
-        "expected images .channels, height, width., got samples of shape .16,.; pass an array"),
+        "expected images .channels, height, width., got samples of shape .16,.. Pass an array"),
     ("Conv2d(2, 1, 3)", (1, 3, 5, 5)): "expected 2 channels, got images of shape",
     ("AvgPool2d(2)", (1, 1, 5, 4)): "a height of 5",
     ("AvgPool2d(2)", (1, 1, 4, 5)): "a width of 5",
     ("BatchNorm2d(2)", (1, 3, 4, 4)): "expected 2 channels or features",
     ("LayerNorm((2, 3, 4))", (1, 3, 2, 4)): r"of \(2, 3, 4\), got",
-    ("Embedding(3, 2, 4), Linear(8, 1)", (2, 3)): "expected 4 indices a sample, got shape",
-    ("LSTM(2, 3, 5), Linear(15, 1)", (4, 9)): "expected 10 elements a sample, 5 time steps of 2",
+    ("Embedding(3, 2, 4), Linear(8, 1)", (2, 3)): "expected 4 indices per sample, got shape",
+    ("LSTM(2, 3, 5), Linear(15, 1)", (4, 9)): "expected 10 elements per sample, 5 time steps of 2",
     ("SLSTM(2, 4, 1)", (3, 2)): r"SLSTM\(2,4\): expected one sample, the next time step",
 }  # fmt: skip
 

@@ -59,7 +59,7 @@ def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> Non
     equal(net(x), expected, 1e-4, 1e-5)
     files = ["there"]
     if kind == "blocks":  # pytagi leaves out what is inside them
-        with pytest.raises(ValueError, match=r"pytagi leaves out .* inside blocks"):
+        with pytest.raises(ValueError, match=r"pytagi omits .* in blocks"):
             net.load_csv(tmp_path / "there")
     else:
         net.load_csv(tmp_path / "there")
@@ -132,9 +132,9 @@ def head(info: str) -> bytes:
     return struct.pack("<Q", len(info)) + info.encode()
 
 
-WHOLE = "net.bin is not this network's: {}.*Nothing was"
-TEXT = "load_csv: .*_3_mb.csv has {}"
-NO_NUMBER = "something that is no number"
+WHOLE = "net.bin does not match this network: {}.*Nothing was"
+TEXT = "load_csv: .*_3_mb.csv: {}"
+NO_NUMBER = "expected only numbers"
 
 
 @pytest.mark.parametrize(
@@ -144,18 +144,18 @@ NO_NUMBER = "something that is no number"
         (lambda data: data[:5], WHOLE, r"it ends before Linear.0, Linear\(4,8\)"),
         (lambda data: data[:25], WHOLE, r"it ends within Linear.0, Linear\(4,8\)"),
         (lambda data: data[:-1], WHOLE, r"it ends within Linear.4, Linear\(8,2\)"),
-        (lambda data: data + b"\0" * 4, WHOLE, "it goes on for 4 bytes after the last layer"),
-        (lambda data: b"\xff" * len(data), WHOLE, r"expected 'Linear\(4,8\)' for Linear.0, found"),
+        (lambda data: data + b"\0" * 4, WHOLE, "it has 4 bytes after the last layer"),
+        (lambda data: b"\xff" * len(data), WHOLE, r"expected 'Linear\(4,8\)' for Linear.0, got"),
         (
             *(lambda data: data.replace(head("Linear(8,2)"), head("Linear(2,8)")), WHOLE),
-            r"expected 'Linear\(8,2\)' for Linear.4, found 'Linear\(2,8\)'",
+            r"expected 'Linear\(8,2\)' for Linear.4, got 'Linear\(2,8\)'",
         ),
         (
             *(lambda data: data.replace(head("Linear(8,8)"), head("LSTM(8,8)")), WHOLE),
-            r"expected 'Linear\(8,8\)' for Linear.2, found 'LSTM\(8,8\)'",
+            r"expected 'Linear\(8,8\)' for Linear.2, got 'LSTM\(8,8\)'",
         ),
-        (lambda text: b"", TEXT, "0 values, the network 10"),
-        (lambda text: text + b"0.5\n", TEXT, "11 values, the network 10"),
+        (lambda text: b"", TEXT, "expected 10 values, got 0"),
+        (lambda text: text + b"0.5\n", TEXT, "expected 10 values, got 11"),
         (lambda text: b"x" + text, TEXT, f"{NO_NUMBER}: .*'x"),
         (lambda text: text.replace(b"\n", b","), TEXT, NO_NUMBER),
     ],

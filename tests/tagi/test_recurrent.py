@@ -361,7 +361,7 @@ def test_posterior_variances_are_not_negative() -> None:
 def test_states_that_do_not_fit_are_refused() -> None:
     net = nn.Sequential(nn.LSTM(1, 3, 1), nn.Linear(3, 1))
     three = [np.ones(3)] * 4
-    with pytest.raises(ValueError, match=r"layer 1 is no LSTM with seq_len=1; those are 0"):
+    with pytest.raises(ValueError, match=r"keys of LSTMs with seq_len=1 \(0\), got 1"):
         net.set_lstm_states({0: three, 1: three})
     assert not net.get_lstm_states()[0][0].any()
     with pytest.raises(ValueError, match=r"layer 0, LSTM\(1,3\): expected means and variances"):
@@ -371,12 +371,14 @@ def test_states_that_do_not_fit_are_refused() -> None:
         ValueError, match=r"layer 0, .*: mean_c is not finite; variance_h has negative"
     ):
         net.set_lstm_states({0: three})
-    with pytest.raises(ValueError, match=r"layer 0: 1 of 3 elements are masked"):
+    with pytest.raises(ValueError, match=r"layer 0: expected no masked elements, got 1 of 3"):
         net.set_lstm_states({0: [np.ma.masked_less(np.arange(3), 1)] * 4})
-    with pytest.raises(ValueError, match=r"LSTM\(1,3\): states: 1 of 3 elements are masked"):
+    with pytest.raises(
+        ValueError, match=r"LSTM\(1,3\): states: expected no masked elements, got 1 of 3"
+    ):
         net.layers[0].set_states([np.ma.masked_less(np.arange(3), 1)] * 4)
     assert not net.get_lstm_states()[0][0].any()
-    with pytest.raises(ValueError, match="time_step is -1 or that of one of 0 smoothed time steps"):
+    with pytest.raises(ValueError, match="time_step must be -1, or from 0 and below 0"):
         net.get_lstm_states(0)
 
 
@@ -429,10 +431,10 @@ def test_large_ones_are_computed_with_the_blas(monkeypatch: pytest.MonkeyPatch) 
     small = network("LSTM(2, 6, 3)")
     x = np.ones((2, 6))
     expected = small(x)
-    assert small.layers[0]._kept.by_sample
+    assert small.layers[0]._pass.by_sample
     monkeypatch.setattr(lstm, "SMALL", 4 * 6 * 8 - 1)
     equal(small(x), expected, 1e-5)
-    assert not small.layers[0]._kept.by_sample
+    assert not small.layers[0]._pass.by_sample
 
 
 @needs_kernels

@@ -83,11 +83,11 @@ def test_batches_may_have_any_size_one_after_the_other() -> None:
     [
         (
             np.zeros((6, 5)),
-            r"layer 0, Linear\(4,8\), after the input: expected 4 features a sample",
+            r"layer 0, Linear\(4,8\), after the input: expected 4 features per sample",
         ),
         (
             np.zeros(10),
-            r"Linear\(4,8\): 10 elements are no whole number of samples of shape \(4,\)",
+            r"Linear\(4,8\): 10 elements are not whole samples of shape \(4,\)",
         ),
         (np.zeros((2, 0)), r"Linear\(4,8\): expected a batch of samples, got \(2, 0\)"),
         (3.0, r"Linear\(4,8\): expected a batch of samples, got \(\)"),
@@ -115,9 +115,9 @@ def test_inputs_are_real_numbers(x: Any) -> None:
     [
         (np.full((6, 3), 0.1), r"var_x: expected shape \(6, 4\), .* got \(6, 3\)"),
         (np.full((4, 6), 0.1), r"var_x: expected shape \(6, 4\), .* got \(4, 6\)"),
-        (np.ma.masked_less(np.arange(24.0), 1), "var_x: 1 of 24 elements are masked"),
-        (np.full((6, 4), -0.1), "var_x: variances are not negative"),
-        (np.full((6, 4), np.nan), "var_x: variances are not negative, and not NaN"),
+        (np.ma.masked_less(np.arange(24.0), 1), "var_x: expected no masked elements, got 1 of 24"),
+        (np.full((6, 4), -0.1), "var_x: variances must be at least 0"),
+        (np.full((6, 4), np.nan), "var_x: variances must be at least 0, got nan"),
     ],
 )
 def test_wrong_variances_are_refused(var_x: np.ndarray, message: str) -> None:
@@ -129,10 +129,10 @@ def test_an_input_that_is_masked_is_refused() -> None:
     """A unit that is not known has a mean and a large variance."""
     net, masked = network(), np.ma.array(X, mask=X > 0)
     for x in (masked, list(masked)):
-        with pytest.raises(ValueError, match=r"mu_x: .* of 24 elements are masked"):
+        with pytest.raises(ValueError, match=r"mu_x: expected no masked elements, got .* of 24"):
             net(x)
     equal(net(np.ma.array(X))[0], net(X)[0])
-    with pytest.raises(ValueError, match=r"delta_mu: .* of 12 elements are masked"):
+    with pytest.raises(ValueError, match=r"delta_mu: expected no masked elements, got .* of 12"):
         net.set_delta_z(np.ma.array(Y, mask=Y > 0), Y)
 
 
@@ -158,7 +158,7 @@ def test_a_backward_pass_needs_a_forward_pass_of_training() -> None:
     net(X)
     net.train()  # too late
     nn.OutputUpdater().update(net.output_z_buffer, Y, 0.1, net.input_delta_z_buffer)
-    with pytest.raises(RuntimeError, match="the last forward pass was one of evaluation"):
+    with pytest.raises(RuntimeError, match="the last forward pass ran in evaluation"):
         net.backward()
     net(X)
     net.eval()  # harmless
@@ -195,7 +195,9 @@ def test_state_is_taken_whole_or_not_at_all() -> None:
     assert [each.shape for each in state["Linear.0"]] == [(32,), (32,), (8,), (8,)]
     expected = other.state_dict()
     wrong = state | {"Linear.2": state["Linear.0"]}
-    with pytest.raises(ValueError, match=r"nothing was loaded: 'Linear.2' has arrays of \[32, 32"):
+    with pytest.raises(
+        ValueError, match=r"nothing was loaded: 'Linear.2': expected arrays of .* got \[32, 32"
+    ):
         other.load_state_dict(wrong)
     with pytest.raises(ValueError, match=r"missing 'Linear.2'; unexpected 'Linear.3'"):
         other.load_state_dict({"Linear.0": state["Linear.0"], "Linear.3": state["Linear.2"]})
@@ -219,9 +221,9 @@ def test_state_that_cannot_be_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"'Linear.0': mu_w is not .*'Linear.2': var_b is not fin"):
         net.load_state_dict(wrong)
     wrong["Linear.0"][0] = np.ma.array(np.ones(32), mask=np.eye(32)[0])
-    with pytest.raises(ValueError, match=r"'Linear.0': 1 of 32 elements are masked"):
+    with pytest.raises(ValueError, match=r"'Linear.0': expected no masked elements, got 1 of 32"):
         net.load_state_dict(wrong)
-    with pytest.raises(ValueError, match="variances are not negative, got -1"):
+    with pytest.raises(ValueError, match="variances must be at least 0, got -1"):
         net.layers[0].var_w = -np.ones(32)
     equal(net.layers[0].var_w, before["Linear.0"][1])
     equal(net.layers[0].mu_w, before["Linear.0"][0])
@@ -260,9 +262,9 @@ def test_a_layer_s_arrays_can_be_set() -> None:
     layer = net.layers[0]
     layer.mu_w = np.arange(32.0).reshape(8, 4)
     equal(net.state_dict()["Linear.0"][0], np.arange(32))
-    with pytest.raises(ValueError, match=r"Linear\(4,8\): weight has 32 elements, got 3"):
+    with pytest.raises(ValueError, match=r"Linear\(4,8\): weight: expected 32 elements, got 3"):
         layer.mu_w = np.zeros(3)
-    with pytest.raises(AttributeError, match="follows from the sums of a backward pass"):
+    with pytest.raises(AttributeError, match="is read-only: it follows from a backward"):
         layer.delta_mu_w = np.zeros(32)
 
 
@@ -271,11 +273,13 @@ def test_parameters_that_are_assigned_are_numbers() -> None:
     before = layer.var_w
     for which, one in (("mu_w", np.nan), ("mu_b", -np.inf), ("var_w", np.inf), ("var_b", np.nan)):
         values = np.full(getattr(layer, which).size, one)
-        with pytest.raises(ValueError, match=r"^Linear\(2,2\): \w+: .* is not finite"):
+        with pytest.raises(ValueError, match=r"^Linear\(2,2\): \w+: .* must be finite"):
             setattr(layer, which, values)
-    with pytest.raises(ValueError, match="variances are not negative, got -1"):
+    with pytest.raises(ValueError, match="variances must be at least 0, got -1"):
         layer.var_w = -np.ones(4)
-    with pytest.raises(ValueError, match=r"Linear\(2,2\): weight: 1 of 4 elements are masked"):
+    with pytest.raises(
+        ValueError, match=r"Linear\(2,2\): weight: expected no masked elements, got 1 of 4"
+    ):
         layer.var_w = np.ma.masked_less(np.arange(4), 1)
     equal(layer.var_w, before)
 
@@ -345,11 +349,11 @@ def test_a_chain_of_two_networks_learns_as_one(flat: bool) -> None:
 
 def test_deltas_that_are_not_there_cannot_be_copied() -> None:
     encoder, decoder = chain(3)
-    with pytest.raises(ValueError, match="the source has no deltas"):
+    with pytest.raises(ValueError, match="expected a source with deltas"):
         encoder.input_delta_z_buffer.copy_from(decoder.output_delta_z_buffer)
     decoder(X[:, :3])
     decoder.set_delta_z(X, X)
-    with pytest.raises(ValueError, match="asked for 99 elements of 24"):
+    with pytest.raises(ValueError, match="num_data must be at most 24, got 99"):
         encoder.input_delta_z_buffer.copy_from(decoder.input_delta_z_buffer, 99)
     decoder.input_delta_z_buffer.reset_zeros()
     assert not decoder.input_delta_z_buffer.delta_mu.any()
@@ -434,7 +438,7 @@ def test_a_network_may_be_evaluated_by_several_threads() -> None:
 def test_layers_learn_in_the_last_network_made_of_them() -> None:
     net = network()
     part = nn.Sequential(*net.layers[:2])
-    with pytest.raises(RuntimeError, match="another network was made of the same layers"):
+    with pytest.raises(RuntimeError, match="another network was created with the same layers"):
         learn(net, X, Y)
     before = net.layers[0].mu_w
     learn(part, X, np.ones((6, 8)))

@@ -70,10 +70,16 @@ def test_states_are_those_of_the_formulas() -> None:
     y = np.random.default_rng(1).standard_normal((STEPS, 2))
     for _ in run(net, y):
         net.step()
-    kept = [[np.asarray(each, np.float64) for each in [*s.prior, *s.posterior]] for s in layer.kept]
+    kept = [
+        [np.asarray(each, np.float64) for each in [*s.prior, *s.posterior]]
+        for s in layer.time_steps
+    ]
     cells, hidden = (
         [np.asarray(each, np.float64) for each in covariances]
-        for covariances in ([s.cell for s in layer.kept], [s.hidden for s in layer.kept])
+        for covariances in (
+            [s.cell for s in layer.time_steps],
+            [s.hidden for s in layer.time_steps],
+        )
     )
     h, c = (kept[-1][4], kept[-1][5]), (kept[-1][6], kept[-1][7])
     expected = [(*h, *c)]
@@ -127,7 +133,7 @@ def test_covariances_are_those_of_draws() -> None:
         f, i, o = (1 / (1 + np.exp(-each)) for each in (f, i, o))
         c_now = f * before[1] + i * np.tanh(g)
         h_now = o * np.tanh(c_now)
-        step = layer.kept[-1]
+        step = layer.time_steps[-1]
         if var_h.any():
             expected = np.cov(before[0].T, h_now.T)[:2, 2:]
             equal(step.hidden, expected, rtol=0.05, atol=1e-5)
@@ -177,28 +183,30 @@ def test_time_steps_are_counted() -> None:
     net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLinear(4, 1))
     for _ in run(net, np.ones((3, 1))):  # a network that is not going to be smoothed
         pass
-    with pytest.raises(RuntimeError, match=r"SLSTM\(2,4\) has kept no time step; set net.num_sam"):
+    with pytest.raises(RuntimeError, match=r"SLSTM\(2,4\) has no time steps\. Set net.num_sam"):
         net.smoother()
-    with pytest.raises(RuntimeError, match="call smoother"):
+    with pytest.raises(RuntimeError, match="Call smoother"):
         net.get_outputs_smoother()
     net.num_samples = 3
-    with pytest.raises(RuntimeError, match=r"SLSTM\(2,4\): 3 time steps are kept, as many as net"):
+    with pytest.raises(RuntimeError, match=r"SLSTM\(2,4\): expected at most 3 time steps \(net"):
         for _ in run(net, np.ones((4, 1))):
             pass
     net.smoother()
     for step in (-2, 3):
-        with pytest.raises(ValueError, match=f"one of 3 smoothed time steps, from 0, got {step}"):
+        with pytest.raises(
+            ValueError, match=f"below 3, the number of smoothed time steps, got {step}"
+        ):
             net.get_lstm_states(step)
 
 
 def test_what_cannot_be_smoothed() -> None:
-    with pytest.raises(ValueError, match="the network has no SLSTM"):
+    with pytest.raises(ValueError, match="expected a network with an SLSTM"):
         nn.Sequential(nn.LSTM(2, 4, 1), nn.SLinear(4, 1)).smoother()
     net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.Linear(4, 1))
     net.num_samples = STEPS
     for _ in run(net, np.ones((2, 1))):
         pass
-    with pytest.raises(ValueError, match=r"cannot smooth 'Linear\.1', only SLSTM and SLinear"):
+    with pytest.raises(ValueError, match=r"expected only SLSTM and SLinear, got 'Linear\.1'"):
         net.smoother()
 
 

@@ -122,7 +122,7 @@ def test_an_observation_whose_variance_is_masked_teaches_nothing() -> None:
     for mu_obs in (y, np.ma.array(y, mask=MASK)):
         updater.update(states(), mu_obs, errors, found)
         equal((found.delta_mu, found.delta_var), (expected.delta_mu, expected.delta_var))
-    with pytest.raises(ValueError, match="selected_idx: 1 of 2 elements are masked"):
+    with pytest.raises(ValueError, match="selected_idx: expected no masked elements, got 1 of 2"):
         updater.update_using_indices(
             states(), y[:, :1], 0.1, np.ma.array([[1], [2]], mask=[[True], [False]]), found
         )
@@ -148,7 +148,9 @@ def test_the_batch_comes_first_unless_all_is_flat() -> None:
             updater.update(out, y, y.reshape(shape), deltas)
         with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
             updater.update_using_indices(out, y.reshape(shape), 0.1, indices, deltas)
-        with pytest.raises(ValueError, match=r"selected_idx: expected \(12, k\), .*, got \(\d"):
+        with pytest.raises(
+            ValueError, match=r"selected_idx: expected shape \(12, k\), .*, got \(\d"
+        ):
             updater.update_using_indices(out, y, 0.1, indices.reshape(shape), deltas)
         with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
             updater.update_heteros(states(12, 4), y.reshape(shape), deltas)
@@ -169,7 +171,7 @@ def test_observations_may_have_any_dtype_layout_and_shape(dtype: str) -> None:
             equal(found.delta_var, expected.delta_var, rtol=1e-6)
 
 
-LONGER = r"var_obs: .*, or more of them, all of one value and none masked, got \(10,\)"
+LONGER = r"var_obs: .*, or a longer array of one repeated, unmasked value, got \(10,\)"
 
 
 @pytest.mark.parametrize(
@@ -185,8 +187,8 @@ LONGER = r"var_obs: .*, or more of them, all of one value and none masked, got \
         (np.zeros((2, 4)), np.arange(9), r"var_obs: expected shape \(2, 4\), .*, got \(9,\)"),
         (np.zeros((2, 4)), np.ma.masked_less([0.1] * 9 + [0], 0.1), LONGER),
         (np.zeros((2, 4)), [0.1] * 9 + [0.2], LONGER),
-        (np.zeros((2, 4)), -0.1, "var_obs: variances are not negative, got -0.1"),
-        (np.zeros((2, 4)), np.nan, "var_obs: variances are not negative, got nan"),
+        (np.zeros((2, 4)), -0.1, "var_obs: variances must be at least 0, got -0.1"),
+        (np.zeros((2, 4)), np.nan, "var_obs: variances must be at least 0, got nan"),
     ],
 )
 def test_wrong_observations_are_refused(y: Any, errors: Any, message: str) -> None:
@@ -217,11 +219,11 @@ def test_observations_are_real_numbers(values: Any) -> None:
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        ([[0], [1]], "indices are from 1 to 4, the number of outputs; got 0 to 1"),
-        ([[1], [5]], "indices are from 1 to 4, the number of outputs; got 1 to 5"),
-        ([1, 2, 3], r"expected \(2, k\), as many for each sample, or flat, got \(3,\)"),
-        ([[1.5], [2]], "indices are whole numbers"),
-        ([[np.nan], [2]], "indices are whole numbers"),
+        ([[0], [1]], "indices must be from 1 to 4, the number of outputs, got 0 to 1"),
+        ([[1], [5]], "indices must be from 1 to 4, the number of outputs, got 1 to 5"),
+        ([1, 2, 3], r"expected shape \(2, k\), or the same elements flat, got \(3,\)"),
+        ([[1.5], [2]], "indices must be integers"),
+        ([[np.nan], [2]], "indices must be integers"),
         ([[1, 2], [2, 3]], r"mu_obs: expected shape \(2, 2\), .*got \(2,\)"),
     ],
 )
@@ -233,7 +235,7 @@ def test_wrong_indices_are_refused(indices: Any, message: str) -> None:
 
 
 def test_an_odd_number_of_outputs_is_no_pairs() -> None:
-    with pytest.raises(ValueError, match=r"outputs are pairs .* the network has 3"):
+    with pytest.raises(ValueError, match=r"expected an even number of outputs .* got 3"):
         nn.OutputUpdater().update_heteros(states(2, 3), np.zeros(2), nn.BaseDeltaStates())
     with pytest.raises(ValueError, match=r"mu_obs: expected shape \(2, 2\)"):
         nn.OutputUpdater().update_heteros(states(2, 4), np.zeros((2, 4)), nn.BaseDeltaStates())

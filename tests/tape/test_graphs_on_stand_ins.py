@@ -16,7 +16,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl import launching
-from flashlight_py.distributed.groups.membership import of
+from flashlight_py.distributed.groups.membership import members_of
 from flashlight_py.tape.graphs import Graphs, _spanning
 from tests.cupy_stand_in import Event, StandInArray, StandInCupy, Stream
 from tests.distributed import nccl_stand_in
@@ -245,7 +245,7 @@ def test_ranks_agree_in_the_group_that_contains_all_others() -> None:
 
 def capture_on_one(rank: int, size: int, how: str) -> tuple[list[Any], str, int]:
     """Capture a step with a collective; on rank 0 not, or with another factor."""
-    nccl_stand_in.install(of(None).backend())
+    nccl_stand_in.install(members_of(None).backend())
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         driver = StandInDriver(patch)

@@ -91,7 +91,7 @@ from flashlight_py.distributed.calls import journal
 
 def profile_in_child(path):
     if os.fork() == 0:
-        assert not journal.recent() and sorted(journal.groups()) == ["ranks 0", "world"]
+        assert not journal.recent_records() and sorted(journal.groups()) == ["ranks 0", "world"]
         with fl.profile(path):
             fl.all_reduce(np.ones(3))
             alone.barrier()

@@ -28,7 +28,7 @@ def here() -> str:
 
 
 def calls_since(number: int, group: str = "world") -> list[dict[str, Any]]:
-    records = [record.as_dict() for record in journal.recent()]
+    records = [record.as_dict() for record in journal.recent_records()]
     return [r for r in records if r["group"] == group and r.get("number", 0) > number]
 
 
@@ -51,7 +51,7 @@ def all_verbs(rank: int, size: int) -> tuple[int, list[dict[str, Any]], list[dic
     fl.all_reduce(x)
     right, left = (rank + 1) % size, (rank - 1) % size
     fl.sendrecv(x, right, out=np.zeros(4, np.float32), src=left, tag=3)
-    messages = [r.as_dict() for r in journal.recent()][-1:]
+    messages = [r.as_dict() for r in journal.recent_records()][-1:]
     return before, calls_since(before), messages
 
 

@@ -1,4 +1,5 @@
-"""Functions of arrays in NumPy: as one writes them, captured, and by hand into arrays that stay."""
+"""Functions of arrays in NumPy: plain code, captured code, and hand-written code with preallocated
+results."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -111,5 +112,5 @@ class Functions(RankRole):
 
 
 def join(place: Place) -> Functions:
-    """There is nobody to meet."""
+    """Return the role of the only rank."""
     return Functions(place)

@@ -1,4 +1,4 @@
-"""The yardstick: one core copies the same bytes once."""
+"""The limit: one core copies the same bytes once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from harness.role import Place, Prepared, Role
 
 
 class Copy(Role):
-    """One rank, which talks to nobody."""
+    """One rank without communication."""
 
     rank, size = 0, 1
 
@@ -17,7 +17,7 @@ class Copy(Role):
         return {"NumPy": np.__version__}
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Return, because there is no other rank."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         source = np.ones(task["nbytes"], np.uint8)
@@ -26,5 +26,5 @@ class Copy(Role):
 
 
 def join(_: Place) -> Copy:
-    """There is nobody to meet."""
+    """Return the role of the only rank."""
     return Copy()

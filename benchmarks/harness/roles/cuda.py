@@ -1,4 +1,4 @@
-"""What every library's all_reduce on a GPU has in common: how it is timed, and the right answer."""
+"""Common code for every library's all_reduce on a GPU: timing, and the correct result."""
 
 import abc
 import statistics
@@ -12,16 +12,18 @@ from harness.roles.verbs import elements, total
 
 __all__ = ["CudaRole"]
 
-# Launches in a row before the device is waited for. CUDA takes some 1000 before the host blocks.
+# Number of launches before the host waits for the device. After about 1000 launches CUDA blocks the
+# host.
 LAUNCHES = 20
 SERIES = 15
-SERIES_SHARED = 5  # ranks that share a GPU get slices of its time: a launch takes milliseconds
-# What the host does for a launch does not depend on the size, as the device's time does.
+SERIES_SHARED = 5  # for ranks that share a GPU: a launch takes milliseconds
+# The host's time for a launch does not depend on the size, so large arrays need no such
+# measurement.
 LARGEST_LAUNCHED = 64 << 10
 
 
 class CudaRole(Role):
-    """A library whose all_reduce returns before the device has done it."""
+    """A library whose all_reduce returns before the device has finished."""
 
     @abc.abstractmethod
     def zeros(self, count: int, dtype: str) -> Any:
@@ -33,12 +35,12 @@ class CudaRole(Role):
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Block until the device is done with everything."""
+        """Block until the device has finished all work."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
-        """Return a call that ends with the device.
+        """Return a call that ends when the device has finished.
 
-        The detail is the host's seconds to launch, for small arrays; None for others.
+        The detail is the host's seconds to launch a small array, and None for large arrays.
         """
         array = self.zeros(elements(task["nbytes"], 4, 1), task["dtype"])
         launch = self.launcher(array)
@@ -62,7 +64,7 @@ class CudaRole(Role):
         return Prepared(call, self._seconds_to_launch(launch) if small else None, check)
 
     def _seconds_to_launch(self, launch: Call) -> float:
-        """Return the median of what the host takes for one launch, the device apart."""
+        """Return the median host time of one launch without the device time."""
         found = []
         for _ in range(SERIES_SHARED if shares_gpu() else SERIES):
             self.barrier()

@@ -17,7 +17,7 @@ SECONDS = 60.0
 
 
 class CupyNccl(CudaRole):
-    """The bare library: no groups, no checks, no events."""
+    """The plain library on the current stream, without groups, checks and events."""
 
     def __init__(self, place: Place) -> None:
         gpus = cupy.cuda.runtime.getDeviceCount()
@@ -64,5 +64,5 @@ class CupyNccl(CudaRole):
 
 
 def join(place: Place) -> CupyNccl:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return CupyNccl(place)

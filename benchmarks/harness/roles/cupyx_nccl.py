@@ -8,13 +8,13 @@ from typing import Any
 from harness.role import Call, Place
 from harness.roles.cupy_nccl import CupyNccl
 
-# CuPy imports mpi4py where it is installed, and fails where that finds no MPI; it is not needed.
+# CuPy imports mpi4py if it is installed, and fails if mpi4py finds no MPI. MPI is not needed here.
 sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]
 from cupyx.distributed import init_process_group  # noqa: E402
 
 
 class CupyxNccl(CupyNccl):
-    """As its users call it, on the stream that is current."""
+    """The public function on the current stream."""
 
     def _join(self) -> Any:
         return init_process_group(self.size, self.rank, port=self._of_rank_0(_free_port))
@@ -28,12 +28,12 @@ class CupyxNccl(CupyNccl):
 
 
 def _free_port() -> int:
-    """Return a port that is free now; the library takes no socket."""
+    """Return a free port, because the library does not accept an open socket."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def join(place: Place) -> CupyxNccl:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return CupyxNccl(place)

@@ -1,4 +1,4 @@
-"""What every role that uses this package needs: the start, and what to report of it."""
+"""Common code for roles of this package: the start, and the facts for the report."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["RankRole", "dtype_of", "facts"]
 
 
 class RankRole(Role):
-    """A rank of a world that meets through a file of the team's folder."""
+    """A rank of a world that uses a file in the team's folder."""
 
     def __init__(self, place: Place) -> None:
         path = str(Path(place.folder) / "meet")
@@ -31,7 +31,7 @@ class RankRole(Role):
 
 
 def facts() -> dict[str, str]:
-    """Return the version, and which paths the arrays take, where the package knows."""
+    """Return the version, and the backends of the arrays if the package reports them."""
     describe = getattr(fl.distributed, "describe", None)
     path = (
         fl.distributed_backend().name
@@ -42,7 +42,7 @@ def facts() -> dict[str, str]:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype of that name; bfloat16 is ml_dtypes'."""
+    """Return the NumPy dtype of this name; ml_dtypes has bfloat16."""
     if name != "bfloat16":
         return np.dtype(name)
     import ml_dtypes

@@ -26,7 +26,7 @@ def _batch(ops: Sequence[Op]) -> Call:
 
 
 class Flashlight(RankRole, CollectiveRole):
-    """NumPy arrays; of the kind "shared" where the package offers them, which are not copied."""
+    """NumPy arrays; the kind "shared" is an array in shared memory, which is not copied."""
 
     messages = Messages(fl.send, fl.recv, fl.isend, fl.irecv, _sendrecv, _batch)
 
@@ -104,5 +104,5 @@ class Flashlight(RankRole, CollectiveRole):
 
 
 def join(place: Place) -> Flashlight:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Flashlight(place)

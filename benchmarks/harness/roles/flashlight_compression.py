@@ -1,4 +1,4 @@
-"""Training with a communication hook: what it sends, what a step takes, where the loss ends."""
+"""Training with a communication hook: bytes sent, time of a step, final loss."""
 
 import argparse
 import itertools
@@ -14,7 +14,7 @@ from harness.role import Place, Prepared
 from harness.roles.flashlight import RankRole
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "DistributedTraining.py"
-LR, MOMENTUM = 1e-6, 0.9  # of the large perceptron
+LR, MOMENTUM = 1e-6, 0.9  # learning rate and momentum of the large perceptron
 
 Hook = Callable[..., Any]
 
@@ -32,7 +32,7 @@ class Compression(RankRole):
             model, step = large(task["widths"], task["batch"], hook)
             step()
             return Prepared(step, {"bytes": bytes_per_step(model, hook)})
-        # A benchmark that waits for one epoch at a time may wait for many.
+        # Each call trains one more epoch of the same example.
         key = f"{task['hook']} {task['momentum']}"
         if key not in self._examples:
             self._examples[key] = Example(task["samples"], task["momentum"], hook)
@@ -43,7 +43,7 @@ class Compression(RankRole):
 
 
 def hook_of(description: list[Any] | None) -> Hook | None:
-    """Make the hook that a name and its arguments describe."""
+    """Return the hook with this name and these arguments."""
     if description is None:
         return None
     name, arguments = description
@@ -52,7 +52,7 @@ def hook_of(description: list[Any] | None) -> Hook | None:
 
 
 def bytes_per_step(model: fl.nn.Module, hook: Hook | None) -> int:
-    """Return what a rank gave to collectives in the last step."""
+    """Return the bytes that a rank passed to collectives in the last step."""
     if isinstance(hook, fl.distributed.Compression):
         return hook.bytes_per_step
     return sum(param.array.nbytes for param in model.params())
@@ -61,7 +61,7 @@ def bytes_per_step(model: fl.nn.Module, hook: Hook | None) -> int:
 def large(
     widths: list[int], batch: int, hook: Hook | None
 ) -> tuple[fl.nn.Module, Callable[[], float]]:
-    """Return a perceptron and a step of it, each rank with a batch of its own."""
+    """Return a perceptron and its step; each rank has its own batch."""
     fl.set_seed(0)
     model = fl.nn.Sequential()
     for inputs, outputs in itertools.pairwise(widths):
@@ -99,7 +99,7 @@ class Example:
         return float(fl.all_reduce(loss, op="avg"))
 
     def forward(self) -> None:
-        """Compute one sample's prediction: something to time that leaves the model as it is."""
+        """Compute one sample's prediction, a call that does not change the model."""
         self.model(self._batches[0][0])
 
 
@@ -121,5 +121,5 @@ def train(
 
 
 def join(place: Place) -> Compression:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Compression(place)

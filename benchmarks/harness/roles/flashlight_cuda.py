@@ -13,7 +13,7 @@ from harness.roles.flashlight import RankRole
 
 
 class FlashlightCuda(RankRole, CudaRole):
-    """As a user calls it, asynchronously."""
+    """The public function, called asynchronously."""
 
     def __init__(self, place: Place) -> None:
         share_gpus(place.rank, place.size, cupy.cuda.runtime.getDeviceCount())
@@ -34,5 +34,5 @@ class FlashlightCuda(RankRole, CudaRole):
 
 
 def join(place: Place) -> FlashlightCuda:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return FlashlightCuda(place)

@@ -1,7 +1,7 @@
 """A layer of fl.nn, forward and backward.
 
-Images lie in memory as a layer before has left them, channels last; data of the
-first layer do not.
+Images have channels last in memory, as the layer before would produce them, except the input of the
+first layer.
 """
 
 import time
@@ -39,7 +39,7 @@ class Flashlight(Role):
         below = fl.param(np.zeros(1, np.float32))
 
         def take(grad: Any) -> Any:
-            """Keep the gradient as a layer before would have it: a leaf would copy it."""
+            """Keep the gradient without a copy, as the layer before would; a leaf would copy it."""
             inputs[:] = [grad]
             return np.zeros(1, np.float32)
 
@@ -63,7 +63,7 @@ class Flashlight(Role):
 
 
 def last(array: Any) -> Any:
-    """Return images with channels last in memory, and other arrays as they are."""
+    """Return images with channels last in memory, and other arrays unchanged."""
     if array.ndim != 4:
         return array
     return np.ascontiguousarray(array.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)

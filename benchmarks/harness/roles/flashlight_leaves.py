@@ -1,4 +1,4 @@
-"""A training step leaf by leaf, beside plain data-parallel training, and how training ends."""
+"""A training step with leaves, next to plain data-parallel training, and the final parameters."""
 
 import hashlib
 import itertools
@@ -16,9 +16,9 @@ LR = 1e-4
 
 
 class Leaves(RankRole):
-    """Kinds: "plain", each rank a part of the batch; "leaves"; "bits", which trains first.
+    """Kinds: "plain", each rank has a batch share; "leaves"; "bits", which trains first.
 
-    ``hosts`` among the options: ranks are put on so many, as far as the package can tell.
+    The option ``hosts`` divides the ranks between simulated hosts.
     """
 
     def __init__(self, place: Place) -> None:
@@ -69,5 +69,5 @@ class Leaves(RankRole):
 
 
 def join(place: Place) -> Leaves:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Leaves(place)

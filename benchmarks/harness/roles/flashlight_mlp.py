@@ -18,9 +18,9 @@ STEPS_BEFORE, STEPS_TRACED = 3, 3
 
 
 class Mlp(RankRole):
-    """Kinds of steps: "alone", "overlap", and "after", which reduces when backward has returned.
+    """Kinds of steps: "alone", "overlap", and "after", which reduces after the backward pass.
 
-    On the CPU, or on a GPU (``device``); ``trace`` is the file for a trace of the latter.
+    They run on the CPU, or on a GPU (``device``). ``trace`` is the file for a trace of the GPU.
     """
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
@@ -45,7 +45,7 @@ class Mlp(RankRole):
         return fl.distributed.use_local_device()
 
     def _trace(self, step: Call, file: str) -> dict[str, float] | str:
-        """Return what rank 0's GPU does in a step; all ranks make as many."""
+        """Return a summary of rank 0's GPU in a step; all ranks make the same number of steps."""
         for _ in range(STEPS_BEFORE):
             step()
         if self.rank == 0:
@@ -86,5 +86,5 @@ def _step(
 
 
 def join(place: Place) -> Mlp:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Mlp(place)

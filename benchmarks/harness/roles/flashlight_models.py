@@ -26,7 +26,8 @@ def model_of(work: str) -> fl.nn.Module:
 
 
 class Flashlight(RankRole):
-    """``kind``: "eager" or "captured"; ``state``: the parameters of everybody, by torch's names."""
+    """``kind`` is "eager" or "captured"; ``state`` contains the common parameters, by torch's
+    names."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         name = task["work"]
@@ -55,5 +56,5 @@ class Flashlight(RankRole):
 
 
 def join(place: Place) -> Flashlight:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Flashlight(place)

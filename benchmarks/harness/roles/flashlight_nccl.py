@@ -5,14 +5,14 @@ from typing import Any
 import cupy
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups.membership import of
+from flashlight_py.distributed.groups.membership import members_of
 from harness.role import Call, Place
 from harness.roles.flashlight_cuda import FlashlightCuda
 
 __all__ = ["SameCommunicator", "join"]
 
-TYPES = {"float32": 7, "float64": 8}  # of ncclDataType_t
-SUM = 0  # of ncclRedOp_t
+TYPES = {"float32": 7, "float64": 8}  # values of ncclDataType_t
+SUM = 0  # value of ncclRedOp_t
 
 
 class SameCommunicator(FlashlightCuda):
@@ -25,7 +25,7 @@ class SameCommunicator(FlashlightCuda):
     def launcher(self, array: Any) -> Call:
         fl.all_reduce(array)  # joins the GPUs and connects the ranks
         fl.sync_distributed()
-        backend: Any = of(None).gpus
+        backend: Any = members_of(None).gpus
         communicator = backend.communicator
         lib, ffi = communicator.lib, communicator.nccl.ffi
         handle, state = communicator.child or communicator.handle, ffi.new("ncclResult_t *")
@@ -46,5 +46,5 @@ class SameCommunicator(FlashlightCuda):
 
 
 def join(place: Place) -> SameCommunicator:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return SameCommunicator(place)

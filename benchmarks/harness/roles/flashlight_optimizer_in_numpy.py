@@ -1,4 +1,4 @@
-"""The same steps as ``flashlight_optimizer``, by NumPy alone."""
+"""The steps of ``flashlight_optimizer`` with NumPy only."""
 
 import sys
 

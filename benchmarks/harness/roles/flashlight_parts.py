@@ -1,4 +1,4 @@
-"""A data set per host or rank, a deep network recomputed, layers cut, the order of an epoch."""
+"""A data set per host or rank, a recomputed deep network, split layers, the order of an epoch."""
 
 import hashlib
 import itertools
@@ -13,7 +13,7 @@ import flashlight_py as fl
 from harness.role import Call, Place, Prepared
 from harness.roles.flashlight import RankRole
 
-ROW = 1024  # numbers of a sample
+ROW = 1024  # elements of a sample
 BATCH = 256
 
 
@@ -21,8 +21,9 @@ class Parts(RankRole):
     """Works: "data" (kinds "each", "host"), "deep" ("plain", "again"), "layers" ("whole", "cut"),
     and "epoch" ("sampler", "numpy").
 
-    The detail of data is how many bytes of memory it has taken in this process (its share of what
-    others have mapped too), that of a deep network the most that a step has taken, and its bits.
+    The detail of "data" is its proportional share of memory in this process in bytes. The detail of
+    "deep" is the
+    peak memory of a step in bytes, and the bits of its gradients.
     """
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
@@ -48,7 +49,7 @@ def _data(task: Mapping[str, Any]) -> Prepared:
     total = float(rows.sum(dtype=np.float64))
     if total != ROW * shape[0] * (shape[0] - 1) / 2:
         raise RuntimeError("the data set has other values than were loaded")
-    fl.barrier()  # until all have read all of it, pages are not shared by all
+    fl.barrier()  # pages count as shared only after all ranks have read them
     taken = _share_of_memory() - before
     fl.barrier()
     chosen = np.random.default_rng(fl.get_world_rank()).integers(0, shape[0], BATCH)
@@ -56,7 +57,7 @@ def _data(task: Mapping[str, Any]) -> Prepared:
 
 
 def _share_of_memory() -> int:
-    """Return this process's proportional share (PSS) of all memory it has mapped, in bytes."""
+    """Return this process's proportional set size (PSS) in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) << 10
@@ -75,7 +76,7 @@ def _deep(task: Mapping[str, Any]) -> Prepared:
         net.add(block if keeps else fl.recompute(block))
     x = fl.input(np.random.default_rng(0).random((task["batch"], width), np.float32))
 
-    def step() -> None:  # gradients add up: where they are is no part of what is measured
+    def step() -> None:  # gradients are added up, as zeroing is not measured
         net(x).sum().backward()
 
     step()
@@ -116,5 +117,5 @@ def _epoch(task: Mapping[str, Any]) -> Prepared:
 
 
 def join(place: Place) -> Parts:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Parts(place)

@@ -1,4 +1,4 @@
-"""The verbs of this package on ranks that a launcher has started, or has even initialised."""
+"""The verbs of this package on ranks that a launcher started and may have initialised."""
 
 import flashlight_py as fl
 from harness.role import Place
@@ -6,7 +6,7 @@ from harness.roles.flashlight_collectives import Flashlight
 
 
 class Started(Flashlight):
-    """Ranks that initialise the world where the launcher has not done so."""
+    """Ranks that initialise the world unless the launcher has done it."""
 
     def __init__(self, _: Place) -> None:
         self._is_initialised = fl.is_distributed_init()
@@ -20,5 +20,5 @@ class Started(Flashlight):
 
 
 def join(place: Place) -> Started:
-    """Be one of the ranks."""
+    """Return the role of one rank."""
     return Started(place)

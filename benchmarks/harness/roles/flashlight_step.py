@@ -1,4 +1,4 @@
-"""The step with this package, as a user and as the example write it: captured, or as it is."""
+"""The step with this package, captured or eager, written as in the example."""
 
 import itertools
 from typing import Any
@@ -10,9 +10,9 @@ from harness.roles.perceptron import LR, MOMENTUM, Recipe, Step, StepRole, batch
 
 
 class Flashlight(RankRole, StepRole):
-    """Kinds are words: "eager" or "captured", then "distributed" or "leaves" or nothing.
+    """Kinds are words: "eager" or "captured", then "distributed", "leaves" or no further word.
 
-    Distributed: gradients are reduced in every backward pass, also if there is one rank.
+    "distributed" reduces gradients in every backward pass, also on one rank.
     """
 
     def step(self, recipe: Recipe, kind: str) -> Step:
@@ -66,7 +66,7 @@ def _optimizer(recipe: Recipe, model: fl.nn.Module) -> Any:
 
 
 def _whole(model: fl.nn.Module, criterion: fl.nn.Module, optimizer: Any) -> Any:
-    """Return the function of a training step; of a forward pass, if there is no optimizer."""
+    """Return the function of a training step, or of a forward pass if there is no optimizer."""
 
     def forward(x: Any, y: Any) -> Any:
         return criterion(model(fl.input(x)), fl.no_grad(y))
@@ -96,5 +96,5 @@ def _leaf_by_leaf(model: fl.nn.Module, criterion: fl.nn.Module, optimizer: Any) 
 
 
 def join(place: Place) -> Flashlight:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Flashlight(place)

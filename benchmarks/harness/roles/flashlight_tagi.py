@@ -1,4 +1,4 @@
-"""A step of fl.tagi: of one process, or of ranks that share a batch and add up what it teaches."""
+"""A step of fl.tagi on one process, or on ranks that share a batch and add their updates."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from harness.roles.tagi_works import (
 
 
 class Flashlight(RankRole):
-    """A rank has its part of the batch."""
+    """A rank with its batch share."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         work = WORKS[task["work"]]
@@ -48,5 +48,5 @@ class Flashlight(RankRole):
 
 
 def join(place: Place) -> Flashlight:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Flashlight(place)

@@ -1,4 +1,4 @@
-"""A tree of many small arrays from rank 0 to all, beside one array of as many bytes."""
+"""A tree of many small arrays from rank 0 to all ranks, next to one array of the same size."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from harness.roles.flashlight import RankRole
 
 
 class Tree(RankRole):
-    """Kinds of calls: "tree" synchronizes, "each" broadcasts every array, "one" the large one."""
+    """Kinds of calls: "tree" synchronizes, "each" broadcasts every array, "one" the large array."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         count, length = task["arrays"], task["nbytes"] // (4 * task["arrays"])
@@ -38,5 +38,5 @@ def _check(tree: Mapping[str, Any]) -> None:
 
 
 def join(place: Place) -> Tree:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Tree(place)

@@ -1,4 +1,4 @@
-"""The step with JAX: one compiled function, whose arrays are given back to it."""
+"""The step with JAX: one compiled function that reuses the memory of its arguments."""
 
 import functools
 import itertools
@@ -27,13 +27,13 @@ class Jax(StepRole):
     rank, size = 0, 1
 
     def __init__(self) -> None:
-        jax.config.update("jax_enable_x64", True)  # float32 stays what it is
+        jax.config.update("jax_enable_x64", True)  # float32 arrays stay float32
 
     def facts(self) -> dict[str, str]:
         return {"JAX": jax.__version__}
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Return, because there is no other rank."""
 
     def step(self, recipe: Recipe, kind: str) -> Step:
         loss_of = _LOSSES[recipe.loss]
@@ -95,5 +95,5 @@ _MOMENTS = {"sgd": ["velocity"], "adam": ["mean", "square"]}
 
 
 def join(_: Place) -> Jax:
-    """There is nobody to meet."""
+    """Return the role of the only rank."""
     return Jax()

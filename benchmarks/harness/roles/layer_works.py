@@ -1,6 +1,6 @@
 """The layers that are measured, with their names in both libraries and the shapes of their inputs.
 
-Images are those of ResNet18 on CIFAR-10, 32 of them; sequences those of a small GPT.
+Images have the shapes of ResNet18 on CIFAR-10 with batch 32, sequences the shapes of a small GPT.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,10 +16,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Work:
-    """``ours`` and ``theirs`` are expressions that make the layer, of ``fl.nn`` and ``torch.nn``.
+    """``ours`` and ``theirs`` are expressions that construct the layer in ``fl.nn`` and
+    ``torch.nn``.
 
     ``most``: the input is integers below it. ``is_first``: the input needs no gradient.
-    ``is_alike``: both have the same parameters in the same order, so that results are compared.
+    ``is_alike``:
+    both layers have the same parameters in the same order, so their results are compared.
     """
 
     title: str
@@ -115,17 +117,17 @@ def input_of(work: Work) -> Any:
 
 
 def fill(params: Sequence[Any]) -> None:
-    """Give parameters, arrays of either library, the values that both begin with."""
+    """Give the parameters of either library the initial values of both."""
     rng = np.random.default_rng(1)
     for param in params:
         param[...] = rng.uniform(-0.1, 0.1, param.shape).astype(np.float32)
 
 
 def weights_of(shape: Shape) -> Any:
-    """Return the gradient that the backward pass begins with."""
+    """Return the gradient of the result that starts the backward pass."""
     return np.random.default_rng(2).standard_normal(shape, np.float32)
 
 
 def sample(work: Work, arrays: Iterable[Any]) -> list[list[float]]:
-    """Return the first elements of the result and of gradients, of what is alike."""
+    """Return the first elements of the result and of gradients, for the comparison."""
     return [array.reshape(-1)[:64].tolist() for array in arrays] if work.is_alike else []

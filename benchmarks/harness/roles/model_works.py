@@ -1,4 +1,4 @@
-"""What libraries train: the models of examples/, with the same parameters and the same batches."""
+"""The models of examples/ with common parameters and batches for all libraries."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,12 +10,12 @@ __all__ = ["LR", "WORKS", "Work", "batches", "peak_of"]
 
 LR = 1e-5  # so small that losses stay comparable
 BATCHES = 4
-COMPARED = 3  # first losses
+COMPARED = 3  # number of first losses that are compared
 WIDTH, HEADS, LAYERS, BLOCK, TOKENS = 128, 4, 4, 64, 94
 
 
 class Work(NamedTuple):
-    """A model by its example, the shape of a batch's inputs, and how many classes there are."""
+    """A model by its example, the shape of a batch's inputs, and the number of classes."""
 
     title: str
     inputs: tuple[int, ...]
@@ -30,7 +30,7 @@ WORKS = {
 
 
 def batches(name: str, rank: int, size: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Return this rank's parts of the batches: inputs and labels, or tokens and the next ones."""
+    """Return this rank's shares of the batches: inputs and labels, or tokens and next tokens."""
     work, random = WORKS[name], np.random.default_rng(1)
     found = []
     for _ in range(BATCHES):
@@ -45,8 +45,8 @@ def batches(name: str, rank: int, size: int) -> list[tuple[NDArray[Any], NDArray
 
 
 def peak_of(step: Any) -> int:
-    """Return by how many bytes the process is larger at most, in its first calls of ``step``."""
-    Path("/proc/self/clear_refs").write_text("5")  # the most memory so far is that of now
+    """Return the peak growth of the process in bytes during the first calls of ``step``."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present memory
     before = _status("VmRSS")
     for _ in range(3):
         step()

@@ -1,4 +1,4 @@
-"""The verbs of MPI through mpi4py, on NumPy buffers, in place where MPI can."""
+"""The verbs of MPI through mpi4py on NumPy buffers, in place if MPI supports it."""
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ class Mpi(CollectiveRole):
         messages = self.messages = Messages(
             *(comm.Send, comm.Recv, comm.Isend, comm.Irecv),
             lambda x, dst, out, src, tag: partial(comm.Sendrecv, x, dst, tag, out, src, tag),
-            # Receives first: what comes then has a place.
+            # Receives start first, so messages arrive in their buffers.
             lambda ops: messages.together(sorted(ops, key=lambda op: op[0])),
             MPI.Request.Waitall,
             MPI.ANY_SOURCE,
@@ -29,7 +29,7 @@ class Mpi(CollectiveRole):
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
-        # A dtype that MPI lacks: mpi4py's own lookup fails, or MPI's check of the operation.
+        # Raised if MPI lacks a dtype: by mpi4py's lookup, or by MPI's check of the operation.
         return (Refusal, MPI.Exception, KeyError, ValueError, TypeError, NotImplementedError)
 
     def facts(self) -> dict[str, str]:
@@ -104,5 +104,5 @@ class Mpi(CollectiveRole):
 
 
 def join(_: Place) -> Mpi:
-    """MPI knows the other ranks already."""
+    """Return the role; MPI has connected the ranks."""
     return Mpi()

@@ -11,7 +11,8 @@ import cupy
 from harness.role import Call, Place
 from harness.roles.cupy_nccl import CupyNccl
 
-# The binding imports torch if it is installed, which takes seconds. A user of CuPy needs no torch.
+# The binding imports torch if it is installed, which takes seconds. Users of CuPy do not need
+# torch.
 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 nccl: Any = importlib.import_module("nccl.core")
 
@@ -33,5 +34,5 @@ class Nccl4py(CupyNccl):
 
 
 def join(place: Place) -> Nccl4py:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Nccl4py(place)

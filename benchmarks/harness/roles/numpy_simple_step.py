@@ -1,4 +1,4 @@
-"""The step by hand as one writes it first: a new array for every result, layer by layer."""
+"""The step by hand in simple form: a new array for every result, layer by layer."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from harness.roles.perceptron import LR, MOMENTUM, Recipe, Step, batches, parame
 
 
 class Simple(HandWritten):
-    """One process; SGD alone."""
+    """One process, SGD only."""
 
     def step(self, recipe: Recipe, kind: str) -> Step:
         params = parameters(recipe)
@@ -51,5 +51,5 @@ class Simple(HandWritten):
 
 
 def join(_: Place) -> Simple:
-    """There is nobody to meet."""
+    """Return the role of the only rank."""
     return Simple()

@@ -1,8 +1,10 @@
-"""The step written by hand, as plain NumPy can do it best.
+"""The step by hand in the fastest form of plain NumPy.
 
-Every result has its place beforehand. Parameters, gradients and moments are views of one flat array
-each, so that the optimizer takes a few calls for all layers, on pieces that stay in the cache. With
-batch 1 the gradient of a bias is what comes back through its layer, written in its place at once.
+Every result has preallocated memory. Parameters, gradients and moments are views of one flat array
+each, so the
+optimizer makes few calls for all layers, on chunks that fit the cache. With batch 1 the gradient of
+a bias is the
+gradient of the layer's output, which is written to its memory at once.
 """
 
 import itertools
@@ -25,8 +27,8 @@ from harness.roles.perceptron import (
     parameters,
 )
 
-PIECE = 1 << 15  # elements of a piece
-OUTER = 1024  # from so many inputs on, an outer product by multiplication is faster than by BLAS
+PIECE = 1 << 15  # elements of a chunk
+OUTER = 1024  # inputs from which on a multiplication is faster than BLAS's outer product
 
 Floats = NDArray[Any]
 Criterion = Callable[[Floats], float]
@@ -41,7 +43,7 @@ class HandWritten(StepRole):
         return {"NumPy": np.__version__}
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Return, because there is no other rank."""
 
     def step(self, recipe: Recipe, kind: str) -> Step:
         return _step(recipe)
@@ -91,7 +93,7 @@ def _step(recipe: Recipe) -> Step:
         for delta, columns, weight, of_weight, of_bias, output, below, mask in backward:
             outers(columns, output, of_weight)
             dot(delta, weight, below)
-            if rows == 1:  # a sign is a factor, which takes less than a cast of the truth
+            if rows == 1:  # multiplying by the sign is faster than casting a bool
                 sign(output, mask)
             else:
                 dot(ones, delta, of_bias)
@@ -113,7 +115,7 @@ def _views(flat: Floats, like: list[Floats]) -> list[Floats]:
 
 
 def _targets(recipe: Recipe) -> list[tuple[Floats, Floats]]:
-    """Classes as rows with a single 1, which makes the derivative one subtraction."""
+    """Return classes as rows with a single 1, so the derivative is one subtraction."""
     if recipe.loss == "mse":
         return batches(recipe)
     rows = np.eye(recipe.widths[-1], dtype=recipe.dtype)
@@ -198,7 +200,7 @@ def _adam(flat: Floats, grads: Floats) -> Callable[[], None]:
 
 
 def _pieces(*arrays: Floats) -> list[tuple[Floats, ...]]:
-    """Return the pieces of each array, and after them a scratch that is the same for all."""
+    """Return the chunks of each array, and a common scratch chunk."""
     scratch = np.empty(min(PIECE, arrays[0].size), arrays[0].dtype)
     starts = range(0, arrays[0].size, PIECE)
     parts = [[array[start : start + PIECE] for array in arrays] for start in starts]
@@ -210,5 +212,5 @@ _UPDATES = {"sgd": _sgd, "adam": _adam}
 
 
 def join(_: Place) -> HandWritten:
-    """There is nobody to meet."""
+    """Return the role of the only rank."""
     return HandWritten()

@@ -1,4 +1,4 @@
-"""What the steps of optimizers are measured on; every library makes the same arrays."""
+"""Parameters and gradients for the steps of optimizers; every library makes the same arrays."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +8,14 @@ import numpy as np
 __all__ = ["CHECKED", "LR", "RULES", "WORKS", "Work", "arrays"]
 
 LR = 1e-3
-# Of a rule its class in fl.optim and in torch.optim, and what both take besides the rate.
+# The class of a rule in fl.optim and in torch.optim, and its options besides the rate.
 RULES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "sgd": ("SGDOptimizer", "SGD", {"momentum": 0.9}, {"momentum": 0.9}),
     "adam": ("AdamOptimizer", "Adam", {}, {}),
     "adamw": ("AdamOptimizer", "AdamW", {"weight_decay": 1e-2}, {"weight_decay": 1e-2}),
     "adagrad": ("AdagradOptimizer", "Adagrad", {}, {"eps": 1e-8}),
 }
-# Elements that the libraries' results are compared at, of the first parameter.
+# Number of elements of the first parameter that are compared between libraries.
 CHECKED = 16
 
 

@@ -1,9 +1,12 @@
-"""The training step that every library has to do: the same start, the same batches.
+"""The training step of every library: common initial parameters, common batches.
 
 Linear layers with ReLU between them, mean squared error or cross entropy, SGD with momentum or
-Adam. A step is: take the next batch, drop the gradients, forward, loss, backward, update, read the
-loss as a number. All ranks of a library train on the same batches, so that the mean of their
-gradients is each one's own, and the losses are those of one process.
+Adam. A step takes
+the next batch, clears the gradients, computes forward pass, loss, backward pass and update, and
+reads the loss as a
+number. All ranks of a library train on the same batches, so the mean of their gradients equals the
+gradient of one
+rank, and the losses equal the losses of one process.
 """
 
 import abc
@@ -23,7 +26,7 @@ __all__ = ["BETAS", "EPS", "LR", "MOMENTUM", "Recipe", "Step", "StepRole", "batc
 LR, MOMENTUM = 1e-7, 0.9
 BETAS, EPS = (0.9, 0.999), 1e-8
 INPUTS = 4
-# Steps whose losses are compared, as many as take a moment: of large networks a few.
+# Number of steps whose losses are compared: about one second of work, few steps of large networks.
 MOST_STEPS, FEWEST_STEPS, OPERATIONS = 200, 4, 2e10
 
 Step = Callable[[], float]
@@ -31,11 +34,13 @@ Step = Callable[[], float]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained: layers of ``widths``, on batches of so many samples.
+    """A network with layers of ``widths``, and the number of samples of a batch.
 
     ``loss`` is "mse", or "cross entropy" of the log-softmax; ``rule`` is "sgd" or "adam". A step
-    that does not train is a forward pass and the loss. ``leaves`` is into how many parts those cut
-    a batch who go leaf by leaf. A step is made and first called ``starts`` times.
+    that does not train is
+    a forward pass and the loss. ``leaves`` is the number of leaves of a batch for kinds with
+    leaves. A step is made and
+    first called ``starts`` times.
     """
 
     widths: tuple[int, ...]
@@ -49,12 +54,12 @@ class Recipe:
 
     @property
     def weights(self) -> int:
-        """The number of the weights."""
+        """Number of weights."""
         return sum(inputs * outputs for inputs, outputs in itertools.pairwise(self.widths))
 
     @property
     def operations(self) -> int:
-        """The floating-point operations of a training step's products."""
+        """Number of floating-point operations of a training step's matrix products."""
         return 6 * self.batch * self.weights
 
 
@@ -72,8 +77,9 @@ def parameters(recipe: Recipe) -> list[NDArray[Any]]:
 def batches(recipe: Recipe) -> list[tuple[NDArray[Any], NDArray[Any]]]:
     """Return inputs and targets ``[batch, outputs]``, or the classes ``[batch]``.
 
-    Each input comes with two targets: nothing can learn both, so that no gradient becomes 0, nor
-    its running mean a number that is too small for the processor to multiply at full speed.
+    Each input occurs with two targets, which no network can learn. So no gradient becomes 0, and no
+    moment becomes
+    denormal, which would slow the processor.
     """
     random = np.random.default_rng(1)
     inputs, outputs = recipe.widths[0], recipe.widths[-1]
@@ -88,11 +94,12 @@ def batches(recipe: Recipe) -> list[tuple[NDArray[Any], NDArray[Any]]]:
 
 
 class StepRole(Role):
-    """A library that trains; it reports its first losses, to be compared, and its first calls."""
+    """A library that trains; it reports its first losses for the comparison, and its first
+    calls."""
 
     @abc.abstractmethod
     def step(self, recipe: Recipe, kind: str) -> Step:
-        """Return the training step, in a form that this library has."""
+        """Return the training step in a form of this library."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         recipe = Recipe(**task["recipe"])

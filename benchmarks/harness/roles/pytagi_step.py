@@ -1,4 +1,4 @@
-"""A step of the real pytagi, on one thread."""
+"""A step of pytagi on one thread."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,14 +28,14 @@ class PyTagi(Role):
         return {"pytagi": pytagi.__version__.strip(), "threads": "1", "NumPy": np.__version__}
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Return, because there is no other rank."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         work = WORKS[task["work"]]
         net = eval(work.network, dict(vars(pytagi.nn)))
         net.set_threads(1)
         x, labels = batch_of(work)
-        net(x)  # convolutions have no parameters before
+        net(x)  # the first call creates the parameters of convolutions
         state = beginning(net.state_dict())
         net.load_state_dict({k: tuple(a.tolist() for a in entry) for k, entry in state.items()})
         obs, idx, _ = pytagi.Utils().label_to_obs(labels, CLASSES)
@@ -56,5 +56,5 @@ class PyTagi(Role):
 
 
 def join(_: Place) -> PyTagi:
-    """There is nobody to meet."""
+    """Return the role of the only rank."""
     return PyTagi()

@@ -1,7 +1,8 @@
-"""The networks of fl.tagi and pytagi that are timed, and that both begin with the same numbers.
+"""The networks of fl.tagi and pytagi that are timed, with common initial parameters.
 
 A step is: forward, observe the outputs on the paths of the labels in a class tree, backward, step.
-The networks are expressions with the names that both libraries have.
+The networks are
+expressions of names that both libraries have.
 """
 
 import time
@@ -17,7 +18,7 @@ State = dict[str, tuple[Floats, ...]]
 
 CLASSES = 10
 ERROR_VARIANCE = 0.25
-FIRST_STEPS = 3  # whose outputs are compared
+FIRST_STEPS = 3  # number of steps whose outputs are compared
 
 MLP = "Sequential(Linear(784, 128), ReLU(), Linear(128, 128), ReLU(), Linear(128, 11))"
 CNN = (
@@ -34,7 +35,7 @@ RESNET = (
 
 @dataclass(frozen=True)
 class Work:
-    """A network, the inputs of a sample, and how many samples a step has."""
+    """A network, the shape of a sample, and the number of samples of a step."""
 
     title: str
     network: str
@@ -63,14 +64,14 @@ def batch_of(work: Work) -> tuple[Floats, NDArray[np.int64]]:
 
 
 def beginning(state: Mapping[str, Any]) -> State:
-    """Return parameters for a network with this state: the same, whoever has made it."""
+    """Return parameters for a network with this state, the same for both libraries."""
     random = np.random.default_rng(2)
     result: State = {}
     for name in sorted(state):
         mean, variance, bias, bias_variance = (
             np.asarray(each, np.float32) for each in state[name][:4]
         )
-        if "Norm" not in name:  # those begin with 1 and 0
+        if "Norm" not in name:  # normalisations start with 1 and 0
             mean = random.standard_normal(mean.size, np.float32) * np.sqrt(variance)
             bias = random.standard_normal(bias.size, np.float32) * np.sqrt(bias_variance)
         result[name] = (mean, variance, bias, bias_variance)

@@ -138,5 +138,5 @@ class Torch(CollectiveRole):
 
 
 def join(place: Place) -> Torch:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Torch(place)

@@ -51,5 +51,5 @@ class TorchCuda(CudaRole):
 
 
 def join(place: Place) -> TorchCuda:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return TorchCuda(place)

@@ -19,13 +19,13 @@ from torch.distributed.fsdp import fully_shard
 
 
 def pss() -> int:
-    """Return what this process has of memory, its share of what is shared; bytes."""
+    """Return the proportional set size of this process in bytes."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(text.split("Pss:")[1].split()[0]) << 10
 
 
 def build(sizes: list[int]) -> Any:
-    """Return the model, each linear layer a unit of its own, as torch's documentation does."""
+    """Return the model with each linear layer as a unit, as in torch's documentation."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layers: list[Any] = []
     for inputs, outputs in itertools.pairwise(sizes):
@@ -51,7 +51,7 @@ def train(sizes: list[int], batch: int, steps: int) -> tuple[Any, Any, list[floa
 
 
 def main(sizes: list[int], batch: int, warm: int, steps: int) -> None:
-    """Measure as benchmarks/sharding.py measures its ranks."""
+    """Measure like benchmarks/sharding.py."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     train([512, 512], batch, 2)

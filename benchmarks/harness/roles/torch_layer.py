@@ -1,6 +1,6 @@
 """A layer of torch.nn, forward and backward, on one thread.
 
-Images lie in memory as the option ``layout`` says: "contiguous" or "channels_last".
+The option ``layout`` of images is "contiguous" or "channels_last".
 """
 
 import time
@@ -16,7 +16,7 @@ from harness.roles.torch_process import Rank
 
 
 class Attention(nn.Module):  # type: ignore[misc]
-    """Causal attention of several heads, as nanoGPT has it."""
+    """Causal attention with several heads, as in nanoGPT."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Attention(nn.Module):  # type: ignore[misc]
 
 
 class Lstm(nn.Module):  # type: ignore[misc]
-    """A layer of LSTM, whose batch comes first."""
+    """An LSTM layer with the batch as first dimension."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

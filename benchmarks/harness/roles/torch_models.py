@@ -1,4 +1,4 @@
-"""Steps of the same models with torch: eager; on several ranks by DistributedDataParallel."""
+"""Steps of the same models with torch: eager, and on several ranks with DistributedDataParallel."""
 
 import itertools
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from harness.roles.torch_process import Rank
 
 
 class Attention(nn.MultiheadAttention):  # type: ignore[misc]
-    """Causal self-attention, as nanoGPT has it."""
+    """Causal self-attention, as in nanoGPT."""
 
     def forward(self, x: Any) -> Any:
         size, positions, width = x.shape
@@ -49,7 +49,7 @@ class Layer(nn.Module):  # type: ignore[misc]
 
 
 class GPT(nn.Module):  # type: ignore[misc]
-    """That of examples/tiny_gpt.py."""
+    """The model of examples/tiny_gpt.py."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class GPT(nn.Module):  # type: ignore[misc]
 
 
 class Residual(nn.Module):  # type: ignore[misc]
-    """A layer beside a shortcut, or beside nothing."""
+    """A layer plus a shortcut, or without a shortcut."""
 
     def __init__(self, module: Any, shortcut: Any) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ _MODELS = {"tiny_gpt": GPT, "digits_cnn": _digits, "cifar_resnet": _resnet18}
 
 
 class Torch(Rank):
-    """One thread per rank; no process group where there is one rank."""
+    """One thread per rank; no process group if there is one rank."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         name = task["work"]
         model: Any = _MODELS[name]()
         state = {key: torch.from_numpy(value.copy()) for key, value in task["state"].items()}
-        model.load_state_dict(state, strict=False)  # which has no counts of batches
+        model.load_state_dict(state, strict=False)  # the state has no counts of batches
         if task["kind"] == "channels_last":
             model = model.to(memory_format=torch.channels_last)
         if self.size > 1:
@@ -137,5 +137,5 @@ class Torch(Rank):
 
 
 def join(place: Place) -> Torch:
-    """Meet the other ranks, if there are any."""
+    """Connect to the other ranks, if there are any."""
     return Torch(place)

@@ -1,4 +1,5 @@
-"""A backend of torch.distributed that does nothing: what torch's own functions cost."""
+"""A backend of torch.distributed that does nothing, which shows the time of torch's own
+functions."""
 
 from typing import Any
 
@@ -15,7 +16,7 @@ class _Done(dist.Work):
 
 
 class Group(dist.ProcessGroup):
-    """Ranks that reduce nothing; they meet by gloo."""
+    """Ranks that reduce nothing; gloo connects them."""
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
@@ -31,7 +32,7 @@ class Group(dist.ProcessGroup):
 
 
 class Nothing(Torch):
-    """Its results are as wrong as they have to be."""
+    """Its results are wrong, because it does nothing."""
 
     def _compare(self, verb: str, wanted: Expected | None, count: int, result: Any) -> None:
         pass
@@ -45,5 +46,5 @@ dist.Backend.register_backend("nothing", _create, extended_api=True, devices=["c
 
 
 def join(place: Place) -> Nothing:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Nothing(place)

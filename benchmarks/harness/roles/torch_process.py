@@ -1,4 +1,4 @@
-"""What every role that uses torch needs: the start, and what to report of it."""
+"""Common code for roles of torch: the start, and the facts for the report."""
 
 import importlib
 import os
@@ -15,15 +15,16 @@ __all__ = ["Rank", "facts", "initialise"]
 
 
 def initialise(place: Place) -> None:
-    """Meet the other ranks through a file; where all are on this machine, by its loopback.
+    """Connect to the other ranks through a file; if all ranks run on this machine, use the loopback
+    interface.
 
-    The option ``backend`` is gloo if it is not given.
+    The option ``backend`` defaults to gloo.
     """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = place.options.get("backend", "gloo")
     if backend == "flashlight":
-        sys.path.append(str(ROOT))  # it is not installed where torch is
+        sys.path.append(str(ROOT))  # torch's environment does not have this package
         importlib.import_module("flashlight_py.torch")
     meeting = (Path(place.folder) / "meet").as_uri()
     dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size)
@@ -35,7 +36,7 @@ def facts() -> dict[str, str]:
 
 
 class Rank(Role):
-    """One thread per rank; no process group where there is one rank."""
+    """One thread per rank; no process group if there is one rank."""
 
     def __init__(self, place: Place) -> None:
         self.rank, self.size = place.rank, place.size

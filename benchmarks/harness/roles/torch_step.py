@@ -11,12 +11,12 @@ from harness.roles.torch_process import Rank
 
 
 class Torch(Rank, StepRole):
-    """One thread per rank; no process group where there is one rank."""
+    """One thread per rank; no process group if there is one rank."""
 
     def step(self, recipe: Recipe, kind: str) -> Step:
         model = _model(recipe)
         if kind == "distributed":
-            # The fastest of its settings that suit any model: gradients are not copied.
+            # The fastest setting that suits any model: gradients are not copied.
             model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         is_mse = recipe.loss == "mse"
         criterion: Any = torch.nn.MSELoss() if is_mse else torch.nn.CrossEntropyLoss()
@@ -62,5 +62,5 @@ def _optimizer(recipe: Recipe, model: Any) -> Any:
 
 
 def join(place: Place) -> Torch:
-    """Meet the other ranks, if there are any."""
+    """Connect to the other ranks, if there are any."""
     return Torch(place)

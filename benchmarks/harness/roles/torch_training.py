@@ -15,9 +15,9 @@ from harness.role import Place, Prepared, Role
 from harness.roles import torch_process
 
 BATCH = 8
-# The parameters stay as they are, so that every step has the gradients of the first one.
+# The learning rate is 0, so every step has the gradients of the first step.
 LEARNING_RATE = 0.0
-CLOSE = 1e-5  # to the gradients of another backend, which may add in another order
+CLOSE = 1e-5  # tolerance for another backend's order of additions
 
 
 def _perceptron(*widths: int) -> nn.Module:
@@ -58,7 +58,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 class Training(Role):
-    """One thread per rank; each rank has a batch of its own."""
+    """One thread per rank; each rank has its own batch."""
 
     def __init__(self, place: Place) -> None:
         torch_process.initialise(place)
@@ -74,7 +74,7 @@ class Training(Role):
         dist.destroy_process_group()
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
-        """Return the step; it reports the sum of the squares of each parameter's gradient."""
+        """Return the step, which reports the sum of squares of each parameter's gradient."""
         make, inputs, outputs = MODELS[task["model"]]
         torch.manual_seed(0)
         model = WRAPPERS[task["wrapper"]](make())
@@ -102,10 +102,10 @@ class Training(Role):
 
 
 def _whole(tensor: Any) -> Any:
-    """Return all of a tensor, of which FSDP2 has left a part here."""
+    """Return the full tensor of a shard of FSDP2."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def join(place: Place) -> Training:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     return Training(place)

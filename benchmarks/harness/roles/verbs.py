@@ -1,4 +1,4 @@
-"""What every library's collectives have in common: the tasks, and what the right answer is."""
+"""Common code for every library's collectives: the tasks, and the correct results."""
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
@@ -18,29 +18,29 @@ __all__ = [
     "wait_each",
 ]
 
-# From an array: the call, and the array that holds the result where the call returns None.
+# From an array to the call, and to the array that holds the result if the call returns None.
 Builder = Callable[[Any], tuple[Call, Any]]
 Op = tuple[Literal["send", "recv"], Any, int, int]  # of an array, with a rank, under a tag
 Transfer = Callable[[Any, Any, int], Any]  # of an array, with a rank, under a tag
 
-TASKS = 100  # that a call hands out
-FIELDS = 4  # of a halo
+TASKS = 100  # number of tasks of a call
+FIELDS = 4  # number of fields of a halo
 SEVERAL = {f"all_reduce of {n} arrays": n for n in (2, 10, 100)}  # parts of the argument
-STOP = 100  # where a task would be: there are no more; no rank's number
+STOP = 100  # sent as a task: there are no more tasks
 
 
 def wait_each(works: list[Any]) -> None:
-    """Wait for one after another."""
+    """Wait for each handle."""
     for work in works:
         work.wait()
 
 
 class Messages(NamedTuple):
-    """How a library sends and receives.
+    """Functions of a library that send and receive.
 
-    ``anybody`` is the rank to receive from where any will do. ``sendrecv``, of an array, to whom,
-    another array, from whom and under which tag, and ``batch``, of ops, return a call that can be
-    repeated.
+    ``anybody`` is the source of a receive from any rank. ``sendrecv`` takes an array, its
+    destination, another array,
+    its source and a tag; ``batch`` takes ops. Both return a call that can be repeated.
     """
 
     send: Transfer
@@ -53,7 +53,7 @@ class Messages(NamedTuple):
     anybody: Any = None
 
     def together(self, ops: Sequence[Op]) -> Call:
-        """Return a call that begins each message by itself and then waits for all."""
+        """Return a call that starts each message separately and then waits for all."""
         begin, wait_all = {"send": self.isend, "recv": self.irecv}, self.wait_all
         starts = [partial(begin[kind], *message) for kind, *message in ops]
 
@@ -64,7 +64,8 @@ class Messages(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Of a result: elements per element of the input, the first one and the last one."""
+    """Expected result: elements per element of the input, the first element and the last
+    element."""
 
     length: float
     first: float
@@ -79,7 +80,8 @@ def _on_root(length: float, first: float, last: float) -> Callable[[int], Expect
     return lambda rank: Expected(length, first, last) if rank == 0 else None
 
 
-# The verbs, and per number of ranks what each rank has in the end if rank r gave r + 1 everywhere.
+# Verbs with the result of each rank, as a function of the number of ranks, if rank r passes r + 1
+# everywhere.
 VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
     "all_reduce": lambda n: _everywhere(1, total(n), total(n)),
     "all_reduce, async": lambda n: _everywhere(1, total(n), total(n)),
@@ -90,33 +92,34 @@ VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
     "reduce": lambda n: _on_root(1, total(n), total(n)),
     "broadcast": lambda n: _everywhere(1, 1, 1),
     "all_gather": lambda n: _everywhere(n, 1, n),
-    "all_gather, list": lambda n: _everywhere(1, n, n),  # of the list the last
+    "all_gather, list": lambda n: _everywhere(1, n, n),  # the last array of the list
     "gather": lambda n: _on_root(n, 1, n),
     "scatter": lambda n: _everywhere(1 / n, 1, 1),
     "reduce_scatter": lambda n: _everywhere(1 / n, total(n), total(n)),
     "all_to_all": lambda n: _everywhere(1, 1, n),
     "send_recv": lambda n: lambda rank: Expected(1, 1, 1) if rank < 2 else None,
-    # Around a ring: from the rank before.
+    # Around a ring, from the rank before.
     "sendrecv": lambda n: lambda rank: Expected(1, (rank - 1) % n + 1, (rank - 1) % n + 1),
     "barrier": lambda n: lambda rank: None,
-    # Rank r gives (r + 1) / n of its array.
+    # Rank r passes (r + 1) / n of its array.
     "all_gather, unequal": lambda n: _everywhere((n + 1) / 2, 1, n),
-    # Everybody keeps half of what it had for the next.
+    # Each rank keeps half of its elements and sends the other half to the next rank.
     "all_to_all, unequal": lambda n: _everywhere(1, 1, n),
-    # To and from both neighbours around a ring.
+    # To and from both neighbours in a ring.
     "batch_isend_irecv": lambda n: lambda rank: Expected(1, (rank - 1) % n + 1, (rank - 1) % n + 1),
-    # Several fields to and from both: what has come from before, and what from after.
+    # Several fields to and from both neighbours; the results are from the rank before and the rank
+    # after.
     "halo, batch": lambda n: lambda rank: Expected(2, (rank - 1) % n + 1, (rank + 1) % n + 1),
     "halo, sendrecv": lambda n: lambda rank: Expected(2, (rank - 1) % n + 1, (rank + 1) % n + 1),
-    # Between ranks 0 and 1, 2 and 3 and so on; an odd one has nobody.
+    # Between ranks 0 and 1, 2 and 3 and so on; an odd last rank is idle.
     **dict.fromkeys(
         ("open messages", "open messages, one tag"),
         lambda n: lambda rank: _of(rank ^ 1) if rank ^ 1 < n else None,
     ),
     **dict.fromkeys(SEVERAL, lambda n: _everywhere(1, total(n), total(n))),
-    # What each worker gets last.
+    # The last task of each worker.
     "tasks, any source": lambda n: lambda rank: Expected(1, STOP, STOP) if rank else None,
-    # The array as an object, or a dict as long; of all of them the last.
+    # The array as an object, or a dict of the same length; the last object of all ranks.
     **dict.fromkeys(("broadcast_object", "broadcast_object, dict"), lambda n: _everywhere(1, 1, 1)),
     **dict.fromkeys(
         ("all_gather_object", "all_gather_object, dict"), lambda n: _everywhere(1, n, n)
@@ -128,7 +131,7 @@ def _of(rank: int) -> Expected:
     return Expected(1, rank + 1, rank + 1)
 
 
-# These cut their argument into so many parts for each rank, or so many in all.
+# The argument is divided into this number of parts per rank, or in total.
 CUTTING = {
     "scatter": 1,
     "reduce_scatter": 1,
@@ -146,40 +149,40 @@ def total(size: int) -> int:
 
 
 def expected(verb: str, rank: int, size: int) -> Expected | None:
-    """Return what this rank must have after ``verb``; None: nothing."""
+    """Return the expected result of this rank after ``verb``; None: no result."""
     return VERBS[verb](size)(rank)
 
 
 class CollectiveRole(Role):
-    """A library's verbs. A subclass says how to make an array, and how to call each verb on it."""
+    """The verbs of a library. A subclass defines how to make an array and how to call each verb."""
 
     messages: Messages | None = None
 
     @property
     @abc.abstractmethod
     def builders(self) -> Mapping[str, Builder]:
-        """Return how each verb of VERBS is called on an array, except what ``messages`` are for."""
+        """Return the function that makes the call of each verb of VERBS, except for messages."""
 
     def reduction(self, verb: str) -> Callable[[Any], object]:
-        """Return how the library reduces in place by ``verb``, which VERBS does not have.
+        """Return the in-place reduction ``verb`` of the library, which VERBS does not contain.
 
         Raises:
-            Refusal: it has no such verb.
+            Refusal: If the library has no such verb.
         """
         raise Refusal(f"has no {verb}")
 
     @abc.abstractmethod
     def array(self, nbytes: int, dtype: str, parts: int, kind: str) -> Any:
-        """Return a one-dimensional array, not initialised, as long as ``elements`` says.
+        """Return a one-dimensional uninitialised array of ``elements`` elements.
 
-        ``kind`` is "" or what the library has besides plain ones.
+        ``kind`` is "" or a special kind of array of the library.
 
         Raises:
-            Refusal: the library has no such kind or dtype.
+            Refusal: If the library has no such kind or dtype.
         """
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
-        """Return the verb's call on zeros, after one call whose result was checked."""
+        """Return the verb's call on zeros, after one call with a checked result."""
         verb = task["verb"]
         parts = self.size * CUTTING[verb] if verb in CUTTING else PARTS.get(verb, 1)
         build = self._several(task) if verb in SEVERAL else self._builder(verb)
@@ -191,17 +194,17 @@ class CollectiveRole(Role):
             array[...] = self.rank + 1
             outcome = call()
             self._compare(verb, wanted, array.shape[0], out if outcome is None else outcome)
-            # Sums of sums would overflow, and other values than zero could become denormal.
+            # Zeros, because repeated sums of other values would overflow or become denormal.
             array[...] = 0
 
         check()
         return Prepared(call, check=check)
 
     def _builder(self, verb: str) -> Builder:
-        """Return how a verb is called on an array.
+        """Return the function that makes the call of a verb on an array.
 
         Raises:
-            Refusal: the library has no such verb.
+            Refusal: If the library has no such verb.
         """
         of_array = verb.removesuffix(", dict")
         if of_array in self.builders:
@@ -214,7 +217,7 @@ class CollectiveRole(Role):
         return self._in_place(verb)
 
     def several(self, arrays: Sequence[Any], kind: str) -> Call:
-        """Return a call that reduces arrays in a loop, or like the library's ``kind`` of it."""
+        """Return a call that reduces arrays in a loop, or with the library's function ``kind``."""
         calls = [self._builder("all_reduce")(array)[0] for array in arrays]
 
         def call() -> None:
@@ -228,11 +231,12 @@ class CollectiveRole(Role):
         return lambda x: (self.several([*x.reshape(count, -1)], kind), x)
 
     def _dict_of(self, x: Any) -> dict[int, int]:
-        """Return a dict as long as the array, which is about as large when it is pickled."""
+        """Return a dict of the array's length, which has about its size when it is pickled."""
         return dict.fromkeys(range(x.shape[0]), self.rank + 1)
 
     def _in_place(self, verb: str) -> Builder:
-        """Return how a verb of the table is called that VERBS does not have."""
+        """Return the function that makes the call of a verb of the table that VERBS does not
+        contain."""
 
         def build(x: Any) -> tuple[Call, Any]:
             call = self.reduction(verb)
@@ -241,14 +245,15 @@ class CollectiveRole(Role):
         return build
 
     def _wanted(self, task: Mapping[str, Any]) -> Expected | None:
-        """Return what this rank must have: of a verb of the table the task says it."""
+        """Return the expected result of this rank; for a verb of the table it is part of the
+        task."""
         if task["verb"] in VERBS:
             return expected(task["verb"], self.rank, self.size)
         value = task["means"][self.rank]
         return None if value is None else Expected(1, value, value)
 
     def _compare(self, verb: str, wanted: Expected | None, count: int, result: Any) -> None:
-        """A library that computes something else has no place in the table."""
+        """Raise if the result differs from the expected result."""
         if wanted is None:
             return
         if isinstance(result, dict):
@@ -258,15 +263,16 @@ class CollectiveRole(Role):
             raise RuntimeError(f"{verb}, rank {self.rank}: expected {wanted}, got {found}")
 
     def neighbours(self) -> tuple[int, int]:
-        """Return the ranks after and before this one, around a ring."""
+        """Return the ranks after and before this rank in a ring."""
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
     def share(self, x: Any) -> Any:
-        """Return what this rank gives to an unequal all_gather."""
+        """Return the array that this rank passes to an unequal all_gather."""
         return x[: x.shape[0] // self.size * (self.rank + 1)]
 
     def unequal_rows(self, count: int) -> tuple[list[int], list[int]]:
-        """Return what this rank gives to each, and gets of each, in an unequal all_to_all."""
+        """Return the rows that this rank sends to and receives from each rank in an unequal
+        all_to_all."""
         after, before = self.neighbours()
         half = count // self.size // 2
         gives, gets = [2 * half] * self.size, [2 * half] * self.size
@@ -276,7 +282,7 @@ class CollectiveRole(Role):
 
 
 def _ping_pong(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, Any]:
-    """Ranks 0 and 1: there and back. The others have nothing to do."""
+    """Rank 0 sends to rank 1 and receives the array back; other ranks are idle."""
     send, recv = messages.send, messages.recv
 
     def serve() -> None:
@@ -304,7 +310,7 @@ def _batch(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, Any]
 
 
 def _halo(role: CollectiveRole, messages: Messages, x: Any, batch: bool) -> tuple[Call, Any]:
-    """Each field goes to the rank after and to the rank before, and theirs come here."""
+    """Send each field to the rank after and the rank before, and receive their fields."""
     out, beside = x.repeat(2), role.neighbours()
     mine, theirs = x.reshape(FIELDS, -1), out.reshape(2, FIELDS, -1)
     exchanges = [
@@ -326,7 +332,7 @@ def _halo(role: CollectiveRole, messages: Messages, x: Any, batch: bool) -> tupl
 
 
 def _open(role: CollectiveRole, messages: Messages, x: Any, one_tag: bool) -> tuple[Call, Any]:
-    """Of each element: all receives, then all sends, then all are waited for."""
+    """Start a receive for each element, then all sends, then wait for all messages."""
     out, peer, numbers = x.repeat(1), role.rank ^ 1, range(x.shape[0])
     if peer >= role.size:
         return nothing, out
@@ -337,7 +343,7 @@ def _open(role: CollectiveRole, messages: Messages, x: Any, one_tag: bool) -> tu
 
 
 def _tasks(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, Any]:
-    """Rank 0 gives a task to whoever asks first, and in the end tells everybody to stop."""
+    """Rank 0 gives a task to the rank that asks first, and at the end stops all ranks."""
     send, recv, anybody = messages.send, messages.recv, messages.anybody
     asking, out = role.array(8, "int64", 1, ""), x.repeat(1)
     asking[...] = role.rank
@@ -371,7 +377,8 @@ _OF_MESSAGES: dict[str, Callable[[CollectiveRole, Messages, Any], tuple[Call, An
 
 
 def elements(nbytes: int, itemsize: int, parts: int) -> int:
-    """Return how many elements ``nbytes`` are, cut into ``parts`` equal ones, none of them empty.
+    """Return the number of elements in ``nbytes``, divided into ``parts`` equal parts that are not
+    empty.
 
     All sizes are in bytes.
     """

@@ -1,8 +1,8 @@
-"""The public verbs. Each acts on the world, or on the group that is given.
+"""The public verbs. Each acts on the world, or on the argument ``group``.
 
-An array is a ``numpy.ndarray``, a ``cupy.ndarray``, anything with DLPack whose memory can be
-shared, or a ``Variable`` (its array is meant). Before ``distributed_init`` the world is rank 0
-of 1, and every verb is the identity, times the scale.
+An array is a ``numpy.ndarray``, a ``cupy.ndarray``, an object with DLPack whose memory can be
+shared, or a ``Variable`` (its array is used). Before ``distributed_init`` the world is rank 0 of 1.
+Every verb then returns its argument times the scale.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Groups of some ranks, and what ranks wait for together."""
+"""Creation of groups and grids, and barriers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.api.verb_call import Group, native, refusing
+from flashlight_py.distributed.api.verb_call import Group, native_entry, reject_together
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
+from flashlight_py.distributed.calls.checks import as_integer, check_rank, check_seconds
 from flashlight_py.distributed.groups.grid import Grid, extents_of
-from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of
+from flashlight_py.distributed.groups.membership import Membership, members_of, subgroup_numbers
 from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
@@ -27,80 +27,77 @@ if TYPE_CHECKING:
 
 __all__ = ["Grid", "barrier", "grid", "new_group", "split", "sync_distributed"]
 
-# Users' tags begin at 0: this one is for members that are about to become a group.
+# Tag of messages between members of a future group. Tags of users begin at 0.
 _TAG = -1
-# All ranks of the parent tell each other whom they mean: in so many characters.
+# Maximum number of characters of a member list that the parent's ranks exchange.
 _MOST_WORDS = 200
 
 
 def new_group(
     ranks: Sequence[int], *, timeout: float | None = None, group: Group = None
 ) -> ProcessGroup:
-    """Make a group of some ranks of the world, or of ``group``.
+    """Create a group of some ranks of the world, or of ``group``.
 
-    Collective over the world (or ``group``), blocking: every rank calls it with the same list, also
-    ranks that are not in it. Its collectives may be in flight together with those of other groups.
-    ``with``, ``close()`` and the end of the world close it.
+    Collective over the parent; blocks. Every rank of the parent calls it with the same list, also
+    ranks that are not in the list. Collectives of different groups may run at the same time. The
+    group is closed by ``with``, ``close()`` or the end of the world.
 
     Args:
-        ranks: ranks in the world (or ``group``), each once; their order is that of the new ranks.
-        timeout: seconds for each collective and message of the new group, default the timeout of
-            the parent; the same on every rank.
-        group: the parent, default the world.
+        ranks: Ranks in the parent, without duplicates. Their order determines the new ranks.
+        timeout: Seconds per operation, equal on every rank. Default: the timeout of the parent.
+        group: The parent. Default: the world.
 
     Returns:
-        The group; on a rank that is not in it, a group with ``is_member`` False and ``rank`` -1,
-        whose verbs raise ValueError.
+        The group. On other ranks, ``is_member`` is False, ``rank`` -1, and verbs raise ValueError.
 
     Raises:
-        ValueError: a rank is out of range or twice in the list, the list is empty, or ``timeout``
-            is no positive number.
-        MismatchError: the ranks passed different lists or timeouts; raised on every rank.
-        DistributedError: as for :func:`all_reduce` and :func:`distributed_init`.
+        ValueError: If the list is empty, a rank is invalid or twice in it, or ``timeout`` <= 0.
+        MismatchError: If the ranks pass different lists or timeouts. Every rank raises it.
+        DistributedError: As for :func:`all_reduce` and :func:`distributed_init`.
     """
-    parent = of(group)
-    with refusing(parent, "new_group"):
+    parent = members_of(group)
+    with reject_together(parent, "new_group"):
         members = [check_rank(parent.size, "new_group", "each of ranks", rank) for rank in ranks]
         if len(set(members)) < len(members):
-            raise ValueError(f"new_group: a rank is in the list twice: {members}")
+            raise ValueError(f"new_group: ranks must not contain duplicates, got {members}")
         if not members:
-            raise ValueError("new_group: a group has at least one rank, got none")
-        return _founded(parent, "new_group", _in_words(members), timeout, lambda _: members)
+            raise ValueError("new_group: ranks must contain at least one rank, got []")
+        return _create_group(parent, "new_group", _in_words(members), timeout, lambda _: members)
 
 
 def split(
     color: int | None, key: int = 0, *, timeout: float | None = None, group: Group = None
 ) -> ProcessGroup:
-    """Make one group of all ranks that pass the same ``color``, for each color.
+    """Create one group for each ``color``, with the ranks that pass this color.
 
-    Collective over the world (or ``group``), blocking, like MPI_Comm_split. The ranks of a new
-    group are in the order of ``key``, then of their old ranks.
+    Collective over the world (or ``group``), like MPI_Comm_split; blocks. The new ranks are ordered
+    by ``key``, then by old rank.
 
     Args:
-        color: any integer; None: this rank joins no group, and gets one that it is not in.
-        key: any integer.
-        timeout, group: in seconds, and the parent; as for :func:`new_group`.
+        color: Any integer. None: this rank joins no group, and receives a group without itself.
+        key: Any integer.
+        timeout, group: As for :func:`new_group`.
 
     Returns:
-        This rank's new group; see :func:`new_group`.
+        The new group of this rank; see :func:`new_group`.
 
     Raises:
-        ValueError: ``color`` or ``key`` is no integer, or ``timeout`` no positive number.
-        DistributedError: as for :func:`new_group`.
+        ValueError: If ``color`` or ``key`` is no integer, or ``timeout`` is not a positive number.
+        DistributedError: As for :func:`new_group`.
     """
-    parent = of(group)
-    with refusing(parent, "split"):
-        number, place = None if isinstance(color, bool) else whole(color), whole(key)
+    parent = members_of(group)
+    with reject_together(parent, "split"):
+        number, order = None if isinstance(color, bool) else as_integer(color), as_integer(key)
         if number is None and color is not None:
-            raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
-        if place is None:
+            raise ValueError(f"split: color must be an integer or None, got {color!r}")
+        if order is None:
             raise ValueError(f"split: key must be an integer, got {key!r}")
 
-        def alike(choices: Sequence[Any]) -> list[int]:
+        def ranks_of_color(choices: Sequence[Any]) -> list[int]:
             pairs = [(k, rank) for rank, (c, k) in enumerate(choices) if c == number]
             return [] if number is None else [rank for _, rank in sorted(pairs)]
 
-        return _founded(parent, "split", (number, place), timeout, alike)
+        return _create_group(parent, "split", (number, order), timeout, ranks_of_color)
 
 
 def grid(
@@ -109,21 +106,21 @@ def grid(
     *,
     group: Group = None,
 ) -> Grid:
-    """Give the ranks of the world, or of ``group``, their places in a Cartesian grid.
+    """Return a Cartesian grid of the ranks of the world, or of ``group``.
 
-    Like MPI_Cart_create without reordering; but nothing is sent, and no group is made.
-    ``shift(dim, +1)`` of the result names the neighbours along a dimension, for :func:`sendrecv`
-    and :class:`P2POp`: None, which is no rank there, at an edge.
+    Like MPI_Cart_create without reordering, but nothing is sent and no group is created.
+    ``shift(dim, +1)`` of the result returns the neighbours along a dimension, for :func:`sendrecv`
+    and :class:`P2POp`. A neighbour beyond an edge is None, which stands for no rank.
 
     Args:
-        shape: extents, whose product is the size of the group. None or -1 in place of some: they
-            are computed, near each other and the larger ones first, as MPI_Dims_create does.
-        periodic: whether the two ends of a dimension are neighbours: of all, or one for each.
-        group: the process group, default the world.
+        shape: Extents, whose product is the size of the group. Extents of None or -1 are computed:
+            of similar size, larger ones first, like MPI_Dims_create.
+        periodic: True if the ends of a dimension are neighbours. One value, or one per dimension.
+        group: The process group. Default: the world.
 
     Raises:
-        ValueError: the grid has not as many places as the group has ranks, ``shape`` has something
-            else than extents, ``periodic`` another length, or this process is not in the group.
+        ValueError: If the product of the extents is not the size of the group, an extent is
+            invalid, ``periodic`` has a wrong length, or this process is not in the group.
 
     Example:
         >>> fl.grid((1, None), periodic=(True, False)).shift(0, +1)  # a ring of one, (src, dst)
@@ -131,17 +128,17 @@ def grid(
         >>> fl.grid((1, None)).shift(0, +1)  # its edges have no neighbour
         (None, None)
     """
-    members = of(group)
+    members = members_of(group)
     rank = check_rank(members.size, "grid", "the rank of this process", members.rank)
     extents = extents_of(shape, members.size)
     wraps = (periodic,) * len(extents) if isinstance(periodic, bool) else tuple(periodic)
     if len(wraps) != len(extents):
-        raise ValueError(f"grid: periodic must have one value, or {len(extents)}; got {periodic!r}")
+        raise ValueError(f"grid: periodic must have 1 or {len(extents)} values, got {periodic!r}")
     return Grid(rank, extents, tuple(map(bool, wraps)))
 
 
 def _in_words(members: Sequence[int]) -> str:
-    """Return which ``members`` a new group has; of very many the first, and a digest of all."""
+    """Return the members of a new group as text. Long lists are cut and have a digest."""
     words = f"new_group {list(members)}"
     if len(words) <= _MOST_WORDS:
         return words
@@ -149,21 +146,21 @@ def _in_words(members: Sequence[int]) -> str:
     return f"{words[:_MOST_WORDS]}... of {len(members)} ranks (digest {digest})"
 
 
-def _founded(
+def _create_group(
     parent: Membership,
     verb: str,
     choice: Any,
     timeout: float | None,
-    members_of: Callable[[Sequence[Any]], list[int]],
+    select_members: Callable[[Sequence[Any]], list[int]],
 ) -> ProcessGroup:
-    """Return a group of the ``members_of`` the choices of all ranks, which exchange them.
+    """Exchange the choices of all ranks, and return the group of ``select_members(choices)``.
 
-    Texts and timeouts must be the same on all ranks, else every rank raises MismatchError.
+    If texts or timeouts differ between ranks, every rank raises MismatchError.
     """
     seconds, backend = check_seconds(verb, timeout), parent.backend()
     with parent.journal.recording(verb):
-        mine = json.dumps([choice, seconds, next(groups_so_far)]).encode()
-        answers = map(json.loads, exchange_bytes(backend, mine, verb))
+        request = json.dumps([choice, seconds, next(subgroup_numbers)]).encode()
+        answers = map(json.loads, exchange_bytes(backend, request, verb))
         choices, limits, counts = zip(*answers, strict=True)
         texts = [
             (c if isinstance(c, str) else verb) + ("" if limit is None else f", timeout={limit!r}")
@@ -172,23 +169,23 @@ def _founded(
         if len(set(texts)) > 1:
             calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise MismatchError(
-                f"[{verb}] rank {parent.rank} of {parent.size}: the ranks asked for different "
-                f"groups ({calls}). Every rank of the parent must pass the same"
+                f"[{verb}] rank {parent.rank} of {parent.size}: the ranks requested different "
+                f"groups ({calls}). Pass the same arguments on every rank of the parent."
             )
-        members, store, count = members_of(choices), None, None
+        members, store, count = select_members(choices), None, None
         if parent.rank in members:
             store, count = MemberStore(backend, verb, members), counts[members[0]]
         return cast("ProcessGroup", parent.subgroup(members, store, seconds, count))
 
 
-# Members of a new group meet by messages of the old one: no port, no file, and the code that
-# joined the world joins them. Every rank of the parent calls, members or not: ranks that mean
-# different groups raise at once, instead of waiting for each other.
+# Members of a new group exchange messages through the parent. So no port or file is needed, and the
+# code that joins the world also joins them. Every rank of the parent calls, also ranks outside the
+# new group. If ranks pass different groups, they all raise instead of waiting for each other.
 class MemberStore(Store):
-    """Some ranks of a joined backend as a store; the others have nothing to do with it.
+    """The members of a new group as a store that uses the backend of the parent.
 
-    They are a tree, by the digits of their numbers to the base FAN: each is below the one that has
-    0 in the place of its last digit that is not 0. So none has many connections.
+    The members form a tree by the digits of their numbers in base FAN. The parent of a member has 0
+    in place of its last nonzero digit. So no member has many connections.
     """
 
     def __init__(self, backend: Backend, verb: str, members: Sequence[int]) -> None:
@@ -202,8 +199,8 @@ class MemberStore(Store):
         self._above = self._members[self.rank - self.rank % (span * FAN)]
 
     def exchange(self, payload: bytes) -> Roster:
-        """Pass ``payload`` and return every member's; collective among them, blocking."""
-        payloads = [payload]  # of this rank and those below it, which follow it
+        """Send ``payload`` and return the payloads of all members. Collective; blocks."""
+        payloads = [payload]  # of this rank, then of the members below it
         for member in self._below:
             payloads += Roster(self._receive(member))
         roster = Roster.of(payloads)
@@ -229,24 +226,24 @@ class MemberStore(Store):
         return moved
 
 
-@native(BARRIER)
+@native_entry(BARRIER)
 def barrier(timeout: float | None = None, *, group: Group = None) -> None:
-    """Block until every rank of the group has called it, up to ``timeout`` seconds.
+    """Block until every rank of the group has called it, for at most ``timeout`` seconds.
 
     Raises:
-        ValueError: ``timeout`` is not positive.
-        CollectiveTimeoutError: a rank (named) did not arrive in time.
-        DistributedError: as for :func:`all_reduce`.
+        ValueError: If ``timeout`` is not positive.
+        CollectiveTimeoutError: If a rank (named) does not call within the timeout.
+        DistributedError: As for :func:`all_reduce`.
     """
-    members = of(group)
-    with refusing(members, BARRIER):
+    members = members_of(group)
+    with reject_together(members, BARRIER):
         members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))
 
 
 def sync_distributed(*, group: Group = None) -> None:
-    """Block until every operation that this rank has started has ended, as flashlight names it.
+    """Block until every operation that this rank has started has ended. The name is flashlight's.
 
     Raises:
-        DistributedError, ValueError: a failure that no ``wait()`` has raised; each only once.
+        DistributedError, ValueError: If an operation failed and no ``wait()`` raised its error.
     """
-    of(group).synchronize()
+    members_of(group).synchronize()

@@ -1,4 +1,4 @@
-"""Arrays in memory that the ranks of a host share."""
+"""Arrays in shared memory of the ranks of a host."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.api.verb_call import Group, reason_of, refusing
+from flashlight_py.distributed.api.verb_call import Group, reason_of, reject_together
 from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.calls.arrays import dtype_code
-from flashlight_py.distributed.calls.checks import whole
-from flashlight_py.distributed.groups.membership import of
+from flashlight_py.distributed.calls.checks import as_integer
+from flashlight_py.distributed.groups.membership import members_of
 from flashlight_py.distributed.memory.memory_file import MemoryFile, made_together, open_memory
 from flashlight_py.distributed.memory.memory_room import LITTLE, reserve, shared_array
 from flashlight_py.distributed.memory.topology import exchange_process_info, ranks_by_memory
@@ -27,7 +27,7 @@ from flashlight_py.errors import OutOfMemoryError, RankFailedError
 
 __all__ = ["host_array", "shared_empty"]
 
-# So much is copied at once: large for a disk, small beside a data set.
+# Bytes per copy step: large for a disk, small compared with a data set.
 _PIECE_BYTES = 16 << 20
 
 _log = logging.getLogger("flashlight_py")
@@ -36,26 +36,25 @@ _log = logging.getLogger("flashlight_py")
 def shared_empty(
     shape: int | Sequence[int], dtype: DTypeLike = np.float32, *, group: Group = None
 ) -> Array:
-    """Return a new NumPy array, not initialised, that collectives reduce where it is.
+    """Return a new uninitialised NumPy array that collectives reduce without copies.
 
-    Its memory is shared by the ranks of a host, so nothing is copied on the way; where there is
-    no such memory it is an ordinary array. Views of it count as well. Collective, blocking: every
-    rank must call it, with the same shape and dtype.
+    The ranks of a host share its memory, so collectives need not copy the array or views of it. If
+    shared memory is unavailable, it is an ordinary array. Collective; blocks; equal arguments.
 
     Args:
-        shape: the dimensions.
-        dtype: any that :func:`all_reduce` takes.
-        group: the process group, default the world.
+        shape: Dimensions of the array.
+        dtype: Any dtype that :func:`all_reduce` accepts.
+        group: The process group. Default: the world.
 
     Raises:
-        ValueError: a dimension is negative.
-        TypeError: the dtype cannot be sent.
-        OutOfMemoryError: there is not enough memory, of this host or its container, for an ordinary
-            array either; raised on every rank, before anything is taken.
-        DistributedError: as for :func:`all_reduce`.
+        ValueError: If a dimension is negative.
+        TypeError: If the dtype cannot be sent.
+        OutOfMemoryError: If the host or its container lacks memory, even for an ordinary array.
+            Every rank raises it, before memory is taken.
+        DistributedError: As for :func:`all_reduce`.
     """
-    members = of(group)
-    with refusing(members, "shared_empty"):
+    members = members_of(group)
+    with reject_together(members, "shared_empty"):
         extents, kind = _extents("shared_empty", shape), np.dtype(dtype)
         dtype_code("shared_empty", kind)
         backend = members.backend()
@@ -74,50 +73,48 @@ def host_array(
     *,
     group: Group = None,
 ) -> Array:
-    """Return one read-only array per host: one rank loads it, all ranks of the host map it.
+    """Return one read-only array per host: one rank loads it, and all ranks of the host map it.
 
-    For data sets: eight ranks hold one copy instead of eight. The memory is anonymous: it is freed
-    when the last rank has dropped the last array or view of it, or has ended, however it ended.
-    Writing to the array raises ValueError, and no rank has it mapped writable. It outlives the
-    group. Ranks that cannot share memory count as hosts of their own, with a warning where they
-    run on one machine.
+    Use it for data sets: eight ranks need one copy instead of eight. The memory is anonymous. It is
+    freed when the last rank has dropped the last array or view, or has ended for any reason.
+    Writing to the array raises ValueError; no rank maps it writable. It outlives the group. Ranks
+    that cannot share memory count as separate hosts; a warning tells if they run on one machine.
 
-    Collective, blocking: every rank calls it, and the others wait while one loads, which must not
-    take longer than the group's timeout. ``load`` itself must not call a collective of the group.
+    Collective; blocks. Other ranks wait while one rank loads, so loading must take less than the
+    timeout of the group. ``load`` must not call a collective of the group.
 
     Args:
-        load: called on the first rank of each host, and on no other. Without ``shape`` it takes
-            nothing and returns an array of any shape and dtype, or what ``numpy.asarray`` makes one
-            of; that is copied, and not kept. While it is copied there are two; of a
-            ``numpy.memmap`` that was opened with mode ``"r"`` only 16 MB of the second.
-        shape: with a shape, ``load`` is called with a new array of zeros, writable and C-ordered,
-            and fills it in place: there is one copy at any time. It must not keep it.
-        dtype: of that array; counts with ``shape`` only.
-        group: the process group, default the world.
+        load: Function that is called on the first rank of each host only. Without ``shape`` it
+            takes no argument and returns an array, or an argument of ``numpy.asarray``. The array
+            is copied, so two copies exist during this time; for a ``numpy.memmap`` of mode ``"r"``,
+            only 16 MB of the second one.
+        shape: If passed, ``load`` is called with a new writable C-ordered array of zeros, and fills
+            it in place, without a second copy. ``load`` must not keep the array.
+        dtype: Dtype of that array. Used only with ``shape``.
+        group: The process group. Default: the world.
 
     Returns:
-        A C-ordered NumPy array, the same on all ranks of a host. Hosts may load different ones.
+        A C-ordered NumPy array, the same on all ranks of a host. Hosts may load different arrays.
 
     Raises:
-        TypeError: ``load`` is not callable, or the dtype holds Python objects.
-        ValueError: a dimension is negative.
-        Exception: what ``load`` raises, on the rank where it does. The group goes on.
-        OutOfMemoryError: there is not enough memory; raised on every rank, as soon as it is known:
-            with ``shape`` before ``load`` is called. The group goes on.
-        RankFailedError: ``load`` raised on another rank (named).
-        DistributedError: as for :func:`all_reduce`.
+        TypeError: If ``load`` is not callable, or the dtype contains Python objects.
+        ValueError: If a dimension is negative.
+        Exception: If ``load`` raises it, on that rank. The group remains usable.
+        OutOfMemoryError: If memory is insufficient, on every rank, before ``load`` with ``shape``.
+        RankFailedError: If ``load`` raises on another rank (named).
+        DistributedError: As for :func:`all_reduce`.
 
     Example:
         >>> images = fl.host_array(lambda: np.arange(6, dtype=np.float32).reshape(3, 2))
         >>> images[1], images.flags.writeable
         (array([2., 3.], dtype=float32), False)
     """
-    members = of(group)
-    with refusing(members, "host_array"):
+    members = members_of(group)
+    with reject_together(members, "host_array"):
         if not callable(load):
             raise TypeError(
                 f"host_array: load must be a function that returns an array, got "
-                f"{type(load).__name__}; only one rank of each host calls it"
+                f"{type(load).__name__}. Pass the function, not its result."
             )
         layout = None
         if shape is not None:
@@ -128,69 +125,69 @@ def host_array(
 
 
 def _extents(caller: str, shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape, as NumPy lets it be written, as a tuple."""
-    alone = whole(shape)
-    given = tuple(shape) if alone is None else (alone,)  # type: ignore[arg-type]
-    extents = tuple(extent for extent in map(whole, given) if extent is not None and extent >= 0)
-    if len(extents) < len(given):
-        raise ValueError(
-            f"{caller}: a shape consists of integers that are not negative, got {given}"
-        )
+    """Return a shape as a tuple. One integer stands for one dimension, as in NumPy."""
+    length = as_integer(shape)
+    values = tuple(shape) if length is None else (length,)  # type: ignore[arg-type]
+    extents = tuple(
+        extent for extent in map(as_integer, values) if extent is not None and extent >= 0
+    )
+    if len(extents) < len(values):
+        raise ValueError(f"{caller}: shape must consist of non-negative integers, got {values}")
     return extents
 
 
 class Layout(NamedTuple):
-    """The shape and the dtype of an array."""
+    """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
 
 def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None) -> Array:
-    """Return what ``load`` makes on the first of those ranks that share memory. Collective.
+    """Load an array on the first rank of each host, and map it on all ranks. Collective.
 
-    With a ``layout`` it fills the array that it is given, else it returns one.
+    With a ``layout``, ``load`` fills an array of this layout. Otherwise it returns one.
     """
-    exchange_process_info(store, checks=True)  # all ranks have agreed on that already
+    exchange_process_info(store, checks=True)  # all ranks have agreed on ``checks`` already
     sharing = ranks_by_memory(store)
     if sharing.apart and store.rank == 0:
-        _log.warning("host_array: there is more than one copy on a host: %s", sharing.apart)
+        _log.warning("host_array: a host has more than one copy of the array: %s", sharing.apart)
     loader = sharing.groups[sharing.of[store.rank]][0]
     file, path, error, words = None, "", None, ""
     try:
         if loader == store.rank:
             try:
                 file, layout = _load(load, layout, store.named)
-            except Exception as failure:  # noqa: BLE001  (it may be any; every rank raises it)
+            except Exception as failure:  # noqa: BLE001 (any type; every rank raises an error)
                 error, words = failure, reason_of(failure)
-        mine = words, "" if file is None else file.path, layout
-        offers = [pickle.loads(each) for each in store.exchange(pickle.dumps(mine))]
+        offer = words, "" if file is None else file.path, layout
+        offers = [pickle.loads(each) for each in store.exchange(pickle.dumps(offer))]
         _, path, layout = offers[loader]
-        _raise_first(store, "while it made it", [problem for problem, _, _ in offers], error)
+        _raise_first(store, "while loading", [problem for problem, _, _ in offers], error)
         try:
             array = _array_at(path, layout)
         except OSError as failure:
             error, words = failure, reason_of(failure)
         problems = [text.decode() for text in store.exchange(words.encode())]
-        _raise_first(store, "while it mapped it", problems, error)
-    finally:  # also where a rank was lost meanwhile, or a signal handler raised
-        del error  # whose traceback has this frame
+        _raise_first(store, "while mapping the array", problems, error)
+    finally:  # also if a rank was lost, or a signal handler raised
+        del error  # its traceback refers to this frame
         if file is not None:
             file.close()
         elif path and store.named:
-            Path(path).unlink(missing_ok=True)  # for a rank that has died
+            Path(path).unlink(missing_ok=True)  # the loader may have died
     return array
 
 
 def _load(
     load: Callable[..., Any], layout: Layout | None, named: bool
 ) -> tuple[MemoryFile, Layout]:
-    """Return a file with the array, and the array's layout."""
+    """Return a file that contains the array, and the layout of the array."""
     source = None
     if layout is None:
         source = load()
         if is_cupy(source):
-            raise TypeError("host_array: load returned a CuPy array; return array.get()")
+            raise TypeError("host_array: load must return a NumPy array. Return array.get().")
         source = np.asarray(source)
         layout = Layout(source.shape, _checked(source.dtype))
     file = MemoryFile(named)
@@ -207,7 +204,7 @@ def _load(
 
 
 def _array_at(path: str, layout: Layout, new: bool = False) -> Array:
-    """Return an array in the memory at ``path``, which is mapped until it is dropped."""
+    """Return an array in the memory at ``path``, which stays mapped while the array exists."""
     nbytes = max(1, int(np.prod(layout.shape, dtype=object)) * layout.dtype.itemsize)
     with open_memory(path) as fd:
         if new:
@@ -222,14 +219,14 @@ def _array_at(path: str, layout: Layout, new: bool = False) -> Array:
 def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.hasobject:
         raise TypeError(
-            f"host_array: {dtype} holds Python objects, which other processes cannot read; "
-            "use numbers, or bytes of a fixed length"
+            f"host_array: dtype must not contain Python objects, got {dtype}. Use a numeric dtype "
+            "or bytes of fixed length."
         )
     return dtype
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Copy in pieces, and let go of the pages of a file, which cannot have changed, at once."""
+    """Copy in steps, and release the pages of an unchanged file after each step."""
     source, target = np.atleast_1d(source, target)
     rows = max(1, _PIECE_BYTES * len(source) // max(1, source.nbytes))
     base: Any = source
@@ -243,27 +240,27 @@ def _copy(source: Array, target: Array) -> None:
             base.madvise(mmap.MADV_DONTNEED)
 
 
-def _raise_first(store: Store, doing: str, problems: Sequence[str], own: Exception | None) -> None:
-    """Raise this rank's own exception, else RankFailedError for the first rank that has one.
+def _raise_first(store: Store, doing: str, problems: list[str], failure: Exception | None) -> None:
+    """Raise the exception of this rank, else RankFailedError for the first rank with a problem.
 
-    Where a rank lacks memory every rank raises an OutOfMemoryError.
+    If a rank lacks memory, every rank raises OutOfMemoryError.
     """
     lacking = f"{OutOfMemoryError.__name__}: "
     for rank, problem in enumerate(problems):
         if problem.startswith(lacking):
             raise OutOfMemoryError(
-                f"[host_array] rank {store.rank} of {store.size}: there is not enough memory on "
-                f"rank {rank}. {problem.removeprefix(lacking)}"
+                f"[host_array] rank {store.rank} of {store.size}: rank {rank} has not enough "
+                f"memory. {problem.removeprefix(lacking)}"
             )
     try:
-        if own is not None:
-            raise own
+        if failure is not None:
+            raise failure
     finally:
-        del own
+        del failure
     for rank, problem in enumerate(problems):
         if problem:
             raise RankFailedError(
-                f"[host_array] rank {store.rank} of {store.size}: rank {rank}, raised {doing}: "
-                f"{problem}. No rank has an array; the group goes on",
+                f"[host_array] rank {store.rank} of {store.size}: rank {rank} raised {doing}: "
+                f"{problem}. No rank has an array. The group remains usable.",
                 rank,
             )

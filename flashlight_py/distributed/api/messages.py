@@ -1,4 +1,4 @@
-"""Messages: one rank sends an array and another receives it; the checks, the start, the end."""
+"""Messages between two ranks: argument checks, start and completion."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     Group,
     Output,
+    call_fast_path,
     finish,
-    native,
-    packed_natively,
-    refusing,
+    native_entry,
+    reject_together,
 )
-from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
+from flashlight_py.distributed.calls.arrays import as_array, as_packed, may_overlap
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
-from flashlight_py.distributed.calls.checks import Apart, check_rank
+from flashlight_py.distributed.calls.checks import OverlapCheck, check_rank
 from flashlight_py.distributed.calls.journal import SENDRECV
-from flashlight_py.distributed.calls.kinds import returned
-from flashlight_py.distributed.groups.membership import Membership, of, world_fast
+from flashlight_py.distributed.calls.kinds import user_result
+from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 
@@ -29,89 +29,86 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "send
 X = TypeVar("X")
 
 
-@native(SEND, op=None)
+@native_entry(SEND, op=None)
 def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
-    A small array (up to 16 KB in a world of one host) may be changed when it has been copied. A
-    larger one, and every one with ``FLASHLIGHT_CHECKS=sync``, when it has been received.
-
-    ``tag`` is a number from 0 to 2**31 - 1 that the receiver must ask for. Messages from one rank
-    to another are matched by tag, and under one tag in the order in which they were sent.
+    A small array (up to 16 KB, in a world of one host) may be changed as soon as it is copied. A
+    larger array may be changed after ``dst`` has received it, and with ``FLASHLIGHT_CHECKS=sync``
+    any array. ``tag`` is an integer from 0 to 2**31 - 1 that the receiver must pass too. Messages
+    between two ranks with the same tag are received in the order in which they were sent.
 
     Raises:
-        ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
-        CollectiveTimeoutError: ``dst`` did not ask for it in time; names the tag that it asks for.
-        MismatchError: ``dst`` receives another shape or dtype; raised on both, here by the next
-            call of the group if the send had ended.
-        TypeError, DistributedError: as for :func:`all_reduce`.
+        ValueError: If ``dst`` is no other rank of the group, or ``tag`` is out of range.
+        CollectiveTimeoutError: If ``dst`` does not receive in time. Names the tag it waits for.
+        MismatchError: If ``dst`` receives another shape or dtype. Both ranks raise; this rank
+            raises in its next call of the group if the send has ended.
+        TypeError, DistributedError: As for :func:`all_reduce`.
     """
     _message(send, x, dst, tag, group)
 
 
-@native(RECV)
+@native_entry(RECV)
 def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: Group = None) -> X:
-    """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
+    """Receive a message of rank ``src`` with ``tag`` into array ``x``, in place. Blocks.
 
     Args:
-        x: array to fill, of the shape and dtype of the array that is sent.
-        src: rank in the group; None: any other one, for NumPy arrays. A message goes to the receive
-            that was called first of those that it fits. Of messages that have arrived before, a
-            receive from any rank takes the oldest of one rank, of each in turn. :func:`irecv` tells
-            the sender: ``work = fl.irecv(x, None)``, ``work.wait()``, ``work.source``. All ranks
-            must stay until it has ended.
-        tag: a number from 0 to 2**31 - 1.
-        partial: for NumPy arrays: the message may have a shorter first dimension than ``x``; it
-            fills the first rows.
-        group: the process group, default the world.
+        x: Array to fill, with the shape and dtype of the sent array.
+        src: Rank in the group. None: any other rank, for NumPy arrays. A message fills the first
+            matching receive that was called. Among messages that arrived before, a receive from any
+            rank takes the oldest message of one rank, and serves the ranks in turn. To learn the
+            sender, use :func:`irecv`: ``work = fl.irecv(x, None)``, ``work.wait()``,
+            ``work.source``. All ranks must stay in the group until the receive has ended.
+        tag: An integer from 0 to 2**31 - 1.
+        partial: For NumPy arrays: the message may have fewer rows than ``x``.
+        group: The process group. Default: the world.
 
     Returns:
-        ``x``, or a new array of JAX; with ``partial`` the rows that were filled, a view of it.
+        ``x``, or a new JAX array. With ``partial``: a view of the filled rows.
 
     Raises:
-        ValueError: ``src`` is no other rank of the group, ``tag`` is out of range, or with
+        ValueError: If ``src`` is no other rank of the group, ``tag`` is out of range, or with
             ``partial`` the array has no dimension.
-        PeerLostError: ``src`` is gone, or for None any rank is and no other message was sent.
-        CollectiveTimeoutError: ``src`` did not send it in time; names the tag that it sends.
-        MismatchError: ``src`` sends another shape or dtype; raised on both.
-        TypeError, DistributedError: as for :func:`all_reduce`.
+        PeerLostError: If ``src``, or for None any rank, exited or died.
+        CollectiveTimeoutError: If ``src`` does not send in time. Names the tag that it sends.
+        MismatchError: If ``src`` sends another shape or dtype. Both ranks raise.
+        TypeError, DistributedError: As for :func:`all_reduce`.
     """
     return _message(recv, x, src, tag, group, partial)
 
 
-@native(SEND, op=None, async_op=True)
+@native_entry(SEND, op=None, async_op=True)
 def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
-    """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
+    """Start to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
-    Like :func:`send`, at the same time as collectives and other messages. ``x`` must not change
-    until ``wait()`` has returned; the result is ``x``. A message to this rank itself is copied at
-    once. With CuPy arrays the call blocks until the peer has called too, and an exchange needs
-    :func:`sendrecv` or :func:`batch_isend_irecv`.
+    Like :func:`send`, but other operations may run at the same time. Do not change ``x`` until
+    ``wait()`` has returned; the result is ``x``. A message to this rank itself is copied at once.
+    With CuPy arrays the call blocks until the peer calls too; use :func:`sendrecv` or
+    :func:`batch_isend_irecv` for an exchange.
 
     Raises:
-        TypeError, ValueError, DistributedError: as for :func:`send`.
+        TypeError, ValueError, DistributedError: As for :func:`send`.
     """
     return _message(isend, x, dst, tag, group)
 
 
-@native(RECV, async_op=True)
+@native_entry(RECV, async_op=True)
 def irecv(
     x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: Group = None
 ) -> Work[X]:
-    """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
+    """Start to receive a message of rank ``src`` into array ``x``, and return a ``Work`` at once.
 
-    Like :func:`recv`, at the same time as collectives and other messages. ``x`` must not be used
-    until ``wait()`` has returned what :func:`recv` returns; ``source`` of the ``Work`` is then the
-    rank that has sent. Receives under one tag, also from any rank, are filled in the order of the
-    calls.
+    Like :func:`recv`, but other operations may run at the same time. Do not use ``x`` until
+    ``wait()`` has returned; its result is that of :func:`recv`. The attribute ``source`` of the
+    ``Work`` is then the sender. Receives with one tag are filled in call order.
 
     Raises:
-        TypeError, ValueError, DistributedError: as for :func:`recv`.
+        TypeError, ValueError, DistributedError: As for :func:`recv`.
     """
     return _message(irecv, x, src, tag, group, partial)
 
 
-@native(SENDRECV)
+@native_entry(SENDRECV)
 def sendrecv(
     x: Any,
     dst: int | None,
@@ -122,26 +119,26 @@ def sendrecv(
     recv_tag: int | None = None,
     group: Group = None,
 ) -> X:
-    """Send ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
+    """Send ``x`` to rank ``dst``, and receive a message of rank ``src`` into ``out``, in place.
 
-    Both at once, so that rings and exchanges need no order; blocks until both have ended. ``dst``
-    and ``src`` may be this rank itself, and ``out`` may share memory with ``x``.
+    Both messages run at the same time, so rings and exchanges cannot deadlock. Blocks until both
+    have ended. ``dst`` and ``src`` may be this rank, and ``out`` may share memory with ``x``.
 
     Args:
-        x: array to send.
-        dst: rank in the group that receives ``x``. If None, nothing is sent (MPI's PROC_NULL).
-        src: rank in the group that sends to this rank. If None, ``out`` stays unchanged, so the
-            edges of a :func:`grid` need no special case.
-        out: array to fill, of the shape and dtype that ``src`` sends.
-        tag: tag of the sent message.
-        recv_tag: tag of the received message, default ``tag``.
-        group: the process group, default the world.
+        x: Array to send.
+        dst: Rank in the group that receives ``x``. None: nothing is sent (MPI's PROC_NULL).
+        src: Rank in the group that sends to this rank. None: ``out`` stays unchanged, so the edges
+            of a :func:`grid` need no special case.
+        out: Array to fill, with the shape and dtype that ``src`` sends.
+        tag: Tag of the sent message.
+        recv_tag: Tag of the received message. Default: ``tag``.
+        group: The process group. Default: the world.
 
     Returns:
-        ``out``, or a new array of JAX.
+        ``out``, or a new JAX array.
 
     Raises:
-        TypeError, ValueError, DistributedError: as for :func:`send` and :func:`recv`.
+        TypeError, ValueError, DistributedError: As for :func:`send` and :func:`recv`.
 
     Example:
         >>> x, out = np.arange(3), np.zeros(3, int)
@@ -150,10 +147,10 @@ def sendrecv(
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
-    members, both_ops = of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))
-    ops = [op for op in both_ops if op.peer is not None]
-    with refusing(members, "sendrecv", ops, [x, out]):
-        members.backend()  # raises if the group is closed
+    members, pair = members_of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))
+    ops = [op for op in pair if op.peer is not None]
+    with reject_together(members, "sendrecv", ops, [x, out]):
+        members.backend()  # raises GroupClosedError if the group is closed
         both = [_prepare(members, "sendrecv", op, True) for op in ops]
         calls = [message.call for message in both]
         is_pair = len(both) == 2
@@ -167,47 +164,47 @@ def sendrecv(
             return out if src is None else ended[0]
         y = members.fast.sendrecv(calls[0].array, dst, calls[1].array, src, tag, other)
         work = members.run_many(calls, "sendrecv") if y is NotImplemented else Done(y)
-        return _home(members, both[1], work)
+        return _complete(members, both[1], work)
 
 
 def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list[Any]]:
-    """Begin several messages at once; the ``Work``'s result is the list of their arrays.
+    """Start several messages at once. The result of the ``Work`` is the list of their arrays.
 
     Args:
-        ops: sends and receives, all checked before any begins; receives begin in the order of the
-            list. One whose ``peer`` is None does nothing, and its array stays as it is.
-        group: the process group, default the world.
+        ops: Sends and receives. All are checked before the first starts. Receives start in list
+            order. An entry whose ``peer`` is None has no effect.
+        group: The process group. Default: the world.
 
     Raises:
-        ValueError: an array that is filled shares memory with another one, or as for :func:`recv`.
-        TypeError: one of ``ops`` is no ``P2POp``, or as for :func:`send`.
-        DistributedError: as for :func:`send` and :func:`recv`.
+        ValueError: If a filled array shares memory with another array, or as for :func:`recv`.
+        TypeError: If an entry of ``ops`` is no ``P2POp``, or as for :func:`send`.
+        DistributedError: As for :func:`send` and :func:`recv`.
     """
-    work: Work = (world_fast if group is None else of(group).fast).sendrecv(ops)
+    work: Work = (world_fast if group is None else members_of(group).fast).sendrecv(ops)
     if work is not NotImplemented:
         return work
-    members, ops = of(group), list(ops)
-    given = [getattr(op, "x", None) for op in ops]
-    known = all(isinstance(op, P2POp) for op in ops)
-    begun = [op for op in ops if op.peer is not None] if known else []
-    with refusing(members, "batch_isend_irecv", begun, given):
+    members, ops = members_of(group), list(ops)
+    arrays = [getattr(op, "x", None) for op in ops]
+    is_valid = all(isinstance(op, P2POp) for op in ops)
+    begun = [op for op in ops if op.peer is not None] if is_valid else []
+    with reject_together(members, "batch_isend_irecv", begun, arrays):
         for op in ops:
             if not isinstance(op, P2POp):
                 raise TypeError(
-                    "batch_isend_irecv takes flashlight_py.P2POp('send' or 'recv', x, peer), got "
-                    f"{type(op).__name__}"
+                    "batch_isend_irecv: entries of ops must be P2POp('send' or 'recv', x, peer), "
+                    f"got {type(op).__name__}"
                 )
         members.backend()
         messages = [_prepare(members, f"i{op.kind}", op, blocking=False) for op in begun]
-        apart = Apart("batch_isend_irecv")
+        overlap = OverlapCheck("batch_isend_irecv")
         for message in messages:
-            apart.add(message.array, writes=not message.op.sends)
+            overlap.add(message.array, writes=not message.op.sends)
         works = iter(_begin_all(members, messages))
         return AllOf([Done(op.x) if op.peer is None else next(works) for op in ops])
 
 
 class _Message(NamedTuple):
-    """A message that has been checked: the user's array, and the call, which may have a copy."""
+    """A checked message: the operation, the user's array, and the call, which may use a copy."""
 
     op: P2POp
     array: Array
@@ -217,15 +214,15 @@ class _Message(NamedTuple):
 def _message(
     function: Callable[..., Any], x: Any, peer: Any, tag: int, group: Group, partial: bool = False
 ) -> Any:
-    """Do what a public ``function`` does for one message, if there is no fast path."""
-    verb, members = function.__name__, of(group)
+    """Run the public ``function`` for one message, without the fast path."""
+    verb, members = function.__name__, members_of(group)
     op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
     if verb == op.kind and not partial:
         row = SEND if op.sends else RECV
-        y = packed_natively(members, row, x, None, None, None, op.peer, op.tag, False)
+        y = call_fast_path(members, row, x, None, None, None, op.peer, op.tag, False)
         if y is not NotImplemented:
             return y
-    with refusing(members, verb, [op], [x]):
+    with reject_together(members, verb, [op], [x]):
         message = _prepare(members, verb, op, blocking=verb == op.kind)
         if not message.call.blocking:
             work = _begin_all(members, [message])[0]
@@ -234,24 +231,24 @@ def _message(
         if op.peer == members.rank:
             name = "dst" if op.sends else "src"
             raise ValueError(
-                f"{verb}: {name}={op.peer} is this rank itself, and would wait for itself; use "
-                "isend and irecv, or sendrecv"
+                f"{verb}: {name} must be another rank, got {op.peer}, the rank of this process. "
+                "Use isend and irecv, or sendrecv."
             )
-        return _home(members, message, members.run(message.call))
+        return _complete(members, message, members.run(message.call))
 
 
 def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
-    """Begin messages in their order: several of one device together, GPUs' last."""
+    """Start messages in order. Messages of one device start together, messages of GPUs last."""
     calls = [message.call for message in messages]
 
-    def place(i: int) -> int:  # to this rank, then to others, then of GPUs
+    def phase(i: int) -> int:  # to this rank, then to other ranks, then GPU arrays
         return 0 if calls[i].peer == members.rank else 1 + is_cupy(calls[i].array)
 
     works: dict[int, Work] = {}
-    ordered = sorted(range(len(calls)), key=place)
-    for (where, is_open), indices in groupby(ordered, lambda i: (place(i), calls[i].is_open)):
+    ordered = sorted(range(len(calls)), key=phase)
+    for (when, is_open), indices in groupby(ordered, lambda i: (phase(i), calls[i].is_open)):
         batch = list(indices)
-        if where == 0 or is_open or (where == 1 and len(batch) == 1):
+        if when == 0 or is_open or (when == 1 and len(batch) == 1):
             works |= {i: _begin(members, calls[i]) for i in batch}
             continue
         ops = [
@@ -261,62 +258,62 @@ def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
         if together is NotImplemented:
             together = members.run_many([calls[i] for i in batch], "batch_isend_irecv")
         works |= dict.fromkeys(batch, together)
-    return [_home(members, message, works[i]) for i, message in enumerate(messages)]
+    return [_complete(members, message, works[i]) for i, message in enumerate(messages)]
 
 
 def _begin(members: Membership, call: Call) -> Work:
-    """Begin one message of a NumPy array, or one to this rank itself."""
+    """Start one message of a NumPy array, or one to this rank itself."""
     if call.peer != members.rank:
         return members.run(call)
-    members.backend()  # raises if the group is closed
-    own, tag = members.messages_to_self, call.tag
+    members.backend()  # raises GroupClosedError if the group is closed
+    queue, tag = members.messages_to_self, call.tag
     if call.verb is SEND:
-        return members.journal.run([call], "send", lambda: own.send(call.array, tag))
-    work = members.journal.run([call], "recv", lambda: own.recv(call.array, tag, call.partial))
+        return members.journal.run([call], "send", lambda: queue.send(call.array, tag))
+    work = members.journal.run([call], "recv", lambda: queue.recv(call.array, tag, call.partial))
     return Then(work, lambda part: Matched(members.rank, len(part))) if call.is_open else work
 
 
-def _home(members: Membership, message: _Message, work: Work) -> Any:
-    """Return the user's own array once ``work`` is complete, or a Work for it."""
+def _complete(members: Membership, message: _Message, work: Work) -> Any:
+    """Return the user's array after ``work`` has ended, or a Work for it."""
     op, array, call = message
     if op.sends:
         return work.wait() if call.blocking else Then(work, lambda _: op.x)
     if not call.is_open:
         return finish(members, call, work, Output(op.x, array, call.array))
 
-    def complete(found: Matched) -> Any:
-        then.source = found.source
-        part = slice(found.rows) if op.partial else ...
+    def complete(matched: Matched) -> Any:
+        then.source = matched.source
+        part = slice(matched.rows) if op.partial else ...
         if call.array is not array:
             array[part] = call.array[part]
-        return returned(op.x, array[part], in_place=not op.partial)
+        return user_result(op.x, array[part], in_place=not op.partial)
 
     then = members.keep(Then(work, complete))
     return then.wait() if call.blocking else then
 
 
 def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Message:
-    """Check everything that a message is given, and return it."""
-    array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True, anew=True)
+    """Check all arguments of a message and return it."""
+    array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True, mutable=True)
     if op.sends and op.peer is None:
         raise ValueError(
-            f"{verb}: dst must be a rank of this group, 0 to {members.size - 1}; got None, which "
-            "is nobody in sendrecv and in a P2POp of batch_isend_irecv only"
+            f"{verb}: dst must be a rank of this group, 0 to {members.size - 1}, got None. Only "
+            "sendrecv and P2POp accept None for no rank."
         )
     if op.peer is not None:
         check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:
-        raise ValueError(f"{verb}: src=None is any other rank, and this group has one rank")
+        raise ValueError(f"{verb}: src must be a rank in a group of one rank, got None")
     partial = op.partial and not op.sends
     if (op.peer is None or partial) and is_cupy(array):
         raise TypeError(
-            f"{verb}: src=None and partial=True are for NumPy arrays; name the rank, and receive "
-            "as much as it sends, or receive into a NumPy array"
+            f"{verb}: src=None and partial=True expected a NumPy array, got a CuPy array. Pass the "
+            "rank and the full length, or receive into a NumPy array."
         )
     if partial and not array.ndim:
-        raise ValueError(f"{verb}: partial=True needs a first dimension; got shape ()")
+        raise ValueError(f"{verb}: with partial=True, x must have a dimension, got shape ()")
     if not isinstance(op.tag, int) or not 0 <= op.tag < 2**31:
         raise ValueError(f"{verb}: tag must be an integer from 0 to 2**31 - 1, got {op.tag!r}")
     peer, kind = ANY_RANK if op.peer is None else op.peer, SEND if op.sends else RECV
-    call = Call(kind, pack(array), peer=peer, tag=op.tag, partial=partial, blocking=blocking)
+    call = Call(kind, as_packed(array), peer=peer, tag=op.tag, partial=partial, blocking=blocking)
     return _Message(op, array, call)

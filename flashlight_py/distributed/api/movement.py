@@ -1,4 +1,4 @@
-"""The movements: arrays go from rank to rank as they are."""
+"""Verbs that move arrays between ranks without changing them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from flashlight_py.distributed.api.verb_call import (
     Group,
     collective,
     finish,
-    native,
-    output,
-    pack_apart,
-    refusing,
+    native_entry,
+    pack_input,
+    prepare_output,
+    reject_together,
 )
 from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.arrays import (
-    WITH_TEXT,
+    ENCODED_PART,
     as_array,
-    code_of,
-    in_text,
-    name_of,
-    of_bytes,
-    of_text,
-    pack,
-    require_length,
-    with_text,
+    as_packed,
+    check_out_rows,
+    decode_part,
+    dtype_from_text,
+    dtype_name,
+    dtype_text,
+    encode_part,
+    native_code,
 )
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.checks import Apart, check_rank, check_rows, each_rank
-from flashlight_py.distributed.calls.combining import cut
-from flashlight_py.distributed.calls.kinds import returned
+from flashlight_py.distributed.calls.checks import OverlapCheck, check_rank, check_rows, row_counts
+from flashlight_py.distributed.calls.combining import split_rows
+from flashlight_py.distributed.calls.kinds import user_result
 from flashlight_py.distributed.failures.wording import different_calls
-from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.groups.membership import Membership, members_of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import MismatchError
@@ -46,80 +46,79 @@ __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 X = TypeVar("X")
 
-_DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the shape
+_DIMENSIONS = 8  # maximum dimensions of a scattered part; its shape is sent along
 
 
-@native(BROADCAST)
+@native_entry(BROADCAST)
 def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = False) -> X | Work[X]:
-    """Send every rank the ``x`` of rank ``root``, in place.
+    """Copy ``x`` of rank ``root`` to every rank, in place.
 
     Args:
-        x: array of any dtype without objects; the same shape and dtype on every rank. Or a number.
-        root: rank in the group.
-        group, async_op: as for :func:`all_reduce`.
+        x: Array without objects, of the same shape and dtype on every rank; or a number.
+        root: Rank in the group.
+        group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        ``x``, or the root's number; or the ``Work``. Blocks unless ``async_op``.
+        ``x``, or the number of the root; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
-        TypeError, DistributedError: as for :func:`all_reduce`.
+        ValueError: If ``root`` is no rank of the group, or ``x`` is read-only.
+        TypeError, DistributedError: As for :func:`all_reduce`.
     """
     return collective(group, BROADCAST, x, root=root, async_op=async_op)
 
 
-@native(ALL_GATHER)
+@native_entry(ALL_GATHER)
 def all_gather(
     x: Any, *, out: Any = None, group: Group = None, async_op: bool = False
 ) -> Array | list[Array] | Work[Array]:
-    """Join the ``x`` of all ranks along the first dimension, in rank order.
+    """Concatenate ``x`` of all ranks along the first dimension, in rank order.
 
     Args:
-        x: array, left as it is; the first dimension may differ between ranks, the others and the
-            dtype must not. A scalar-shaped array counts as one row. Or a list or tuple of arrays
-            of any shapes and dtypes, in the same order on every rank, all checked before any is
-            sent.
-        out: array of the result's shape that is filled instead of a new one, which saves the
-            allocation of large results; a list of them for a list. It may share memory with ``x``,
-            which is copied then.
-        group, async_op: as for :func:`all_reduce`.
+        x: Array, not changed. The first dimension may differ between ranks; other dimensions and
+            the dtype must be equal. An array without dimensions counts as one row. Or a list or
+            tuple of arrays of any shapes and dtypes, in the same order on every rank; all are
+            checked before any is sent.
+        out: Array of the shape of the result that is filled instead of a new one, which saves the
+            allocation; for a list, a list of arrays. If it overlaps ``x``, ``x`` is copied.
+        group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        A new array of the kind of ``x``, of shape ``(sum of first dimensions, *x.shape[1:])``, or
-        ``out``; for a list a list of them; or the ``Work``. Blocks unless ``async_op``.
+        A new array of the kind of ``x`` with shape ``(sum of first dimensions, *x.shape[1:])``, or
+        ``out``; for a list, a list of arrays; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: ``out`` has another shape or dtype. If only its first dimension is wrong, this
+        ValueError: If ``out`` has another shape or dtype. If only its first dimension is wrong, it
             is raised after all ranks have called, and the other ranks have their result.
-        TypeError, DistributedError: as for :func:`all_reduce`.
+        TypeError, DistributedError: As for :func:`all_reduce`.
     """
     return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
 
 
-@native(GATHER)
+@native_entry(GATHER)
 def gather(
     x: Any, root: int = 0, *, out: Any = None, group: Group = None, async_op: bool = False
 ) -> Array | Work[Array | None] | None:
-    """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
+    """Concatenate ``x`` of all ranks along the first dimension, in rank order, on one rank.
 
     Args:
-        x: array, as for :func:`all_gather`.
-        root: rank in the group that gets the result.
-        out: on ``root``, array that is filled, as for :func:`all_gather`; ignored elsewhere.
-        group, async_op: as for :func:`all_reduce`.
+        x: Array, as for :func:`all_gather`.
+        root: Rank in the group that receives the result.
+        out: On ``root``: array to fill, as for :func:`all_gather`. Ignored on other ranks.
+        group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        On ``root`` a new array, as of :func:`all_gather`, or ``out``; elsewhere None; or the
+        On ``root``, a new array as of :func:`all_gather`, or ``out``; on other ranks None; or the
         ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
-        TypeError, DistributedError: as for :func:`all_reduce`.
+        ValueError: If ``root`` is no rank of the group, or ``out`` has a wrong shape or dtype.
+        TypeError, DistributedError: As for :func:`all_reduce`.
     """
     return collective(group, GATHER, x, root=root, out=out, async_op=async_op)
 
 
-@native(SCATTER)
+@native_entry(SCATTER)
 def scatter(
     xs: Any = None,
     root: int = 0,
@@ -129,49 +128,47 @@ def scatter(
     group: Group = None,
     async_op: bool = False,
 ) -> Array | Work[Array]:
-    """Send each rank its part of what rank ``root`` has.
+    """Send each rank its part of the arrays of rank ``root``.
 
-    Dtype and shape travel along, so the other ranks need not know them. For CuPy arrays the other
-    ranks pass ``out``, which shows that a GPU is meant.
+    Dtype and shape are sent along, so the other ranks need not know them. For CuPy arrays, the
+    other ranks must pass ``out`` to select the GPU backend.
 
     Args:
-        xs: on ``root`` a list or tuple with one array per rank, all of one shape (at most eight
-            dimensions) and dtype, or one array whose first dimension is cut into equal parts; with
-            ``rows`` first dimensions may differ. On the other ranks only its kind counts.
-        root: rank in the group.
-        out: array that is filled instead of a new one. It may share memory with what the root
-            passes, which is copied then.
-        rows: number of rows of the first dimension for each rank, if the parts are unequal; the
-            same on every rank. The ranks compare them first, so that the call blocks until every
-            rank has called, also with ``async_op``.
-        group, async_op: as for :func:`all_reduce`.
+        xs: On ``root``: a list or tuple of one array per rank, all of one dtype and one shape of at
+            most eight dimensions; or one array whose first dimension is split into equal parts.
+            With ``rows`` the first dimensions may differ. On other ranks only its kind is used.
+        root: Rank in the group.
+        out: Array that is filled instead of a new one. If it overlaps ``xs``, ``xs`` is copied.
+        rows: Number of rows for each rank, if the parts are unequal; the same on every rank. The
+            ranks compare ``rows`` first, so the call blocks until every rank calls, even if async.
+        group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        This rank's part, a new array of the kind of ``xs`` (of NumPy for None), or ``out``; or the
-        ``Work``. Blocks unless ``async_op``.
+        The part of this rank: a new array of the kind of ``xs`` (NumPy for None), or ``out``; or
+            the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: ``root`` is no rank of the group, or what it passes cannot be cut so, or does
-            not fit its own ``out``.
-        MismatchError: ``out`` of a rank is of another shape or dtype than the parts, or ranks
-            passed different ``rows``; raised on every rank.
-        TypeError, DistributedError: as for :func:`all_reduce`.
+        ValueError: If ``root`` is no rank of the group, ``xs`` of the root cannot be split like
+            this, or ``out`` of the root does not match.
+        MismatchError: If the ``out`` of another rank has a wrong shape or dtype, or the ranks pass
+            different ``rows``. Every rank raises it.
+        TypeError, DistributedError: As for :func:`all_reduce`.
     """
-    members = of(group)
-    with refusing(members, SCATTER, given=[xs, out]):
+    members = members_of(group)
+    with reject_together(members, SCATTER, arrays=[xs, out]):
         root = check_rank(members.size, "scatter", "root", root)
         kind = xs[0] if isinstance(xs, list | tuple) and xs else xs
         if members.rank != root:
             xs = None
         elif xs is None:
-            raise ValueError(f"scatter: rank {root} is the root and must pass the arrays, got None")
+            raise ValueError(f"scatter: xs must be the arrays on the root, rank {root}, got None")
         call = Call(SCATTER, root=root, blocking=not async_op)
         if rows is None:
             return _scatter_equal(members, call, xs, out, kind)
         return _scatter_rows(members, call, xs, out, kind, rows)
 
 
-@native(ALL_TO_ALL)
+@native_entry(ALL_TO_ALL)
 def all_to_all(
     x: Any,
     *,
@@ -181,53 +178,53 @@ def all_to_all(
     group: Group = None,
     async_op: bool = False,
 ) -> Array | tuple[Array, list[int]] | Work[Array]:
-    """Send each rank a part of ``x``, and join what all ranks send here, in rank order.
+    """Send each rank a part of ``x``, and concatenate the received parts in rank order.
 
     Args:
-        x: array whose first dimension is cut into equal parts, one per rank; left as it is. Shape
-            and dtype must be the same on every rank; with ``rows`` the first dimension may differ.
-            Or on every rank a list with a NumPy array for each rank, of any shapes and dtypes;
-            without ``rows`` and ``return_rows``.
-        out: array that is filled, as for :func:`all_gather`; a list of them for a list.
-        rows: number of rows for each rank, if the parts are unequal. All ranks pass it or none
-            does; the numbers may differ. The ranks exchange them first, so that the call blocks
-            until every rank has called, also with ``async_op``.
-        return_rows: also return how many rows each rank has sent here. Ranks may differ in it.
-        group, async_op: as for :func:`all_reduce`.
+        x: Array whose first dimension is split into equal parts, one per rank; not changed. Shape
+            and dtype must be equal on every rank; with ``rows`` the first dimension may differ. Or,
+            on every rank, a list with one NumPy array per rank, of any shapes and dtypes, without
+            ``rows`` and ``return_rows``.
+        out: Array to fill, as for :func:`all_gather`; for a list, a list of arrays.
+        rows: Number of rows for each rank, if the parts are unequal. Either all ranks pass it or no
+            rank does; the numbers may differ. The ranks exchange them first, so the call blocks
+            until every rank has called, even with ``async_op``.
+        return_rows: True to return the number of rows received from each rank, too.
+        group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        A new array of the kind of ``x``, of its shape if parts are equal, or ``out``; for a list
-        new arrays, one from each rank, or ``out``; with ``return_rows`` a pair of it and the list
-        of rows that each rank sent; or the ``Work``. Blocks unless ``async_op``.
+        A new array of the kind of ``x``, of its shape if parts are equal, or ``out``. For a list:
+            new arrays, one from each rank, or ``out``. With ``return_rows``: a pair of the array
+            and the list of received rows. Or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: the first dimension cannot be cut so, ``rows`` is not one integer for each rank,
-            or ``out`` does not fit. If only what other ranks send does not fit, this is raised
+        ValueError: If the first dimension cannot be split, ``rows`` is not one integer per rank, or
+            ``out`` does not match. If only the parts of other ranks do not match, it is raised
             after all ranks have called, and the other ranks have their result.
-        TypeError, DistributedError: as for :func:`all_reduce`.
+        TypeError, DistributedError: As for :func:`all_reduce`.
 
     Example:
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
     if rows is not None and not return_rows:
-        members = of(group)
+        members = members_of(group)
         y = members.fast.collective(ALL_TO_ALL.code, x, out, rows, 1.0, 0, 0, async_op)
         if y is not NotImplemented:
             if y is not out is not None:
-                require_length(ALL_TO_ALL.name, out, y.shape[0], members.rank, members.size)
+                check_out_rows(ALL_TO_ALL.name, out, y.shape[0], members.rank, members.size)
             return y
     if isinstance(x, list | tuple):
-        return _blocks_to_all(of(group), x, out, async_op, rows is not None or return_rows)
+        return _blocks_to_all(members_of(group), x, out, async_op, rows is not None or return_rows)
     received: list[int] = []
-    how: dict[str, Any] = {"rows": rows, "out": out, "async_op": async_op}
-    result = collective(group, ALL_TO_ALL, x, **how, received=received)
+    options: dict[str, Any] = {"rows": rows, "out": out, "async_op": async_op}
+    result = collective(group, ALL_TO_ALL, x, **options, received=received)
     if not return_rows:
         return result
 
-    def with_rows(got: Array) -> tuple[Array, list[int]]:
-        size = of(group).size
-        return got, received or [got.shape[0] // size] * size
+    def with_rows(array: Array) -> tuple[Array, list[int]]:
+        size = members_of(group).size
+        return array, received or [array.shape[0] // size] * size
 
     return Then(result, with_rows) if async_op else with_rows(result)
 
@@ -235,75 +232,79 @@ def all_to_all(
 def _blocks_to_all(
     members: Membership, xs: Sequence[Any], outs: Any, async_op: bool, has_rows: bool
 ) -> Any:
-    """Send rank r the r-th of ``xs``: as bytes, and behind them the dtype and the shape."""
+    """Send ``xs[r]`` to rank r, as bytes followed by dtype and shape."""
     verb, rank = ALL_TO_ALL.name, members.rank
 
-    def check(place: int, block: Array, outcome: str = "") -> None:
-        room = rooms[place]
+    def check(index: int, block: Array, outcome: str = "") -> None:
+        room = rooms[index]
         if (room.dtype.newbyteorder("="), room.shape) != (block.dtype, block.shape):
             raise ValueError(
-                f"[{verb}] rank {rank} of {members.size}: out[{place}] is {room.dtype} "
-                f"{room.shape}, and rank {place} sends {block.dtype} {block.shape}{outcome}"
+                f"[{verb}] rank {rank} of {members.size}: out[{index}] must be {block.dtype} "
+                f"{block.shape}, as rank {index} sends, got {room.dtype} {room.shape}{outcome}"
             )
 
-    with refusing(members, ALL_TO_ALL, given=xs):
-        for name, given in (("x", xs), ("out", outs if outs is not None else xs)):
-            if has_rows or not isinstance(given, list | tuple) or len(given) != members.size:
+    with reject_together(members, ALL_TO_ALL, arrays=xs):
+        if has_rows:
+            raise ValueError(f"{verb}: rows and return_rows must be omitted if x is a list")
+        for name, value in (("x", xs), ("out", outs if outs is not None else xs)):
+            if not isinstance(value, list | tuple) or len(value) != members.size:
                 raise ValueError(
-                    f"{verb}: expected, in a list {name}, {members.size} arrays, one for each "
-                    f"rank, without rows, return_rows; got {type(given).__name__} of {len(given)}"
+                    f"{verb}: {name} must be a list of {members.size} arrays, one for each rank, "
+                    f"got {type(value).__name__} of {len(value)}"
                 )
         if any(map(is_cupy, xs)):
-            raise TypeError(f"{verb}: a list has NumPy arrays; join CuPy arrays and pass rows=")
-        apart = Apart(verb, members.size)
-        rooms = [as_array(verb, out, of_any_dtype=True, anew=True) for out in outs or ()]
+            raise TypeError(
+                f"{verb}: x must be a list of NumPy arrays. Pass one CuPy array and rows"
+            )
+        overlap = OverlapCheck(verb, members.size)
+        rooms = [as_array(verb, out, of_any_dtype=True, mutable=True) for out in outs or ()]
         for room in rooms:
-            apart.add(room)
+            overlap.add(room)
         arrays = [as_array(verb, x, writes=False, of_any_dtype=True) for x in xs]
-        blocks = [with_text(pack(array)).view(WITH_TEXT) for array in arrays]
-        if rooms:  # the only block that is known here before any is sent
-            check(rank, of_bytes(blocks[rank].view(np.uint8)))
+        blocks = [encode_part(as_packed(array)).view(ENCODED_PART) for array in arrays]
+        if rooms:  # the only block known here before the exchange
+            check(rank, decode_part(blocks[rank].view(np.uint8)))
         received: list[int] = []
-        how: dict[str, Any] = {"rows": [block.size for block in blocks], "received": received}
-        work = collective(members, ALL_TO_ALL, np.concatenate(blocks), **how, async_op=async_op)
+        options: dict[str, Any] = {"rows": [block.size for block in blocks], "received": received}
+        work = collective(members, ALL_TO_ALL, np.concatenate(blocks), **options, async_op=async_op)
 
-    def results(whole: Array) -> list[Any]:
-        found = [of_bytes(each.view(np.uint8)) for each in cut(whole, received or how["rows"])]
+    def results(joined: Array) -> list[Any]:
+        counts = received or options["rows"]
+        parts = [decode_part(part.view(np.uint8)) for part in split_rows(joined, counts)]
         if outs is None:
-            return [returned(xs[0], each.copy(), False) for each in found]
-        for place, each in enumerate(found):
-            check(place, each, "; the other ranks have their results")
-        for room, each in zip(rooms, found, strict=True):
-            room[...] = each
-        return [returned(out, room, True) for out, room in zip(outs, rooms, strict=True)]
+            return [user_result(xs[0], part.copy(), False) for part in parts]
+        for index, block in enumerate(parts):
+            check(index, block, "; the other ranks have their results")
+        for room, part in zip(rooms, parts, strict=True):
+            room[...] = part
+        return [user_result(out, room, True) for out, room in zip(outs, rooms, strict=True)]
 
     return members.keep(Then(work, results)) if async_op else results(work)
 
 
-# Dtype and shape travel in the root's call, so the others need no array of the right kind
-# beforehand.
+# Dtype and shape are sent in the call of the root, so the other ranks need no matching array.
 def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any) -> Any:
-    """Scatter ``xs``, None on other ranks than the root, in equal parts; returns one of a kind."""
-    whole = None if xs is None else _whole(xs, members.size)
-    if whole is not None and whole.ndim > _DIMENSIONS + 1:
+    """Scatter ``xs`` (None except on the root) in equal parts. Return an array like ``kind``."""
+    parts = None if xs is None else _whole(xs, members.size)
+    if parts is not None and parts.ndim > _DIMENSIONS + 1:
         raise ValueError(
-            f"scatter: a part has at most {_DIMENSIONS} dimensions, got shape {whole.shape[1:]}; "
-            "reshape it"
+            f"scatter: a part must have at most {_DIMENSIONS} dimensions, got shape "
+            f"{parts.shape[1:]}. Reshape the array."
         )
-    # Not whole[0], which is no array if that has no dimension.
-    like = _array_of(out) if whole is None else whole[0, ...]
-    space = output("scatter", out, like, () if like is None else like.shape, kind)
-    if like is not None and code_of(like.dtype) == MOVED:
-        # It goes with each part, in text, for ranks that pass no ``out``.
+    # whole[0] would be no array if the part has no dimension.
+    like = _array_of(out) if parts is None else parts[0, ...]
+    space = prepare_output("scatter", out, like, () if like is None else like.shape, kind)
+    if like is not None and native_code(like.dtype) == MOVED:
+        # Sent with each part as text, for ranks without ``out``.
         call.holds = like.dtype, like.shape
-        call.out = room = np.empty_like(with_text(pack(like)))
+        call.out = room = np.empty_like(encode_part(as_packed(like)))
         call.array = (
             None
-            if whole is None
-            else np.stack([with_text(whole[i, ...]) for i in range(len(whole))])
+            if parts is None
+            else np.stack([encode_part(parts[i, ...]) for i in range(len(parts))])
         )
-        return finish(members, call, members.run(call), space._replace(packed=room), of_bytes)
-    call.array = None if whole is None else pack_apart(whole, space)
+        return finish(members, call, members.run(call), space._replace(packed=room), decode_part)
+    call.array = None if parts is None else pack_input(parts, space)
     call.out = space.packed
     return finish(members, call, members.run(call), space)
 
@@ -311,22 +312,22 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
 def _scatter_rows(
     members: Membership, call: Call, xs: Any, out: Any, kind: Any, rows: Iterable[object]
 ) -> Any:
-    """Scatter ``rows[r]`` rows to rank r: the ranks agree on the kind, then move them."""
-    counts = each_rank("scatter", rows, members.size)
+    """Scatter ``rows[r]`` rows to rank r: agree on dtype and shape, then move the rows."""
+    counts = row_counts("scatter", rows, members.size)
     array = None if xs is None else _whole(xs, members.size, counts)
     like = array if array is not None else _array_of(out)
     shape = () if like is None else (counts[members.rank], *like.shape[1:])
-    space = output("scatter", out, like, shape, kind)
+    space = prepare_output("scatter", out, like, shape, kind)
     call.out = like
 
     def move() -> Work:
         kind, shape = _agree(members, call, counts)
         step = Call(ALL_TO_ALL, rows=counts, out=space.packed, blocking=call.blocking)
-        if array is None:  # this rank has nothing to send
+        if array is None:  # this rank sends nothing
             library: Any = array_module(space.packed)
             step.array, step.rows = library.empty((0, *shape), kind), [0] * members.size
         else:
-            step.array = pack_apart(array, space)
+            step.array = pack_input(array, space)
         return members.backend(step.array).start(step)
 
     return finish(members, call, members.journal.run([call], "scatter", move), space)
@@ -335,60 +336,59 @@ def _scatter_rows(
 def _agree(
     members: Membership, call: Call, counts: list[int]
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return the dtype and the dimensions after the first of what the root passes.
+    """Return the dtype and the dimensions after the first of the array of the root.
 
-    On every rank MismatchError where one passed other ``rows``, or another kind of ``out``.
+    Every rank raises MismatchError if ``rows`` or the dtype or shape of an ``out`` differ.
     """
     like, root = call.out, call.root
-    kind = None if like is None else (in_text(like.dtype), like.shape[1:])
-    mine = pickle.dumps((counts, root, kind))
-    texts = exchange_bytes(members.backend(), mine, "scatter(rows=...)")
+    kind = None if like is None else (dtype_text(like.dtype), like.shape[1:])
+    own_call = pickle.dumps((counts, root, kind))
+    texts = exchange_bytes(members.backend(), own_call, "scatter(rows=...)")
     calls = list(map(pickle.loads, texts))
-    measure = calls[root]
-    if any(each[:2] != measure[:2] or each[2] not in (None, measure[2]) for each in calls):
-        where = f"[scatter] rank {members.rank} of {members.size}"
-        words = [_in_words(*each) for each in calls]
-        raise MismatchError(different_calls(where, enumerate(words), 0, which="this call"))
-    dtype, shape = measure[2]
-    return of_text(dtype), shape
+    expected = calls[root]
+    if any(call[:2] != expected[:2] or call[2] not in (None, expected[2]) for call in calls):
+        prefix = f"[scatter] rank {members.rank} of {members.size}"
+        words = [_in_words(*values) for values in calls]
+        raise MismatchError(different_calls(prefix, enumerate(words), 0, which="this call"))
+    dtype, shape = expected[2]
+    return dtype_from_text(dtype), shape
 
 
 def _in_words(counts: list[int], root: int, kind: tuple[str, tuple[int, ...]] | None) -> str:
-    what = "" if kind is None else f"{name_of(of_text(kind[0]))} rows of {kind[1]}, "
-    return f"scatter({what}rows={counts}, root={root})"
+    about = "" if kind is None else f"{dtype_name(dtype_from_text(kind[0]))} rows of {kind[1]}, "
+    return f"scatter({about}rows={counts}, root={root})"
 
 
 def _array_of(out: Any) -> Array | None:
-    return None if out is None else as_array("scatter", out, of_any_dtype=True, anew=True)
+    return None if out is None else as_array("scatter", out, of_any_dtype=True, mutable=True)
 
 
 def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:
-    """Return what the root scatters as one array; of shape (size, part's shape) in equal parts."""
+    """Return the arrays of the root as one array; for equal parts of shape (size, *part)."""
     is_list = isinstance(xs, list | tuple)
     arrays = [as_array("scatter", x, False, of_any_dtype=True) for x in (xs if is_list else [xs])]
     if not is_list:
         array = arrays[0]
         if check_rows("scatter", array, counts, size) is not None:
             return array
-        return pack(array).reshape(size, array.shape[0] // size, *array.shape[1:])
+        return as_packed(array).reshape(size, array.shape[0] // size, *array.shape[1:])
     if len(xs) != size:
-        raise ValueError(f"scatter: one array for each of the {size} ranks, got {len(xs)}")
+        raise ValueError(f"scatter: xs must have {size} arrays, one for each rank, got {len(xs)}")
     first, free = arrays[0], counts is not None  # whether first dimensions may differ
     for rank, array in enumerate(arrays):
         is_alike = array.ndim >= free and array.shape[free:] == first.shape[free:]
         if not is_alike or array.dtype != first.dtype:
             raise ValueError(
-                f"scatter: all parts must be alike; that for rank 0 is {first.dtype} "
-                f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}. Only first "
-                "dimensions may differ, with rows= on every rank"
+                "scatter: all parts must have one dtype and shape, got "
+                f"{first.dtype} {first.shape} for rank 0 and {array.dtype} {array.shape} for rank "
+                f"{rank}. Pass rows= on every rank if only the first dimensions differ."
             )
     if counts is None:
         arrays = [array[None] for array in arrays]
     elif (lengths := list(map(len, arrays))) != counts:
         raise ValueError(
-            f"scatter: rows={counts}, and the parts have {lengths} rows, {sum(lengths)} in all; "
-            "make them the same"
+            f"scatter: rows must be {lengths}, the lengths of the arrays of the root, got {counts}"
         )
     xp, shape = array_module(first), (sum(map(len, arrays)), *arrays[0].shape[1:])
-    room: Array = xp.empty(shape, first.dtype)  # NumPy would close its holes
-    return pack(xp.concatenate(arrays, out=room))
+    room: Array = xp.empty(shape, first.dtype)  # NumPy would remove the padding of the dtype
+    return as_packed(xp.concatenate(arrays, out=room))

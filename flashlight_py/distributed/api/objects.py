@@ -1,7 +1,7 @@
-"""Any Python object that can be pickled, between ranks that trust each other.
+"""Verbs for Python objects that can be pickled, between ranks that trust each other.
 
-The others unpickle what one rank pickles, which can run any code: the members of a group are the
-processes of one job and one user. Objects travel as bytes through the group's NumPy backend.
+Unpickling can run any code. So all members of a group must be processes of one job and one user.
+Objects are sent as bytes through the NumPy backend of the group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.messages import recv, send
-from flashlight_py.distributed.api.verb_call import Group, reason_of, refusing
+from flashlight_py.distributed.api.verb_call import Group, reason_of, reject_together
 from flashlight_py.distributed.backends.exchange import LATER, PROBLEM, Frame, read_frames
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank
@@ -25,7 +25,7 @@ from flashlight_py.distributed.calls.journal import (
     GATHER_OBJECT,
     SCATTER_OBJECT,
 )
-from flashlight_py.distributed.groups.membership import Membership, of, world_fast
+from flashlight_py.distributed.groups.membership import Membership, members_of, world_fast
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -42,17 +42,17 @@ __all__ += ["recv_object", "send_object"]
 
 T = TypeVar("T")
 
-# Longer frames go to the root of a gather alone, in a second collective; csrc/fast/objects.c has
-# the same numbers.
+# Maximum bytes of a frame in the first collective of a gather. Longer frames are sent only to the
+# root, in a second collective. csrc/fast/objects.c has the same numbers.
 _SHORT_BYTES = 1024
-# A scatter fills up short frames unless that is so much, and more than the frames.
+# Maximum bytes of padding in a scatter, unless the frames have more bytes.
 _MOST_PADDING = 65536
-# So much of why an object cannot be pickled.
+# Maximum bytes of the reason why an object cannot be pickled.
 _WORDS_BYTES = _SHORT_BYTES - 64
 _NOTHING = np.empty(0, np.uint8)
-# An object that is sent to one rank is its pickle, whose first byte is 0x80, where that is short.
-# Else what comes first is 0, the length, a number and the rank, and the pickle has a tag that is no
-# user's and the sender's alone: threads may send and receive at once. Or it is 1, and why not.
+# First message of send_object: a short pickle, whose first byte is 0x80; or 0, the length of a long
+# pickle, a number and the rank; or the byte 1 and the reason why pickling failed. A long pickle
+# follows with a negative tag that only this sender uses, because threads may send concurrently.
 _FIRST_BYTES = 16384
 _LATER, _NO_PICKLE = 0, b"\1"
 _LATER_TAGS = -2
@@ -60,105 +60,103 @@ _numbers = itertools.count()
 
 
 def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> Any:
-    """Return rank ``root``'s ``obj``, on every rank; the others' is not looked at.
+    """Return ``obj`` of rank ``root`` on every rank. ``obj`` of other ranks is ignored.
 
-    Collective, blocking. On ``root`` it is the object itself, elsewhere a copy, made by pickle:
-    the ranks of a group trust each other (docs/sharp-bits.md).
+    Collective; blocks. ``root`` returns the object itself, other ranks return a copy made by
+    pickle. The ranks of a group must trust each other (docs/sharp-bits.md).
 
     Raises:
-        ValueError: ``root`` is no rank of the group.
-        TypeError: the object cannot be pickled; raised on every rank, and nobody is given
-            anything. An error of unpickling is raised where it happens, with a note that names the
-            ranks.
-        DistributedError: as for :func:`all_reduce`.
+        ValueError: If ``root`` is no rank of the group.
+        TypeError: If the object cannot be pickled. Every rank raises it, and no rank receives an
+            object. An error of unpickling is raised on its rank, with a note that names the ranks.
+        DistributedError: As for :func:`all_reduce`.
     """
-    return _moved(BROADCAST_OBJECT, obj, root, group)[0]
+    return _run(BROADCAST_OBJECT, obj, root, group)[0]
 
 
 def all_gather_object(obj: T, *, group: Group = None) -> list[T]:
-    """Return the list of all ranks' objects, in rank order. Collective, blocking.
+    """Return the list of the objects of all ranks, in rank order. Collective; blocks.
 
-    The own one is the object itself, the others are copies, made by pickle.
+    The object of this rank is returned itself. The other objects are copies made by pickle.
 
     Raises:
-        TypeError: a rank's object cannot be pickled; raised on every rank, names the rank, and
-            nobody is given anything.
-        DistributedError: as for :func:`all_reduce`.
+        TypeError: If the object of a rank (named) cannot be pickled. Every rank raises it.
+        DistributedError: As for :func:`all_reduce`.
 
     Example:
         >>> fl.all_gather_object(7)
         [7]
     """
-    return _moved(ALL_GATHER_OBJECT, obj, 0, group)
+    return _run(ALL_GATHER_OBJECT, obj, 0, group)
 
 
 def gather_object(obj: T, root: int = 0, *, group: Group = None) -> list[T] | None:
-    """Return the list of all ranks' objects on rank ``root``, None elsewhere.
+    """Return the list of the objects of all ranks on rank ``root``, and None on other ranks.
 
-    Collective, blocking; as :func:`all_gather_object`.
+    Collective; blocks. Otherwise like :func:`all_gather_object`.
 
     Raises:
-        ValueError: ``root`` is no rank of the group.
-        TypeError, DistributedError: as for :func:`all_gather_object`.
+        ValueError: If ``root`` is no rank of the group.
+        TypeError, DistributedError: As for :func:`all_gather_object`.
     """
-    return _moved(GATHER_OBJECT, obj, root, group)
+    return _run(GATHER_OBJECT, obj, root, group)
 
 
 def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, *, group: Group = None) -> Any:
-    """Return this rank's one of the objects that rank ``root`` passes, one per rank.
+    """Return the object for this rank, from the list ``objs`` that rank ``root`` passes.
 
-    Collective, blocking; as :func:`broadcast_object`.
+    ``objs`` has one object per rank. Collective; blocks. Otherwise like :func:`broadcast_object`.
 
     Raises:
-        ValueError: ``root`` is no rank of the group, or has not one object for each rank.
-        TypeError, DistributedError: as for :func:`broadcast_object`.
+        ValueError: If ``root`` is no rank of the group, or does not pass one object per rank.
+        TypeError, DistributedError: As for :func:`broadcast_object`.
     """
-    return _moved(SCATTER_OBJECT, objs, root, group)[0]
+    return _run(SCATTER_OBJECT, objs, root, group)[0]
 
 
 def send_object(obj: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
-    """Send any object that can be pickled to rank ``dst``, which calls :func:`recv_object`.
+    """Send an object that can be pickled to rank ``dst``, which calls :func:`recv_object`.
 
-    Blocks until ``obj`` may be changed. Objects and arrays between two ranks under one ``tag`` are
+    Blocks until ``obj`` may be changed. Objects and arrays between two ranks with one ``tag`` are
     received in the order in which they were sent.
 
     Raises:
-        TypeError: the object cannot be pickled; raised on ``dst``, too.
-        ValueError, DistributedError: as for :func:`send`.
+        TypeError: If the object cannot be pickled. ``dst`` raises it as well.
+        ValueError, DistributedError: As for :func:`send`.
     """
-    members = of(group)
+    members = members_of(group)
     check_rank(members.size, "send_object", "dst", dst)
     try:
         content = pickle.dumps(obj, 5)
     except Exception as error:
         send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group=group)
         raise TypeError(f"{_at('send_object', members)}: {reason_of(error)}") from error
-    whole = np.frombuffer(content, np.uint8)
-    if whole.size <= _FIRST_BYTES:
-        send(whole, dst, tag, group=group)
+    content_bytes = np.frombuffer(content, np.uint8)
+    if content_bytes.size <= _FIRST_BYTES:
+        send(content_bytes, dst, tag, group=group)
     else:
         number = next(_numbers) % 2**30
-        with refusing(members, "send_object", ()):
-            head = np.array([0, whole.size, number, members.rank]).view(np.uint8)
+        with reject_together(members, "send_object", ()):
+            head = np.array([0, content_bytes.size, number, members.rank]).view(np.uint8)
             send(head, dst, tag, group=group)
-            members.run(Call(SEND, whole, peer=dst, tag=_LATER_TAGS - number))
+            members.run(Call(SEND, content_bytes, peer=dst, tag=_LATER_TAGS - number))
 
 
 def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
-    """Return the object that rank ``src`` sends by :func:`send_object`; a copy. Blocks.
+    """Return a copy of the object that rank ``src`` sends by :func:`send_object`. Blocks.
 
-    ``src`` may be None: of any other rank, as of :func:`recv`.
+    ``src`` may be None for any other rank, as in :func:`recv`.
 
     Raises:
-        TypeError: it cannot be pickled there.
-        ValueError, DistributedError: as for :func:`recv`. Errors of unpickling are raised, too.
+        TypeError: If the object cannot be pickled on ``src``.
+        ValueError, DistributedError: As for :func:`recv`. Unpickling errors are raised too.
     """
-    members = of(group)
+    members = members_of(group)
     first = recv(np.empty(_FIRST_BYTES, np.uint8), src, tag, group=group, partial=True)
     if first[0] == _LATER:
         _, size, number, sender = first.view(np.int64).tolist()
         first = np.empty(size, np.uint8)
-        with refusing(members, "recv_object", ()):
+        with reject_together(members, "recv_object", ()):
             members.run(Call(RECV, first, peer=sender, tag=_LATER_TAGS - number))
     elif first[0] == _NO_PICKLE[0]:
         raise TypeError(
@@ -168,53 +166,55 @@ def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
 
 
 def _at(verb: str, members: Membership) -> str:
-    return f"[{verb}] rank {members.rank} of {members.size}: the sender's object cannot be pickled"
+    return (
+        f"[{verb}] rank {members.rank} of {members.size}: expected a picklable object on the sender"
+    )
 
 
 def _words_of(error: Exception) -> bytes:
     return reason_of(error).encode(errors="backslashreplace")[:_WORDS_BYTES]
 
 
-def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:
-    """Return the list of what comes to this rank, which has ``given``; None: nothing does."""
+def _run(verb: Verb, obj: Any, root: Any, group: Group) -> Any:
+    """Run an object verb. Return the list of objects for this rank; None: it receives nothing."""
     try:
-        come = (world_fast.objects if group is None else of(group).fast.objects)(
-            verb.code, given, root
+        result = (world_fast.objects if group is None else members_of(group).fast.objects)(
+            verb.code, obj, root
         )
     except BaseException as error:
-        if not isinstance(error, Exception):  # as objects were pickled, or made again
-            of(group).end(error)
+        if not isinstance(error, Exception):  # raised while objects are pickled or unpickled
+            members_of(group).end(error)
         raise
-    if come is None or type(come) is list:
-        return come
-    members = of(group)
-    with refusing(members, verb.name):
-        if come is NotImplemented:
-            return _from_the_beginning(members, verb, given, root)
-        first, number, frame = come
+    if result is None or type(result) is list:
+        return result
+    members = members_of(group)
+    with reject_together(members, verb.name):
+        if result is NotImplemented:
+            return _run_in_python(members, verb, obj, root)
+        first, number, frame = result
         try:
-            return _Move(members, verb, given, root, [] if frame is None else [frame]).end(first)
+            return _Move(members, verb, obj, root, [] if frame is None else [frame]).end(first)
         except BaseException as error:
-            members.journal.failed(number, error)
+            members.journal.record_failure(number, error)
             raise
 
 
-def _from_the_beginning(members: Membership, verb: Verb, given: Any, root: Any) -> Any:
+def _run_in_python(members: Membership, verb: Verb, obj: Any, root: Any) -> Any:
     root = check_rank(members.size, verb.name, "root", root) if verb.rooted else 0
-    gives, mine = verb.ragged or members.rank == root, list[Array]()
+    gives, frames = verb.ragged or members.rank == root, list[Array]()
     if gives and verb is SCATTER_OBJECT:
-        got, given = given, list(() if given is None else given)
-        if len(given) != members.size:
+        passed, obj = obj, list(() if obj is None else obj)
+        if len(obj) != members.size:
             raise ValueError(
-                f"scatter_object: rank {root} is the root and must pass one object for each of the "
-                f"{members.size} ranks, got {'None' if got is None else len(given)}"
+                f"scatter_object: objs must have {members.size} objects, one for each rank, on the "
+                f"root, rank {root}, got {'None' if passed is None else len(obj)}"
             )
-        mine = _pickled(given)
+        frames = _pickled(obj)
     elif gives:
-        mine = _pickled([given])
-    move = _Move(members, verb, given, root, mine)
+        frames = _pickled([obj])
+    move = _Move(members, verb, obj, root, frames)
     with members.journal.recording(verb.name, root=root if verb.rooted else None) as record:
-        record.size = sum(frame.size for frame in mine)
+        record.size = sum(frame.size for frame in frames)
         first = move.begin()
         if verb is BROADCAST_OBJECT:
             record.size = first.size
@@ -222,7 +222,7 @@ def _from_the_beginning(members: Membership, verb: Verb, given: Any, root: Any) 
 
 
 def _pickled(objs: Sequence[Any]) -> list[Array]:
-    """Return the frame of each object; if one cannot be pickled each says why."""
+    """Return the frame of each object. On a pickling error, each frame has the reason."""
     try:
         return [Frame(pickle.dumps(obj, 5)).pack() for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
@@ -230,10 +230,9 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
 
 
 class _Move:
-    """A call of ``verb`` on this rank, which has the frames ``mine`` for others.
+    """A call of ``verb`` on this rank, which sends the frames ``mine``.
 
-    It is one collective. A frame that a backend or a root cannot take so is announced, and a second
-    one brings it.
+    It is one collective. A longer frame is announced, and sent in a second collective.
     """
 
     def __init__(
@@ -244,62 +243,63 @@ class _Move:
         self._sources = range(members.size) if verb.ragged else range(root, root + 1)
 
     def begin(self) -> Array:
-        """Return the frames of the first collective, which mostly is the only one."""
-        verb, mine, root = self._verb, self._mine, self._root
+        """Return the frames of the first collective, which is usually the only one."""
+        verb, frames, root = self._verb, self._mine, self._root
         if verb is SCATTER_OBJECT:
-            return self._come(Call(SCATTER, _rows(mine) if mine else None, root=root))
-        frame = mine[0] if mine else None
+            return self._step(Call(SCATTER, _rows(frames) if frames else None, root=root))
+        frame = frames[0] if frames else None
         if verb is BROADCAST_OBJECT and self._backend.finds_shape:
-            return self._come(Call(BROADCAST, frame, root=root))
+            return self._step(Call(BROADCAST, frame, root=root))
         if frame is not None and verb is not ALL_GATHER_OBJECT and frame.size > _SHORT_BYTES:
             frame = _announced(frame)
-        return self._come(Call(ALL_GATHER, _NOTHING if frame is None else frame, root=root))
+        return self._step(Call(ALL_GATHER, _NOTHING if frame is None else frame, root=root))
 
     def end(self, first: Array) -> list[Any] | None:
-        """Return the objects of the ``first`` frames, and of what comes later."""
-        rank, frames = self._members.rank, read_frames(first, most=len(self._sources))
+        """Return the objects of the frames ``first``, and of announced frames."""
+        rank, frames = self._members.rank, read_frames(first, limit=len(self._sources))
         self._raise_problems(frames)
         if any(frame.kind == LATER for frame in frames):
             later = iter(read_frames(self._later(frames[0])))
             frames = [next(later, frame) if frame.kind == LATER else frame for frame in frames]
         if self._verb is GATHER_OBJECT and rank != self._root:
             return None
-        own = self._given[rank] if self._verb is SCATTER_OBJECT and self._mine else self._given
+        is_scattered = self._verb is SCATTER_OBJECT and self._mine
+        obj = self._given[rank] if is_scattered else self._given
         pairs = zip(self._sources, frames, strict=True)
-        return [own if source == rank else self._object(frame, source) for source, frame in pairs]
+        return [obj if source == rank else self._object(frame, source) for source, frame in pairs]
 
     def _later(self, first: Frame) -> Array:
-        """Return the frames that were announced, where they are wanted."""
-        verb, mine = self._verb, self._mine
+        """Return the announced frames, on the ranks that need them."""
+        verb, frames = self._verb, self._mine
         if verb is SCATTER_OBJECT:
-            lengths = [frame.size for frame in mine] or [0] * self._members.size
-            return self._come(Call(ALL_TO_ALL, np.concatenate([_NOTHING, *mine]), rows=lengths))
+            lengths = [frame.size for frame in frames] or [0] * self._members.size
+            return self._step(Call(ALL_TO_ALL, np.concatenate([_NOTHING, *frames]), rows=lengths))
         if verb is GATHER_OBJECT:
-            long = mine[0] if mine[0].size > _SHORT_BYTES else _NOTHING
-            return self._come(Call(GATHER, long, root=self._root))
+            long = frames[0] if frames[0].size > _SHORT_BYTES else _NOTHING
+            return self._step(Call(GATHER, long, root=self._root))
         length = int(np.frombuffer(first.content, np.int64)[0])
-        whole = mine[0] if mine else np.empty(length, np.uint8)
-        return self._come(Call(BROADCAST, whole, root=self._root))
+        frame = frames[0] if frames else np.empty(length, np.uint8)
+        return self._step(Call(BROADCAST, frame, root=self._root))
 
-    def _come(self, call: Call) -> Array:
+    def _step(self, call: Call) -> Array:
         call.part_of = self._verb.name
-        come = self._backend.start(call).wait()
-        return _NOTHING if come is None else come
+        received = self._backend.start(call).wait()
+        return _NOTHING if received is None else received
 
     def _object(self, frame: Frame, source: int) -> Any:
-        """Make the object of rank ``source``; what its class raises here says where it was."""
+        """Return the object of rank ``source``. An error of its class gets a note with the rank."""
         try:
             return pickle.loads(frame.content, buffers=frame.buffers)
         except Exception as error:
-            if hasattr(error, "add_note"):  # from Python 3.11 on
+            if hasattr(error, "add_note"):  # since Python 3.11
                 error.add_note(
-                    f"{self}: the object from rank {source} cannot be unpickled here; import on "
-                    "every rank what it is made of"
+                    f"{self}: the object from rank {source} cannot be unpickled. Make the modules "
+                    "of its classes importable on every rank."
                 )
             raise
 
     def _raise_problems(self, frames: Sequence[Frame]) -> None:
-        """Raise TypeError on every rank if one could not pickle its object: all have its frame."""
+        """Raise TypeError on every rank if an object could not be pickled."""
         problems = "; ".join(
             f"rank {source}: {bytes(frame.content).decode(errors='replace')}"
             for source, frame in zip(self._sources, frames, strict=True)
@@ -307,8 +307,8 @@ class _Move:
         )
         if problems:
             raise TypeError(
-                f"{self}: an object cannot be pickled ({problems}). Nobody has received anything; "
-                "pass what pickle takes, such as functions of modules instead of lambdas"
+                f"{self}: an object cannot be pickled ({problems}). No rank has received an "
+                "object. Pass objects that pickle accepts, for example functions of modules."
             )
 
     def __str__(self) -> str:
@@ -316,7 +316,7 @@ class _Move:
 
 
 def _rows(frames: Sequence[Array]) -> Array:
-    """Return ``frames`` as rows of one length; announced, if that would be much longer."""
+    """Return ``frames`` as rows of one length, or as announcements if padding would be too long."""
     longest, total = max(map(len, frames)), sum(map(len, frames))
     if longest * len(frames) > 2 * total + _MOST_PADDING:
         return np.stack(list(map(_announced, frames)))

@@ -1,6 +1,7 @@
-"""Threads in the middle of a call: signal handlers run there, and may call again, or raise.
+"""Callbacks of native calls into Python, and the threads that are inside a call.
 
-A native library asks Python while it works whether to stop (Ctrl-C), and for the caller's site.
+A native library calls Python while it waits: to run signal handlers (Ctrl-C), and to find the line
+of user code that called it. A signal handler may start another call, or raise.
 """
 
 from __future__ import annotations
@@ -16,74 +17,77 @@ from flashlight_py.distributed.calls.call_site import call_site
 from flashlight_py.distributed.calls.journal import CALLERS
 from flashlight_py.errors import DistributedError
 
-SITE_BYTES = codes.SITE_BYTES - 1  # without the zero behind the text
+SITE_BYTES = codes.SITE_BYTES - 1  # without the terminating zero
 
 
 class Callers:
-    """The threads that are in a blocking call of a backend, or about to begin one.
+    """Threads that are inside a blocking call of a backend, or about to begin one.
 
     A signal handler that calls the same backend would wait for the call that it interrupted, and
-    the ranks could not agree on the order of the two. Leaving the group is allowed. A handler may
-    raise anywhere, so a caller adds what ``check`` returns to ``threads`` inside of the ``try``
-    whose ``finally`` discards it.
+    the ranks could not agree on the order of the two calls. A handler may leave the group. A
+    handler may raise at any point. A caller therefore adds the result of ``check`` to ``threads``
+    inside a ``try`` whose ``finally`` discards it.
     """
 
-    def __init__(self, who: str, parts: Sequence[Backend] = ()) -> None:
-        self._who, self._parts = who, parts  # of a backend that is made of others
+    def __init__(self, name: str, parts: Sequence[Backend] = ()) -> None:
+        self._name, self._parts = name, parts  # backends that this backend is composed of
         self.threads: set[int] = set()
-        self.of_native: Sequence[int] | None = None  # the header of the group's ring
+        self.native_header: Sequence[int] | None = None  # header of the ring of recorded calls
 
-    def has_this(self) -> bool:
-        """Return whether this thread is in the middle of a call."""
+    def contains_this_thread(self) -> bool:
+        """Return whether the current thread is inside a call."""
         thread = threading.get_ident()
-        in_native = self.of_native is not None and thread in self.of_native[CALLERS]
+        in_native = self.native_header is not None and thread in self.native_header[CALLERS]
         if in_native or thread in self.threads:
             return True
         return any(part.is_calling() for part in self._parts)
 
     def check(self, verb: str) -> int:
-        """Return this thread's number; raise DistributedError if it is in the middle of a call."""
-        if not self.has_this():
+        """Return the id of this thread. Raises DistributedError if it is already in a call."""
+        if not self.contains_this_thread():
             return threading.get_ident()
         error = DistributedError(
-            f"[{verb}] {self._who}: called in a signal handler that has interrupted another call "
-            "of this group, which would have to end first. Nothing was sent. Let the handler set "
-            "a flag and act on it between two calls, or leave by distributed_shutdown()"
+            f"[{verb}] {self._name}: a signal handler cannot call the group while it interrupts "
+            "another call of this group. Nothing was sent. Set a flag in the handler and act on it "
+            "between two calls, or call distributed_shutdown()"
         )
         error.has_begun = False
         raise error
 
 
-# By thread, what a signal handler raised while it waited in the library.
-_raised: dict[int, BaseException] = {}
+# By thread id: the exception that a signal handler raised during a wait in the library.
+_handler_exceptions: dict[int, BaseException] = {}
 
 
 def raise_interruption(lib: Any, handle: Any) -> None:
-    """Raise what a signal handler raised during the wait for ``handle``, if one did."""
-    if _raised and (raised := _raised.pop(threading.get_ident(), None)) is not None:
+    """Raise the exception of a signal handler that ran during the wait for ``handle``, if any."""
+    if (
+        _handler_exceptions
+        and (raised := _handler_exceptions.pop(threading.get_ident(), None)) is not None
+    ):
         lib.fl_op_free(handle)
         raise raised
 
 
-def _keep(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-    _raised[threading.get_ident()] = error
+def _store_exception(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
+    _handler_exceptions[threading.get_ident()] = error
 
 
-def answer_where(native: ModuleType) -> Any:
-    """Return the C function that writes where user code has called, as an fl_site."""
+def call_site_callback(native: ModuleType) -> Any:
+    """Return the C function that writes the line of user code that called, as an fl_site."""
 
-    @native.ffi.def_extern(name="fl_where", onerror=_keep)  # type: ignore[untyped-decorator]
-    def where(site: Any) -> None:
+    @native.ffi.def_extern(name="fl_where", onerror=_store_exception)  # type: ignore[untyped-decorator]
+    def write_site(site: Any) -> None:
         site.text = call_site().encode()[-SITE_BYTES:]
 
     return native.lib.fl_where
 
 
-def answer_to_interrupts(native: ModuleType) -> Any:
-    """Return the C function that lets Python's signal handlers run during a wait."""
+def interrupt_callback(native: ModuleType) -> Any:
+    """Return the C function that lets Python run its signal handlers during a wait."""
 
-    @native.ffi.def_extern(name="fl_interrupted", error=1, onerror=_keep)  # type: ignore[untyped-decorator]
+    @native.ffi.def_extern(name="fl_interrupted", error=1, onerror=_store_exception)  # type: ignore[untyped-decorator]
     def interrupted() -> int:
-        return 0  # the interpreter runs pending handlers on its way here; what they raise is kept
+        return 0  # The interpreter has run pending handlers; onerror stores exceptions
 
     return native.lib.fl_interrupted

@@ -1,9 +1,9 @@
-"""Several hosts: shared memory inside each, another backend between them, by composition.
+"""A group over several hosts: shared memory inside each host, another backend between hosts.
 
-Small arrays travel with the comparison of the calls, large ones after it: see
-``hierarchical_calls.py``. Reductions add the ranks of a host in order, then the hosts in order: the
-same bits on every rank and in every run with the same placement. A receive from any rank is open in
-both backends until one has a message.
+The data of a small array is sent with the comparison of the calls, that of a large array after it;
+see ``hierarchical_calls.py``. A reduction adds the ranks of each host in order, then the hosts in
+order. The result has the same bits on every rank, and in every run with the same placement. A
+receive from any rank is open in both backends until one of them has a message.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical_calls import HostCalls
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.calls.call_site import Place, called_at, caller
+from flashlight_py.distributed.calls.call_site import Site, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.agreement import Agreement, Load, between_hosts
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_room import shared_array
-from flashlight_py.distributed.work import FAILURES, Done, Then, Work, limit_passed, wait_for
+from flashlight_py.distributed.work import FAILURES, Done, Then, Work, wait_for, wait_timeout_error
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -44,23 +44,26 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds that an open receive polls each backend, and then sleeps before it looks for failures.
+# Seconds that an open receive polls a backend, and seconds that it sleeps between checks for
+# failures.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
-_NEVER = 1e9  # of a limit in seconds
+_NEVER = 1e9  # a timeout in seconds that never ends
 
 
 class HierarchicalBackend(Backend):
-    """Joins the ranks of ``hosts``, each a list of ranks that share memory.
+    """Backend for the ranks of ``hosts``, each a list of ranks that share memory.
 
     Args:
-        rank: this process's rank.
-        hosts: ranks of each host; every rank is in exactly one.
-        inside: joins this host's ranks, in the order of ``hosts``.
-        between: joins local rank i of all hosts; None where some host has no such rank.
-        flat: joins all ranks, for verbs that gain nothing from the hierarchy.
-        timeout: seconds that ``inside`` allows each operation; hosts wait a little longer.
-        checked: compare calls before data moves. Otherwise a mismatch between hosts breaks the
+        rank: Rank of this process.
+        hosts: Ranks of each host. Every rank is in exactly one list.
+        inside: Backend for the ranks of this host, in the order of ``hosts``.
+        between: Backend for the ranks with the same local rank as this one on all hosts. None if a
+            host has no such rank.
+        flat: Backend for all ranks. It runs the verbs that gain nothing from the hierarchy.
+        timeout: Seconds that ``inside`` allows each operation. Operations between hosts get a
+            little more.
+        checked: Compare calls before data moves. Otherwise a mismatch between hosts breaks the
             group, at once or after the timeout.
     """
 
@@ -83,19 +86,19 @@ class HierarchicalBackend(Backend):
         self._inside, self._between, self._flat = inside, between, flat
         self.network = flat.network
         if inside.memory is not None:
-            places = dict(zip(self._host, inside.near, strict=True))
+            memory_ranks = dict(zip(self._host, inside.memory_ranks, strict=True))
             self.memory = inside.memory
-            self.near = [places.get(each, -1) for each in range(self.size)]
+            self.memory_ranks = [memory_ranks.get(rank, -1) for rank in range(self.size)]
         self._parts = [part for part in (inside, between, flat) if part is not None]
-        team = object()
+        composite = object()
         for part in self._parts:
-            part.team = team
+            part.composite = composite
             if isinstance(part, NativeBackend) and isinstance(flat, GlooBackend):
-                flat.take_along(part)
+                flat.propagate_host_loss(part)
         self._checked = checked
         self._agreement = Agreement(inside, between, flat)
         self._calls = HostCalls(rank, hosts, inside, between, self._agreement.runs_ahead)
-        self._allow(timeout)
+        self._set_timeouts(timeout)
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
         self._steps: dict[verbs.Verb, Callable[[Call], Any]] = {
             verbs.ALL_REDUCE: self._calls.all_reduce,
@@ -104,24 +107,25 @@ class HierarchicalBackend(Backend):
             verbs.REDUCE_SCATTER: self._calls.reduce_scatter,
             verbs.ALL_GATHER: self._all_gather,
         }
-        self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
+        self._rows: Sequence[int] = ()  # rows of each rank's array in the compared call
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
-        self._failed: list[FutureWork] = []  # ended, with an error that no ``wait`` has raised
+        self._failed: list[FutureWork] = []  # ended with an error that no ``wait`` raised
         self._receives: list[Then] = []
-        self._beginning = threading.RLock()  # signal handlers run on the thread that holds it
-        self._notified: list[Backend] = []  # parts that end since another one was lost
+        self._beginning = threading.RLock()  # reentrant: signal handlers run on its owner
+        self._notified: list[Backend] = []  # backends aborted because another one was lost
         self._is_closed = False
 
     def limit(self, seconds: float) -> None:
-        self._allow(seconds)
+        self._set_timeouts(seconds)
         for part in self._parts:
             part.limit(seconds if part is self._inside else between_hosts(seconds))
 
-    def _allow(self, seconds: float) -> None:
+    def _set_timeouts(self, seconds: float) -> None:
         self.timeout = self._agreement.timeout = seconds
-        # Work after agreeing takes longer than agreeing, and a local peer may wait for another host
-        # that does it: a rank that waits for the late rank itself reports it first.
+        # Data takes longer than the comparison, and a local peer may wait for another host. The
+        # timeout between hosts is longer, so that a rank that waits for the late rank itself
+        # reports it first.
         self._far = self._calls.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:
@@ -129,15 +133,15 @@ class HierarchicalBackend(Backend):
             return self._message(call)
         if call.refusal:
             return self._refuse(call)
-        run: Callable[[Call], Any] = self._steps.get(call.verb, self._flatly)
+        run: Callable[[Call], Any] = self._steps.get(call.verb, self._on_all_ranks)
         if call.verb is verbs.BARRIER and self._checked:
-            run = lambda _: None  # noqa: E731  (to agree on it is to have arrived)
+            run = lambda _: None  # noqa: E731  (the comparison is the barrier)
         if call.compared:
             run = self._compare
         return self._start(call, lambda: run(call))
 
     def _message(self, call: Call) -> Work:
-        """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
+        """Start a message in the shared memory of the host, or between hosts; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
         if call.peer == ANY_RANK:
             return self._receive_open(call)
@@ -150,49 +154,49 @@ class HierarchicalBackend(Backend):
     def _receive_open(self, call: Call) -> Work:
         claim = np.zeros(1, np.int32)
         limit = self.timeout if call.seconds is None else call.seconds
-        # Each backend with its ranks and a limit. The one that joins all ranks comes last, as it
-        # alone ends a receive that waits in vain.
-        ways: list[tuple[Backend, Sequence[int], float]] = [(self._flat, range(self.size), limit)]
+        # Backends with their ranks and a timeout in seconds. Only ``flat``, the last one, ends a
+        # receive that waits in vain.
+        parts: list[tuple[Backend, Sequence[int], float]] = [(self._flat, range(self.size), limit)]
         if self._inside.size > 1:
-            ways.insert(0, (self._inside, self._host, _NEVER))
-        with self._beginning:  # in one order in both
+            parts.insert(0, (self._inside, self._host, _NEVER))
+        with self._beginning:  # receives start in the same order in both backends
             works = [
-                (way.start(replace(call, blocking=False, claim=claim, seconds=seconds)), ranks)
-                for way, ranks, seconds in ways
+                (part.start(replace(call, blocking=False, claim=claim, seconds=seconds)), ranks)
+                for part, ranks, seconds in parts
             ]
             receive = PartWork(self, call, works, claim)
             if not call.blocking:
-                self._receives = [one for one in self._receives if not one.is_heard]
-                self._receives.append(work := Then(receive, lambda found: found))
-        return Done(receive.find()) if call.blocking else work
+                self._receives = [other for other in self._receives if not other.is_settled]
+                self._receives.append(work := Then(receive, lambda match: match))
+        return Done(receive.receive()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
-        """Find out what else is asked for: that all call the same is agreed upon before."""
-        wanted = call.is_ragged or call.verb is verbs.SCATTER
-        return self._flatly(call) if wanted or not self._checked else None
+        """Compare row counts or the shape of a scatter, which the agreement does not cover."""
+        differs = call.is_ragged or call.verb is verbs.SCATTER
+        return self._on_all_ranks(call) if differs or not self._checked else None
 
     def _all_gather(self, call: Call) -> Any:
-        """Exchange rows: how many each rank has is known where calls have been compared."""
+        """Run an all_gather. If calls are not compared, exchange the row counts first."""
         if not self._checked:
             load = Load(len(call.array))
-            self._rows = self._agreement.meet(call.verb.name, load, None).lengths
+            self._rows = self._agreement.exchange(call.verb.name, load, None).lengths
         return self._calls.all_gather(call, self._rows)
 
-    def _flatly(self, call: Call) -> Any:
-        """Have the backend that joins all ranks do it: the hierarchy would save nothing."""
+    def _on_all_ranks(self, call: Call) -> Any:
+        """Run ``call`` on the backend for all ranks, because the hierarchy would save nothing."""
         seconds = self._far if call.verb is not verbs.BARRIER else call.seconds
         result = self._flat.start(replace(call, blocking=True, seconds=seconds)).wait()
-        self._agreement.runs_ahead()  # a local peer may wait for its part from another host
+        self._agreement.runs_ahead()  # a local peer may still wait for data of another host
         return result
 
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
-        """Return an array in the memory of this rank's host; see ``shared_arrays``."""
+        """Return an array in memory shared by the ranks of this host; see ``shared_arrays``."""
         call = Call(verbs.BARRIER, part_of=f"shared_empty({dtype} {shape})")
 
         def inside() -> Array | MemoryError:
             try:
                 return shared_array(self._inside, shape, dtype)
-            except MemoryError as error:  # which need not end the group
+            except MemoryError as error:  # need not break the group
                 return error
 
         array: Array | MemoryError = self._start(call, inside).wait()
@@ -201,108 +205,108 @@ class HierarchicalBackend(Backend):
         return [array]
 
     def _refuse(self, call: Call) -> Work:
-        """Have the others raise. Without checks that ends the group."""
-        if not self._checked:  # the others may be in the middle of anything
+        """Make the other ranks raise. Without checks this ends the group."""
+        if not self._checked:  # the other ranks may be inside any call
             self.end(MismatchError(f"{names([self.rank])} called {call}"))
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
         assert isinstance(work, FutureWork)
-        work.is_heard = True  # this rank raises its own
+        work.is_settled = True  # this rank raises its own error
         return work
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
-        """Run here, or on a thread after what was started before: backends keep an order."""
+        """Run a blocking call on this thread if no call is pending; otherwise queue the call."""
         thread, number = self._callers.check(call.name), self.count[0]
-        ended = list(takewhile(FutureWork.is_completed, self._running))  # they end in their order
+        ended = list(takewhile(FutureWork.is_completed, self._running))  # they end in order
         if ended:
             self._running = self._running[len(ended) :]
-            self._failed = [one for one in (*self._failed, *ended) if not one.has_ended_well()]
+            self._failed = [work for work in (*self._failed, *ended) if not work.has_ended_well()]
         try:
             self._callers.threads.add(thread)
             if call.blocking and not self._running:
                 return Done(self._run(call, number, run))
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
-            work = FutureWork(self._thread.submit(self._run_there, caller(), call, number, run))
-            work.is_heard = call.compared  # by whoever compares
+            work = FutureWork(self._thread.submit(self._run_on_thread, caller(), call, number, run))
+            work.is_settled = call.compared  # the comparing code receives its error
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
         return work
 
-    def _run_there(self, place: Place, call: Call, number: int, run: Callable[[], Any]) -> Any:
+    def _run_on_thread(self, place: Site, call: Call, number: int, run: Callable[[], Any]) -> Any:
         with called_at(place):
             return self._run(call, number, run)
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
-        """Run; an error that breaks one backend ends the others, where other hosts would wait."""
+        """Compare the calls, then run. If one backend breaks, end the others too."""
         for part in self._parts:
-            part.count = (number,)  # in errors, as users count calls
+            part.count = (number,)  # number of the call for errors
         try:
             if not self._checked:
                 return run()
-            found = self._agreement.reach(call, number, self._calls.load(call))
-            if self._calls.has(call, found):
-                return self._calls.take(call, found)
-            self._rows = found.lengths
+            message = self._agreement.agree(call, number, self._calls.load(call))
+            if self._calls.has(call, message):
+                return self._calls.take(call, message)
+            self._rows = message.lengths
             return run()
         except MismatchError as error:
             if not error.group_lives:
                 self.end(error)
-            elif not self._checked:  # other ranks may be in the middle of it
+            elif not self._checked:  # other ranks may be inside the call
                 self._close_backends()
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
-            # Where much is on its way between hosts, words about a loss may not come through before
-            # the connection closes; the ranks of this host know who it was.
-            known = self._inside.lost(call.name) if isinstance(error, PeerLostError) else None
-            cause = known if isinstance(known, PeerLostError) else error
+            # If much data is in flight between hosts, the connection may close before the reason of
+            # a loss arrives. The ranks of this host know the reason.
+            loss = self._inside.lost(call.name) if isinstance(error, PeerLostError) else None
+            cause = loss if isinstance(loss, PeerLostError) else error
             self.end(cause)
             late = self._checked and isinstance(error, CollectiveTimeoutError)
             last = f". {self._agreement.last()}" if late else ""
             raise type(error)(f"in {call.steps}: {cause}{last}") from error
-        except ValueError:  # of `out`, when all have called: the others have their results
+        except ValueError:  # wrong size of ``out``: the other ranks have results
             raise
         except GroupClosedError as error:
-            raise self.of_lost_hosts(call.name, error) from error
+            raise self.host_loss_or(call.name, error) from error
         except BaseException as error:
             abort.report(error, self._parts)
             self._close_backends()
             raise
 
     def guarded(self, doing: str, wait: Callable[[], Any]) -> Any:
-        """Return what ``wait`` does for a part; an error that breaks it ends the others as well."""
+        """Return ``wait()`` of one backend; an error that breaks it ends the other backends."""
         try:
             return wait()
         except GroupClosedError as error:
-            raise self.of_lost_hosts(doing, error) from error
+            raise self.host_loss_or(doing, error) from error
         except DistributedError as error:
             group_lives = isinstance(error, MismatchError) and error.group_lives
             if not (group_lives or error.goes_on):
                 self.end(error)
             raise
 
-    def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
-        """Return that hosts are lost, if the parts have ended because of that; else ``error``."""
+    def host_loss_or(self, doing: str, error: GroupClosedError) -> DistributedError:
+        """Return the error for lost hosts if they ended the group; otherwise ``error``."""
         if self._is_closed:
             return error
-        found = self._flat.lost(doing)
-        cause = found if isinstance(found, PeerLostError) else error
+        loss = self._flat.lost(doing)
+        cause = loss if isinstance(loss, PeerLostError) else error
         self.end(cause)
         return cause
 
     def is_calling(self) -> bool:
-        return self._callers.has_this()
+        return self._callers.contains_this_thread()
 
     def synchronize(self) -> None:
-        # Of a copy, as refused calls still run.
+        # A copy, because rejected calls still run and change the lists.
         wait_for([*self._failed, *self._running, *self._receives])
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
-    # Natively too: a rank that waits in shared memory for one that computes is notified at once.
+    # Natively as well: a rank that waits in shared memory for a busy rank is notified at once.
     def end(self, error: DistributedError) -> None:
-        """End all backends because of ``error`` of one of them."""
+        """End all backends because of ``error`` in one of them."""
         self.abort(error)
         self._close_backends()
 
@@ -315,26 +319,27 @@ class HierarchicalBackend(Backend):
             backend.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
-        """See ``Backend``; notifies the other parts, as not all ranks are connected."""
-        found = {part: part.lost(doing) for part in self._parts if part not in self._notified}
-        why = next(filter(None, found.values()), None)
-        if isinstance(why, PeerLostError):
-            for part in (part for part, loss in found.items() if loss is None):
+        """See ``Backend``. Notifies the other backends, as not all ranks are connected in each."""
+        losses = {part: part.lost(doing) for part in self._parts if part not in self._notified}
+        cause = next(filter(None, losses.values()), None)
+        if isinstance(cause, PeerLostError):
+            for part in (part for part, loss in losses.items() if loss is None):
                 self._notified.append(part)
-                part.abort(why)
-        return why
+                part.abort(cause)
+        return cause
 
     def is_busy(self) -> bool:
         is_idle = all(work.is_completed() for work in (*self._running, *self._receives))
         return not is_idle or any(part.is_busy() for part in self._parts)
 
     def close(self) -> None:
-        """Close the backends, which ends pending operations, then the thread."""
+        """Close the backends, which ends pending operations; then stop the thread."""
         self._is_closed = True
         self._close_backends()
         thread, self._thread = self._thread, None
-        # In a signal handler its queue may be locked, so it ends by itself.
-        if thread is not None and not self._callers.has_this():
+        # In a signal handler the queue of the thread may be locked. The thread then stops by
+        # itself.
+        if thread is not None and not self._callers.contains_this_thread():
             thread.shutdown(cancel_futures=True)
 
     def _close_backends(self) -> None:
@@ -348,28 +353,28 @@ class FutureWork(Work):
     def __init__(self, future: futures.Future[Any]) -> None:
         self._future = future
         self._end_time: float | None = None
-        future.add_done_callback(self._note_end)
+        future.add_done_callback(self._set_end_time)
 
-    def _note_end(self, _: futures.Future[Any]) -> None:
+    def _set_end_time(self, _: futures.Future[Any]) -> None:
         self._end_time = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> Any:
         if timeout is not None:
             limit = min(timeout, threading.TIMEOUT_MAX)
             if not futures.wait([self._future], limit).done:
-                raise limit_passed("an operation over several hosts", timeout)
+                raise wait_timeout_error("an operation over several hosts", timeout)
         try:
             return self._future.result()
         except FAILURES:
-            self.is_heard = True
+            self.is_settled = True
             raise
 
     def is_completed(self) -> bool:
         return self._future.done()
 
     def has_ended_well(self) -> bool:
-        """Return whether it has ended without an error that no ``wait`` has raised."""
-        if not self._future.done() or self.is_heard or self._future.cancelled():
+        """Return whether the operation has ended and no error is left for ``wait`` to raise."""
+        if not self._future.done() or self.is_settled or self._future.cancelled():
             return self._future.done()
         return not isinstance(self._future.exception(), FAILURES)
 
@@ -378,10 +383,10 @@ class FutureWork(Work):
 
 
 class PartWork(Work):
-    """``call``, a message, by ``works`` of parts; an error of one part ends the others as well.
+    """The message ``call``, as operations of one or two backends. If one fails, all end.
 
-    Each work has the ranks of its part as this group numbers them. The works of a receive from any
-    rank share ``claim``.
+    ``works`` pairs each operation with the ranks of its backend, numbered as in this group. The
+    operations of a receive from any rank share ``claim``.
     """
 
     def __init__(
@@ -393,32 +398,32 @@ class PartWork(Work):
     ) -> None:
         self._owner, self._call, self._works, self._claim = owner, call, works, claim
 
-    def find(self) -> Matched | None:
-        """Receive from any rank; None where nothing has come in time."""
+    def receive(self) -> Matched | None:
+        """Receive from any rank. Return None if no message arrived in time."""
         patience = self._call.patience
         self._await(math.inf if patience < 0 else patience)
-        found: Matched | None = self._found(None)
-        return found
+        match: Matched | None = self._finish(None)
+        return match
 
     def wait(self, timeout: float | None = None) -> Any:
         if self._claim is None or timeout is None:
             self._await(math.inf)
-            return self._found(timeout)
+            return self._finish(timeout)
         end = time.monotonic() + timeout
         if not self._await(timeout):
             who = f"rank {self._owner.rank} of {self._owner.size}"
-            raise limit_passed(f"[{self._call.name}] {who}", timeout)
-        return self._found(max(0.0, end - time.monotonic()))
+            raise wait_timeout_error(f"[{self._call.name}] {who}", timeout)
+        return self._finish(max(0.0, end - time.monotonic()))
 
     def _await(self, seconds: float) -> bool:
-        """Wait until one part has a message for a receive from any rank, or has failed."""
+        """Wait until one backend has a message for a receive from any rank, or has failed."""
         end = time.monotonic() + seconds
         flat = self._works[-1][0]
         while not self._is_decided():
             if (left := end - time.monotonic()) <= 0:
                 return False
-            with suppress(DistributedError):  # it is raised where it is found
-                flat.wait(min(left, _LOOK_SECONDS))  # which has to know that somebody waits
+            with suppress(DistributedError):  # the wait that finds the error raises it
+                flat.wait(min(left, _LOOK_SECONDS))  # registers the waiting thread
             if self._claim is not None and not self._is_decided():
                 native = _native.load("gloo")
                 claim = native.ffi.cast("int32_t *", self._claim.ctypes.data)
@@ -426,7 +431,7 @@ class PartWork(Work):
         return True
 
     def _is_decided(self) -> bool:
-        """Return whether it is known which part has the message, or one has failed."""
+        """Return whether a backend has the message, or has failed."""
         if self._claim is None or self._claim[0]:
             return True
         return any(work.is_completed() for work, _ in self._works)
@@ -435,17 +440,17 @@ class PartWork(Work):
         for work, _ in self._works if self._claim is not None else ():
             work.cancel()
 
-    def _found(self, timeout: float | None) -> Any:
-        """Return what has come, when it is there, and let go of the other part."""
+    def _finish(self, timeout: float | None) -> Any:
+        """Return the received message once it is complete, and cancel the other operation."""
         self._cancel()
 
         def wait() -> Any:
             for work, ranks in self._works:
-                found = work.wait(timeout)
-                if isinstance(found, Matched):
-                    return Matched(ranks[found.source], found.rows)
+                result = work.wait(timeout)
+                if isinstance(result, Matched):
+                    return Matched(ranks[result.source], result.rows)
                 if self._claim is None:
-                    return found
+                    return result
             return None
 
         return self._owner.guarded(self._call.name, wait)

@@ -1,7 +1,8 @@
-"""Arrays between hosts: small ones travel with the comparison of the calls, in its one exchange.
+"""Collectives between hosts. A small array is sent with the comparison of the calls.
 
-A large array is reduced or collected inside each host. Then leader i of each host exchanges section
-i with the others, which uses all links and cores, and the sections are shared inside the host.
+A large array is reduced or collected inside each host. Leader i of each host then exchanges section
+i with the leaders of the other hosts, which uses all links and cores. Finally the sections are
+shared inside the host.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.calls.arrays import as_bytes, dtype_code, require_length, row_bytes
+from flashlight_py.distributed.calls.arrays import as_bytes, check_out_rows, dtype_code, row_bytes
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import cut, factors
+from flashlight_py.distributed.calls.combining import factors, split_rows
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
@@ -31,14 +32,14 @@ from flashlight_py.distributed.verbs import (
 )
 from flashlight_py.distributed.work import Done, Work
 
-# What a host sends each other one: no more than travels with a call of Gloo's, and some numbers.
-_MOST_BYTES = 63 << 10
+# Maximum bytes from one host to another in a comparison. Gloo sends them in the same message.
+_MAX_BYTES = 63 << 10
 
-# Below this a section per leader would only multiply messages: one rank carries everything.
+# Arrays up to this size are carried by one leader: sections would only multiply messages.
 _SMALL_BYTES = 64 << 10
 
-# Longer arrays go in pieces: one is reduced or shared inside while another is on the wire.
-_PIECE_BYTES = 16 << 20
+# Longer arrays are cut into chunks: one is reduced or shared inside while another is in flight.
+_CHUNK_BYTES = 16 << 20
 
 _DONE = Done()
 _GATHERS = (ALL_GATHER, GATHER)
@@ -46,14 +47,14 @@ _MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 
 
 class HostCalls:
-    """The calls of rank ``rank`` of ``hosts``.
+    """The collectives of rank ``rank`` in ``hosts``.
 
-    The data of small calls travels with their digests, by ``load``, ``has`` and ``take``: one
-    exchange instead of two or three. The verdict comes before anything is written, so a mismatch
-    changes no array. The other methods are for large arrays, once all ranks have called the same.
+    ``load``, ``has`` and ``take`` send the data of small calls with their digests, in one exchange
+    instead of two or three. The calls are compared before anything is written, so a mismatch
+    changes no array. The other methods run large arrays, after all ranks have made the same call.
 
-    ``inside`` and ``between`` are those of ``HierarchicalBackend``. ``far`` is the timeout in
-    seconds between hosts. ``runs_ahead`` is called if a call ends before that of a local peer.
+    ``inside`` and ``between`` are those of ``HierarchicalBackend``. ``far`` is the timeout between
+    hosts in seconds. ``runs_ahead`` is called if a call returns before that of a local peer.
     """
 
     far: float
@@ -72,22 +73,22 @@ class HostCalls:
         self._host_of = {r: h for h, host in enumerate(hosts) for r in host}
         self._home = self._host_of[rank]
         self._leaders, largest = min(map(len, hosts)), max(map(len, hosts))
-        # All ranks are leaders, and a leader's section of what is of its host's ranks is its own.
+        # All ranks are leaders, and the section of a leader is the data of that rank.
         self._even = self._leaders == largest
-        self._most = _MOST_BYTES // (len(hosts) - 1)
-        self._most_of_each = self._most // largest
+        self._max_bytes = _MAX_BYTES // (len(hosts) - 1)
+        self._max_rank_bytes = self._max_bytes // largest
         self._native = _native.load("gloo")
         self._runs_ahead = runs_ahead
 
     def load(self, call: Call) -> Load:
-        """Return what this rank gives with ``call``; of a large array no data."""
+        """Return the data that this rank sends with the comparison; for a large array none."""
         if call.compared or call.refusal or call.array is None:
             return NO_LOAD
         array: Array = call.array
         if call.verb in _GATHERS:
-            few = self._are_few(call, len(array))
-            return Load(len(array), as_bytes(array) if few else NO_LOAD.data)
-        if array.nbytes > self._most or call.verb not in _MOVED:
+            fits = self._fits_in_message(call, len(array))
+            return Load(len(array), as_bytes(array) if fits else NO_LOAD.data)
+        if array.nbytes > self._max_bytes or call.verb not in _MOVED:
             return NO_LOAD
         if call.verb is BROADCAST:
             return Load(0, as_bytes(array)) if self._rank == call.root else NO_LOAD
@@ -96,39 +97,39 @@ class HostCalls:
         made = partial(self._combined, *kind, first), partial(self._combined, *kind, last)
         return Load(0, as_bytes(array), *made)
 
-    def _are_few(self, call: Call, rows: int) -> bool:
-        return rows * row_bytes(call.array) <= self._most_of_each
+    def _fits_in_message(self, call: Call, rows: int) -> bool:
+        return rows * row_bytes(call.array) <= self._max_rank_bytes
 
-    def has(self, call: Call, found: RankMessage) -> bool:
-        """Return whether ``found``, what the ranks have agreed with, has the result of ``call``."""
+    def has(self, call: Call, message: RankMessage) -> bool:
+        """Return whether ``message``, the outcome of the comparison, has the result."""
         if call.compared or call.array is None:
             return False
         if call.verb in _GATHERS:
-            return all(self._are_few(call, rows) for rows in found.lengths)
-        return call.verb in _MOVED and call.array.nbytes <= self._most
+            return all(self._fits_in_message(call, rows) for rows in message.lengths)
+        return call.verb in _MOVED and call.array.nbytes <= self._max_bytes
 
-    def take(self, call: Call, found: RankMessage) -> Any:
-        """Return the result of ``call``, which ``found`` has; writes what the verb writes."""
+    def take(self, call: Call, message: RankMessage) -> Any:
+        """Return the result from ``message``; fills the array or ``out`` of the call."""
         array: Array = call.array
         if not call.verb.fills(self._rank, call.root):
             return array if call.verb.in_place else None
         if call.verb is BROADCAST and self._rank == call.root:
-            return array  # which may be read-only
+            return array  # the array of the root may be read-only
         if call.verb in _GATHERS:
-            rows = sum(found.lengths)
-            whole = np.ndarray((rows, *array.shape[1:]), array.dtype, found.data)
-            return self._in_rank_order(call, whole, found.lengths)
-        result, whole = array, np.ndarray(array.shape, array.dtype, found.data)
+            rows = sum(message.lengths)
+            values = np.ndarray((rows, *array.shape[1:]), array.dtype, message.data)
+            return self._in_rank_order(call, values, message.lengths)
+        result, values = array, np.ndarray(array.shape, array.dtype, message.data)
         if not call.verb.in_place:
-            whole = whole[self._rows_of(call, self._rank)]
-            result = call.room(len(whole))
-        result[...] = whole
+            values = values[self._rows_of(call, self._rank)]
+            result = call.room(len(values))
+        result[...] = values
         return result
 
     def _combined(
         self, name: str, dtype: np.dtype[Any], op: int, scale: float, parts: Sequence[Array]
     ) -> Array:
-        """Return ``parts``, bytes of ``dtype``, combined in their order as large arrays are."""
+        """Return the reduction of ``parts``, bytes of ``dtype``, in their order."""
         ffi, count = self._native.ffi, parts[0].size // dtype.itemsize
         result = np.empty_like(parts[0])
         where = ffi.from_buffer("char[]", result, require_writable=True)
@@ -138,7 +139,7 @@ class HostCalls:
         return result
 
     def all_reduce(self, call: Call) -> Array:
-        """Reduce inside the hosts, between them, and share."""
+        """Reduce inside each host, then between hosts, and share the result."""
         array: Array = call.array
         first, last = factors(array.dtype, call.op, call.scale)
         inside, between = (Call(ALL_REDUCE, None, call.op, scale) for scale in (first, last))
@@ -146,7 +147,7 @@ class HostCalls:
         return array
 
     def broadcast(self, call: Call) -> Array:
-        """Send it to the root's host, from there to the others."""
+        """Send the array to the leaders of the root's host, then to the other hosts."""
         array: Array = call.array
         home, inside = self._host_of[call.root], None
         if self._home == home:
@@ -155,38 +156,38 @@ class HostCalls:
         return array
 
     def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
-        """Call ``inside`` of each piece, then ``between`` the hosts, and share it inside."""
+        """Run ``inside`` on each chunk, then ``between`` hosts, then share the chunk."""
         flat, index = array.reshape(-1), self._inside.rank
         before: tuple[Sequence[Array], Work] = (), _DONE
-        for piece in cut_evenly(flat, max(1, array.nbytes // _PIECE_BYTES)):
+        for chunk in cut_evenly(flat, max(1, array.nbytes // _CHUNK_BYTES)):
             if inside is not None:
-                self._inside.start(replace(inside, array=piece)).wait()
+                self._inside.start(replace(inside, array=chunk)).wait()
             work: Work = _DONE
-            parts = cut_evenly(piece, 1 if piece.nbytes <= _SMALL_BYTES else self._leaders)
+            parts = cut_evenly(chunk, 1 if chunk.nbytes <= _SMALL_BYTES else self._leaders)
             if self._between is not None and index < len(parts):
-                how = {"seconds": self.far, "blocking": piece.size == array.size}
-                work = self._between.start(replace(between, array=parts[index], **how))
+                options = {"seconds": self.far, "blocking": chunk.size == array.size}
+                work = self._between.start(replace(between, array=parts[index], **options))
             self._share(*before)
             before = parts, work
         self._share(*before)
 
     def _share(self, sections: Sequence[Array], work: Work = _DONE) -> None:
-        """Have every rank of the host get section i of leader i, when ``work`` has ended."""
+        """Send section i from leader i to every rank of the host, after ``work`` has ended."""
         work.wait()
         for leader, part in enumerate(sections):
             self._send_inside(part, leader)
 
     def _send_inside(self, array: Array, leader: int) -> None:
-        # So long a host's ranks wait for one of them that waits for other hosts.
+        # A rank of this host may itself wait for other hosts, so its peers wait longer.
         patience = between_hosts(self.far)
         self._inside.start(Call(BROADCAST, array, root=leader, seconds=patience)).wait()
 
     def reduce(self, call: Call) -> Array:
-        """Reduce inside the hosts, then between them to the root's."""
+        """Reduce inside each host, then between hosts to the host of the root."""
         array: Array = call.array
         home = self._host_of[call.root]
-        place = self._hosts[home].index(call.root)
-        leader = place if place < self._leaders else 0  # of every host; only leaders are joined
+        local_root = self._hosts[home].index(call.root)
+        leader = local_root if local_root < self._leaders else 0  # the same on every host
         first, last = factors(array.dtype, call.op, call.scale)
         total = array.copy()
         self._inside.start(Call(REDUCE, total, call.op, first, root=leader)).wait()
@@ -195,127 +196,129 @@ class HostCalls:
             self._between.start(between).wait()
         else:
             self._runs_ahead()
-        if self._home == home and place != leader:
+        if self._home == home and local_root != leader:
             self._send_inside(total, leader)
         if self._rank == call.root:
             array[...] = total
         return array
 
     def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
-        """Collect the ``rows`` of each rank, given host by host, and exchange them."""
+        """Gather the arrays of all ranks; ``rows`` has their row counts, host by host."""
         total = sum(rows)
-        whole = (call if self._in_order else replace(call, out=None)).room(total)
+        gathered = (call if self._in_order else replace(call, out=None)).room(total)
         lengths = [count * row_bytes(call.array) for count in rows]
-        self._gather(as_bytes(call.array), self._regions(as_bytes(whole), lengths))
-        return self._in_rank_order(call, whole, rows, not self._in_order)
+        self._gather(as_bytes(call.array), self._regions(as_bytes(gathered), lengths))
+        return self._in_rank_order(call, gathered, rows, not self._in_order)
 
-    def _gather(self, mine: Array, regions: Sequence[Region]) -> None:
-        """Fill the ``regions``; ``mine`` is this rank's part of its own host's."""
+    def _gather(self, data: Array, regions: Sequence[Region]) -> None:
+        """Fill ``regions``, one for each host; ``data`` is the part of this rank."""
         home, index = regions[self._home], self._inside.rank
         work: Work = _DONE
-        if self._even:  # its section is its part: those of the others can wait
-            work = self._give(mine, blocking=False)
-        self._inside.start(Call(ALL_GATHER, mine, out=home.whole)).wait()
+        if self._even:  # its section is its own data, so it can start at once
+            work = self._start_gather(data, blocking=False)
+        self._inside.start(Call(ALL_GATHER, data, out=home.flat)).wait()
         if self._between is not None and not self._even:
-            work = self._give(home.sections[index], blocking=True)
-        came = work.wait()
-        if came is not None:
-            places = [region.sections[index] for region in regions]
-            for place, part in zip(places, cut(came, list(map(len, places))), strict=True):
-                place[...] = part
+            work = self._start_gather(home.sections[index], blocking=True)
+        received = work.wait()
+        if received is not None:
+            targets = [region.sections[index] for region in regions]
+            for target, part in zip(
+                targets, split_rows(received, list(map(len, targets))), strict=True
+            ):
+                target[...] = part
         for region in regions:
             if region is not home:
                 self._share(region.sections)
 
-    def _give(self, section: Array, blocking: bool) -> Work:
+    def _start_gather(self, section: Array, blocking: bool) -> Work:
         assert self._between is not None
         return self._between.start(Call(ALL_GATHER, section, blocking=blocking, seconds=self.far))
 
     def reduce_scatter(self, call: Call) -> Array:
-        """Reduce each host's parts inside all hosts, then between them, and share what is due."""
+        """Reduce the parts of each host inside all hosts, then between hosts, and share."""
         first, last = factors(call.array.dtype, call.op, call.scale)
         parts = [call.array[self._rows_of(call, rank)] for rank in self._order]
         flat = (call.array if self._in_order else np.concatenate(parts)).reshape(-1)
         counts = [part.size for part in parts]
-        ours, lengths = self._reduce_regions(call, first, self._regions(flat, counts))
+        reduced, lengths = self._reduce_regions(call, first, self._regions(flat, counts))
         result = call.room(len(call.array[self._rows_of(call, self._rank)]))
-        if self._even:  # its section is its part
-            self._reduce_section(call, last, ours, lengths, result.reshape(-1))
+        if self._even:  # the section of this leader is the part of this rank
+            self._reduce_section(call, last, reduced, lengths, result.reshape(-1))
             self._runs_ahead()
             return result
-        home = cut(counts, [len(host) for host in self._hosts])[self._home]
-        whole = np.empty(sum(home), flat.dtype)
-        sections = self._sections(whole, home)
+        home = split_rows(counts, [len(host) for host in self._hosts])[self._home]
+        host_data = np.empty(sum(home), flat.dtype)
+        sections = self._sections(host_data, home)
         if self._between is not None:
-            self._reduce_section(call, last, ours, lengths, sections[self._inside.rank])
+            self._reduce_section(call, last, reduced, lengths, sections[self._inside.rank])
         self._share(sections)
-        result[...] = cut(whole, home)[self._inside.rank].reshape(result.shape)
+        result[...] = split_rows(host_data, home)[self._inside.rank].reshape(result.shape)
         return result
 
     def _reduce_regions(
         self, call: Call, scale: float, regions: Sequence[Region]
     ) -> tuple[Array, list[int]]:
-        """Return this leader's sections, reduced inside its host, and how long each is."""
+        """Return this leader's sections, reduced inside the host, and the length of each."""
         index = self._inside.rank
         sizes = [[len(section) for section in region.sections] for region in regions]
-        lengths = [0 if self._between is None else some[index] for some in sizes]
-        ours = np.empty(sum(lengths), call.array.dtype)
+        lengths = [0 if self._between is None else counts[index] for counts in sizes]
+        reduced = np.empty(sum(lengths), call.array.dtype)
         rest = [0] * (self._inside.size - self._leaders)
-        for region, some, room in zip(regions, sizes, cut(ours, lengths), strict=True):
-            step = Call(REDUCE_SCATTER, region.whole, call.op, scale, rows=some + rest, out=room)
+        for region, counts, out in zip(regions, sizes, split_rows(reduced, lengths), strict=True):
+            step = Call(REDUCE_SCATTER, region.flat, call.op, scale, rows=counts + rest, out=out)
             self._inside.start(step).wait()
-        return ours, lengths
+        return reduced, lengths
 
     def _reduce_section(
-        self, call: Call, scale: float, ours: Array, lengths: Sequence[int], out: Array
+        self, call: Call, scale: float, data: Array, lengths: Sequence[int], out: Array
     ) -> None:
         assert self._between is not None
-        step = Call(REDUCE_SCATTER, ours, call.op, scale, rows=lengths, out=out, seconds=self.far)
+        step = Call(REDUCE_SCATTER, data, call.op, scale, rows=lengths, out=out, seconds=self.far)
         self._between.start(step).wait()
 
-    def _regions(self, whole: Array, counts: Sequence[int]) -> list[Region]:
-        """Cut ``whole``, which has ``counts`` elements of each rank, host by host."""
-        by_host = cut(counts, [len(host) for host in self._hosts])
-        wholes = cut(whole, list(map(sum, by_host)))
-        parts = zip(wholes, by_host, strict=True)
-        return [Region(part, self._sections(part, some)) for part, some in parts]
+    def _regions(self, flat: Array, counts: Sequence[int]) -> list[Region]:
+        """Cut ``flat`` host by host; ``counts`` has the number of elements of each rank."""
+        by_host = split_rows(counts, [len(host) for host in self._hosts])
+        by_host_data = split_rows(flat, list(map(sum, by_host)))
+        parts = zip(by_host_data, by_host, strict=True)
+        return [Region(part, self._sections(part, host_counts)) for part, host_counts in parts]
 
-    def _sections(self, whole: Array, counts: Sequence[int]) -> list[Array]:
-        """Cut what is of one host's ranks into what its leaders exchange."""
+    def _sections(self, flat: Array, counts: Sequence[int]) -> list[Array]:
+        """Cut the data of one host's ranks into one section for each leader."""
         if self._even:
-            return list(cut(whole, counts))
-        return cut_evenly(whole, self._leaders)
+            return list(split_rows(flat, counts))
+        return cut_evenly(flat, self._leaders)
 
     def _rows_of(self, call: Call, rank: int) -> slice:
-        """Return the rows of a reduce_scatter that are for ``rank``."""
+        """Return the rows that ``rank`` receives in a reduce_scatter."""
         rows = call.rows or [len(call.array) // self._size] * self._size
         begin = sum(rows[:rank])
         return slice(begin, begin + rows[rank])
 
     def _in_rank_order(
-        self, call: Call, whole: Array, rows: Sequence[int], copies: bool = True
+        self, call: Call, gathered: Array, rows: Sequence[int], copies: bool = True
     ) -> Array:
-        """Return ``whole``, the ``rows`` of each rank host by host, as the result of ``call``.
+        """Return ``gathered``, which has the ``rows`` of each rank host by host, in rank order.
 
         Raises:
-            ValueError: ``call.out`` has another number of rows.
+            ValueError: If ``call.out`` has another number of rows.
         """
         if call.out is not None:
-            require_length(call.name, call.out, sum(rows), self._rank, self._size)
+            check_out_rows(call.name, call.out, sum(rows), self._rank, self._size)
         if not copies:
-            return whole
-        parts = sorted(zip(self._order, cut(whole, rows), strict=True), key=itemgetter(0))
+            return gathered
+        parts = sorted(zip(self._order, split_rows(gathered, rows), strict=True), key=itemgetter(0))
         return np.concatenate([part for _, part in parts], out=call.room(sum(rows)))
 
 
 def cut_evenly(flat: Any, count: int) -> list[Any]:
-    """Return the elements in ``count`` consecutive parts, whose sizes differ by one at most."""
+    """Cut ``flat`` into ``count`` consecutive parts, whose lengths differ by at most one."""
     size = len(flat)
     return [flat[size * i // count : size * (i + 1) // count] for i in range(count)]
 
 
 class Region(NamedTuple):
-    """The parts of one host's ranks, one after the other; and cut for leaders."""
+    """The data of one host's ranks in one array, and its sections, one for each leader."""
 
-    whole: Array
+    flat: Array
     sections: Sequence[Array]

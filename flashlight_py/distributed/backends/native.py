@@ -1,6 +1,6 @@
-"""A group in a native library: describing a call, starting it, waiting for it, and the end.
+"""A group in a native library: describe a call, start the call, wait for it, close the group.
 
-Calls go there as the library takes them: a signature, addresses to read and to write.
+A call is passed to the library as a signature and the addresses of its input and output.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import (
     SITE_BYTES,
     Callers,
-    answer_to_interrupts,
+    interrupt_callback,
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native_errors import (
     NAMED,
-    call_in_words,
+    dtype_names,
+    error_for_peers,
     failure,
-    names_seen,
-    words_of,
-    words_of_traceback,
+    signature_text,
 )
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
@@ -43,14 +42,20 @@ from flashlight_py.distributed.backends.native_work import (
     light_work,
 )
 from flashlight_py.distributed.calls.arrays import (
-    code_of,
-    name_of,
-    number_of,
-    require_length,
+    check_out_rows,
+    dtype_digest,
+    dtype_name,
+    native_code,
     row_bytes,
 )
 from flashlight_py.distributed.calls.call import COMPOSED, SHUTDOWN, Call, Matched
-from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
+from flashlight_py.distributed.calls.call_site import (
+    Site,
+    caller,
+    hidden_files,
+    site_of,
+    text_at_site,
+)
 from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.calls.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring, forked
 from flashlight_py.distributed.failures import abort
@@ -61,13 +66,13 @@ from flashlight_py.errors import DistributedError, GroupClosedError
 
 _ARRAY = object()
 
-_LEAST_RUNNING = 8  # operations, before it is looked which have ended
+_LEAST_RUNNING = 8  # Number of running operations above which completed operations are removed.
 SLOWER = "small calls take some microseconds longer"
-_SEEN = 1024  # dtypes whose names are remembered
-# The numbers of the calls that others are steps of; 0: a call by itself.
+_SEEN = 1024  # Maximum number of dtype names that are remembered
+# Numbers of the calls that consist of several steps; 0: the call is not a step.
 _STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
-# What csrc/fast/plain.h wants to know of each verb, by its code.
+# Properties of each verb for csrc/fast/plain.h, by the code of the verb.
 _flags = bytearray(codes.VERBS)
 for _verb in VERBS:
     _flags[_verb.code] = (
@@ -80,11 +85,11 @@ for _verb in VERBS:
 FLAGS = bytes(_flags)
 
 
-def described(ffi: Any, call: Call, like: Array | None, code: int, root: int) -> tuple[Any, str]:
-    """Return the signature of ``call``; ``like`` has its dtype and shape.
+def signature_of(ffi: Any, call: Call, like: Array | None, code: int, root: int) -> tuple[Any, str]:
+    """Return the signature of ``call`` with dtype and shape of ``like``, and a name or "".
 
-    The number of a dtype that the library does not know follows the dimensions. Also return the
-    name of such a dtype, or of a barrier, which precedes the line of the call; else "".
+    If the library does not know the dtype, its number follows the dimensions, and its name is
+    returned. A barrier of the shutdown has a name too. The name is sent before the call site.
     """
     name, size, dtype = "", (0, 0), call.compared * codes.COMPARED
     if like is None:
@@ -94,70 +99,70 @@ def described(ffi: Any, call: Call, like: Array | None, code: int, root: int) ->
             name = f"{SHUTDOWN}{NAMED}"
     else:
         holds, shape = call.holds, like.shape
-        kind = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED
+        kind = native_code(like.dtype) if holds is None or call.verb.reduces else MOVED
         if holds is not None or kind == MOVED:
-            held, shape = holds or (like.dtype, shape)
-            number, text = number_of(held), name_of(held)
-            if len(names_seen) >= _SEEN:
-                names_seen.clear()
-            names_seen[number], name = text, f"{text}{NAMED}"
+            dtype_held, shape = holds or (like.dtype, shape)
+            number, text = dtype_digest(dtype_held), dtype_name(dtype_held)
+            if len(dtype_names) >= _SEEN:
+                dtype_names.clear()
+            dtype_names[number], name = text, f"{text}{NAMED}"
             shape = (*shape, number)
         ndim, dtype = len(shape), dtype | kind
         if call.compared:
             dtype |= is_cupy(like) * codes.ON_GPU
         size = like.size, 0 if call.compared else like.itemsize
     numbers = ndim, *size, code, dtype, call.op, root, _STEPS[call.part_of]
-    # Of two zeros, which are equal, each has its own signature.
+    # 0.0 and -0.0 are equal, so the sign is a key of the cache as well.
     return _signature(ffi, shape, call.scale, math.copysign(1.0, call.scale), *numbers), name
 
 
-# From Python each field takes 50 ns or more, and a program calls the same again and again.
+# Cached: setting a field from Python takes 50 ns or more, and programs repeat their calls.
 @functools.lru_cache(maxsize=1024)
 def _signature(ffi: Any, shape: tuple[int, ...], scale: float, _: float, *numbers: int) -> Any:
-    made = ffi.new("fl_signature *")
-    made.ndim, made.count, made.itemsize, made.verb, made.dtype, *rest = numbers
-    made.scale, (made.op, made.root, made.part_of) = scale, rest
-    if len(shape) > codes.DIMENSIONS:  # the last is a hash of all from there on
+    signature = ffi.new("fl_signature *")
+    signature.scale = scale
+    signature.ndim, signature.count, signature.itemsize, signature.verb, *rest = numbers
+    signature.dtype, signature.op, signature.root, signature.part_of = rest
+    if len(shape) > codes.DIMENSIONS:  # the last entry is a hash of the remaining extents
         number = 0
         for extent in shape[codes.DIMENSIONS - 1 :]:
             number = number * 1099511628211 + extent
         shape = (*shape[: codes.DIMENSIONS - 1], number & (2**63 - 1))
-    made.shape[0 : len(shape)] = shape
-    return made
+    signature.shape[0 : len(shape)] = shape
+    return signature
 
 
 class NativeBackend(Backend):
-    """The ranks of ``store`` in the library of ``native``, whose C ABI is ``csrc/common``'s.
+    """Backend for the ranks of ``store`` in a native library with the C ABI of ``csrc/common``.
 
-    ``timeout`` is in seconds.
+    ``timeout`` (seconds) bounds one operation.
     """
 
-    journal: Journal | None = None  # of the group that has this backend
-    steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
+    journal: Journal | None = None  # of the group that uses this backend
+    steps: tuple[str, ...] = ()  # C functions for calls in several steps, if any
     finds_shape = True
-    asks_for_sites = False  # whether it asks by itself where a blocking collective was called
+    asks_for_sites = False  # whether the library asks for the call site of a blocking call
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
         self.ffi, self.lib = native.ffi, native.lib
         self.rank, self.size, self.timeout = store.rank, store.size, timeout
         self.processes = store.processes
-        # What users know the ranks as.
+        # Numbers of the ranks as users know them.
         self.numbers = list(store.numbers) or list(range(self.size))
         self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
-        # The library's handle, which is freed when the last call that has it is done; None once the
-        # group is closed.
+        # Handle of the group in the library; None after close(). It is freed when no call uses it.
         self.group: Any = None
         abort.watch(self)
-        self._sites: dict[Place, Any] = {}
-        self._running: dict[Any, None] = {}  # in order; threads change it at the same time
+        self._sites: dict[Site, Any] = {}
+        self._running: dict[Any, None] = {}  # an ordered set; several threads change it
         self._most_running = _LEAST_RUNNING
         self._callers = Callers(self.name)
-        self._first: list[Any] = []  # collected arrays, to be forgotten before the next call
-        self._step: EntryPoints | None = None  # native code for steps of calls
-        self._kept: list[Any] = []  # what the library may write to until its group is freed
+        self._first: list[Any] = []  # collected arrays, dropped before the next call
+        self._step: EntryPoints | None = None  # native code for steps of a call
+        self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
     def bind(self, journal: Journal) -> FastPath:
-        """Let native code read plain arrays by itself; see ``Backend``."""
+        """Return native entry points that read plain NumPy arrays themselves; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
         self.journal = journal
@@ -165,7 +170,7 @@ class NativeBackend(Backend):
         return self._bound(fast, journal)
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Let native code make a step of a call; see ``Backend``. Nothing is recorded."""
+        """Run one step of a call, natively if possible; see ``Backend``. It is not recorded."""
         if (path := self._step) is None:
             fast = _native.optional("fast", SLOWER)
             path = self._step = EntryPoints() if fast is None else self._bound(fast, Ring())
@@ -175,7 +180,7 @@ class NativeBackend(Backend):
     def _bound(self, fast: Any, ring: Ring) -> EntryPoints:
         fast.verbs(FLAGS)
         group = self._open("bind")
-        self._callers.of_native = ring.header
+        self._callers.native_header = ring.header
         self._kept.append(ring.memory)
         of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
         names = ("fl_run", "fl_exchange", *of_op, *self.steps)
@@ -184,57 +189,57 @@ class NativeBackend(Backend):
         functions_of_group = fast.bind(
             *(*of_group, self.timeout, self.packed_bytes),
             (*functions, *((0,) * 5 if not self.steps else ())),
-            (self._native_ended, self._native_started, self._native_here),
-            (AllOf, _raise_forked, light_work(fast), self._running),
-            *(ring.memory, ring.notes, folders(), self._callers.threads),
+            (self._native_ended, self._native_started, self._native_call_site),
+            (AllOf, _raise_forked_error, light_work(fast), self._running),
+            *(ring.memory, ring.notes, hidden_files(), self._callers.threads),
             (self._first, dropped),
         )
         return EntryPoints(*functions_of_group)
 
     def _owned(self, group: Any) -> Any:
-        """Return ``group`` of the library, which is freed when nothing refers to it any more."""
+        """Return the handle ``group``, which is freed when no reference remains."""
         return freed_by(self.ffi, group, self.lib.fl_free, self._kept)
 
     def _begin(self, native: ModuleType, group: Any, at_once: bool = False) -> None:
-        """Have calls go to ``group`` from now on."""
+        """Use ``group`` of the library for all calls from now on."""
         self.group = group
         self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
-        self._do("on_interrupt", group, answer_to_interrupts(native))
+        self._do("on_interrupt", group, interrupt_callback(native))
         if at_once:
             self._do("compare_at_once", group)
 
     def forget(self, work: Work) -> None:
-        """Let go of an operation that has ended, and of whose end the caller learns now."""
+        """Release an operation whose end the caller has received."""
         self._running.pop(work, None)
 
     def _do(self, name: str, group: Any, *args: Any) -> None:
-        """Call a function of the library; raise DistributedError if it fails."""
+        """Call a function of the library; raise DistributedError if the function fails."""
         if getattr(self.lib, f"fl_{name}")(group, *args):
-            raise DistributedError(f"[{name}] {self.name}: the library has failed: {self.reason()}")
+            raise DistributedError(f"[{name}] {self.name}: the library failed: {self.reason()}")
 
     def reason(self) -> str:
-        """Return the message of the last call of this thread that failed."""
+        """Return the error message of the last failed call of this thread."""
         text: str = self.ffi.string(self.lib.fl_error()).decode(errors="replace")
         return text
 
     def _pointer(self, array: Array | None) -> Any:
-        """Return the address of the elements, NULL where there is no array."""
+        """Return the address of the first element, or NULL if ``array`` is None."""
         return self.ffi.NULL if array is None else self.ffi.from_buffer(array)
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
 
-    def _native_here(self) -> int:
-        """Return the address of the site of user code."""
-        return self._address_of(self._here(1))
+    def _native_call_site(self) -> int:
+        """Return the address of an fl_site with the line of user code that called."""
+        return self._address_of(self._call_site(1))
 
     def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
-        """Return the result of a blocking native call that was not simply done, or raise."""
-        root, number, limit = call  # the second: in the journal; the last: its time, in seconds
+        """Return the result of a blocking native call that needs a wait or an error, or raise."""
+        root, number, limit = call  # ``number`` of the call in the journal; ``limit`` in seconds
         try:
             if verb == SENDRECV.code:
                 arrays = x, out, out
-                works = [self._wrapped(one, verb, arrays, 0, limit) for one in handle if one]
+                works = [self._wrapped(op, verb, arrays, 0, limit) for op in handle if op]
                 raise_interruption(self.lib, self.ffi.NULL)
                 AllOf(works).wait()
                 return out
@@ -242,14 +247,15 @@ class NativeBackend(Backend):
             return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
         except BaseException as error:
             if self.journal is not None:
-                self.journal.failed(number, error)
-            if not isinstance(error, Exception):  # of a call that was queued the rest would go on
+                self.journal.record_failure(number, error)
+            if not isinstance(error, Exception):  # else later steps of a queued call would go on
                 abort.report(error, [self])
             raise
 
     def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
         """Return the Work of an asynchronous native call."""
-        # Array, out, result and room, which must live as long; place in the journal; collectives.
+        # ``arrays`` (input, out, result, buffer) must live as long as the operation. ``place`` is
+        # the position of the call in the journal, ``number`` the count of collectives.
         *arrays, root, peer, place, number = call
         work: Work = Done(arrays[2])
         if handle:
@@ -262,7 +268,7 @@ class NativeBackend(Backend):
     def _wrapped(
         self, handle: int, verb: int, arrays: Sequence[Any], root: int, seconds: float
     ) -> NativeWork:
-        """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
+        """Return the Work of the operation at address ``handle``; it keeps ``arrays`` alive."""
         x, out, made, *_ = arrays
         result = made
         if made is None and (NATIVE[verb] in OBJECTS or verb == codes.SCATTER):
@@ -275,16 +281,16 @@ class NativeBackend(Backend):
         return work
 
     def _refuse(self, call: Call) -> Work:
-        """Join ``call`` as one that equals no other's; other ranks, and the Work, raise that."""
+        """Join ``call`` with a signature that matches no other rank, so that all ranks raise."""
         if self.group is None:
-            return Done()  # it has ended, which the others know
+            return Done()  # the other ranks know that this group has ended
         return self._launch(replace(call, blocking=False), result=None)
 
     def call_ahead(self, rank: int) -> str:
-        """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
+        """Return the text of a collective that ``rank`` has begun and this rank has not, or ""."""
         call, group = self.ffi.new("fl_signature *"), self.group
         ahead = group is not None and self.lib.fl_is_ahead(group, rank, call) > 0
-        return call_in_words(call) if ahead else ""
+        return signature_text(call) if ahead else ""
 
     def _launch(
         self,
@@ -298,11 +304,12 @@ class NativeBackend(Backend):
         room: Any = None,
         result: Any = _ARRAY,
     ) -> Work:
-        """Have the library run ``call``, described by ``like`` (default: its array).
+        """Start ``call`` in the library and return its Work.
 
-        The ranks compare ``root`` (default: the root's rank, or the tag). ``data`` and ``room``
-        replace the addresses of array and output. ``keep`` lives as long as the operation. The Work
-        returns ``result`` (default: the array).
+        The ranks compare the dtype and shape of ``like`` (default: the array of the call), and
+        ``root`` (default: the root, or the tag of a message). ``data`` and ``room`` replace the
+        addresses of the array and of ``output``. ``keep`` lives as long as the operation. The Work
+        returns ``result`` (default: the array of the call).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
         verb, array = call.verb, call.array
@@ -322,38 +329,38 @@ class NativeBackend(Backend):
             self._callers.threads.add(thread)
             if self._first:
                 self._forget_collected(group)
-            signature, name = described(self.ffi, call, like, code, root)
+            signature, name = signature_of(self.ffi, call, like, code, root)
             if text := call.refusal or name:
                 site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
-                # A rank may be done with these before anybody could ask.
+                # The rank may have returned from such a call before another rank asks for its site.
                 runs_ahead = verb.rooted or verb.prefix
-                site = self.ffi.NULL if asks and not runs_ahead else self._here()
-            where = source, target, call.peer
-            how = seconds, self.lib.FL_AHEAD if call.is_ahead else not call.blocking, site
-            handle = self.lib.fl_run(group, signature, *where, *how)
+                site = self.ffi.NULL if asks and not runs_ahead else self._call_site()
+            addresses = source, target, call.peer
+            options = seconds, self.lib.FL_AHEAD if call.is_ahead else not call.blocking, site
+            handle = self.lib.fl_run(group, signature, *addresses, *options)
             raise_interruption(self.lib, handle)
         finally:
             self._callers.threads.discard(thread)
         if handle == self.ffi.NULL:
             return Done(output if result is GATHERED else None if result is COMPARED else result)
         if call.compared:
-            array = None  # nobody reads it
-        kept, made_of = (array, output, room, keep), (result, array, output, root)
-        work = NativeWork(self, call.name, handle, kept, seconds, *made_of)
-        if not (call.compared or call.refusal):  # else whoever compares keeps the Work
+            array = None  # a comparison does not read it
+        kept, results = (array, output, room, keep), (result, array, output, root)
+        work = NativeWork(self, call.name, handle, kept, seconds, *results)
+        if not (call.compared or call.refusal):  # otherwise the comparing code keeps the Work
             self._track(work)
         return work
 
     def _forget_collected(self, group: Any) -> None:
-        """Let the library forget the arrays of ``_first``, unless another thread is in a call."""
+        """Drop the arrays of ``_first`` in the library, unless another thread is in a call."""
         dropped, self._first[:] = list(self._first), []
         self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]
 
-    # The library writes into them also after Ctrl-C has ended a blocking wait.
+    # After Ctrl-C has ended a blocking wait, the library still writes into the arrays.
     def _track(self, work: NativeWork) -> None:
-        """Keep the arrays of ``work``, whether or not somebody keeps the Work."""
+        """Keep ``work`` and its arrays until it has ended, even if the caller drops the Work."""
         self._running[work] = None
         if len(self._running) > self._most_running:
             for other in list(self._running):
@@ -362,16 +369,16 @@ class NativeBackend(Backend):
             self._most_running = max(_LEAST_RUNNING, 2 * len(self._running))
 
     def is_calling(self) -> bool:
-        return self._callers.has_this()
+        return self._callers.contains_this_thread()
 
     def _open(self, name: str) -> Any:
-        """Return the library's handle for a call of ``name``."""
+        """Return the handle of the group; raise GroupClosedError if the group is closed."""
         if (group := self.group) is None:
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
 
-    def _here(self, depth: int = 3) -> Any:
-        """Return where user code has called, as the library takes it."""
+    def _call_site(self, depth: int = 3) -> Any:
+        """Return the line of user code that called, as an fl_site."""
         place = caller(depth)
         if (site := self._sites.get(place)) is None:
             text = site_of(place).encode()[-SITE_BYTES:]
@@ -385,51 +392,53 @@ class NativeBackend(Backend):
             return self._receive_open(call)
         if call.compared:
             return self._compare(call)
-        form = self._reduce_sections if call.verb.reduces else self._swap_sections
+        start = self._reduce_sections if call.verb.reduces else self._swap_sections
         if call.rows is None:
-            forms = {ALL_GATHER: self._gather, GATHER: self._gather, SCATTER: self._scatter}
-            form = forms.get(call.verb, self._plain)
-        return form(call)
+            starts = {ALL_GATHER: self._gather, GATHER: self._gather, SCATTER: self._scatter}
+            start = starts.get(call.verb, self._plain)
+        return start(call)
 
     def _compare(self, call: Call) -> Work:
-        """Start comparing what ranks call; see ``Call.compared``."""
+        """Start a comparison of the calls of the ranks; see ``Call.compared``."""
         rows = call.rows if call.verb.reduces else None
         root = None if rows is None else _digest(self._table(rows))
         work = self._launch(call, like=call.like, root=root, result=COMPARED)
-        return Then(work, lambda number: _keep(call, number)) if call.verb.is_message else work
+        if not call.verb.is_message:
+            return work
+        return Then(work, lambda number: _store_number(call, number))
 
     def _table(self, rows: Sequence[int]) -> Array:
-        """Return ``rows`` as what each rank (first index) has for each."""
+        """Return row counts, from each rank to each rank; every row of the matrix is ``rows``."""
         return np.tile(np.array(rows, np.int64), (self.size, 1))
 
     def _plain(self, call: Call) -> Work:
-        """Start a verb that works in place, or whose result has a size that is known here."""
+        """Start a verb that works in place, or whose result size this rank can compute."""
         if call.verb.writes != "result":
             return self._launch(call, result=SCATTERED if call.finds_shape else _ARRAY)
         out = self._result(call, call.verb.shape(call.array.shape, self.size, None))
         return self._launch(call, output=out, result=out)
 
     def _result(self, call: Call, shape: Any) -> Array:
-        """Return where the result of ``call`` goes: a new array of ``shape`` unless it says so."""
+        """Return ``call.out``, or a new array of ``shape``."""
         return np.empty(shape, call.array.dtype) if call.out is None else call.out
 
     def _gather(self, call: Call) -> Work:
-        """Start a gather; the library fills ``out`` if what arrives has its size."""
+        """Start a gather. The library writes into ``out`` if the received bytes fit exactly."""
         room, out = self.ffi.NULL, call.out
-        if out is not None and out.nbytes:  # else whoever waits counts the rows
+        if out is not None and out.nbytes:  # otherwise the wait counts the rows
             room = self.ffi.new("fl_room *", (self._pointer(out), out.nbytes))
-        wanted = call.verb.fills(self.rank, call.root)
-        return self._launch(call, output=out, room=room, result=GATHERED if wanted else None)
+        receives = call.verb.fills(self.rank, call.root)
+        return self._launch(call, output=out, room=room, result=GATHERED if receives else None)
 
     def _scatter(self, call: Call) -> Work:
-        """Start a scatter: without ``out`` elsewhere than on the root, the library has the part."""
+        """Start a scatter. The library allocates the part of a rank that passes no ``out``."""
         out = call.out
         if call.array is not None:
             out = self._result(call, call.array.shape[1:])
         return self._launch(call, like=out, output=out, result=SCATTERED if out is None else out)
 
     def _reduce_sections(self, call: Call) -> Work:
-        """Start a reduce_scatter of unequal parts; ranks compare a digest of them."""
+        """Start a reduce_scatter of unequal parts. The ranks compare a digest of the row counts."""
         assert call.rows is not None
         table = self._table(call.rows)
         part = self._result(call, (call.rows[self.rank], *call.array.shape[1:]))
@@ -437,51 +446,51 @@ class NativeBackend(Backend):
         return self._launch(call, root=_digest(table), output=part, result=part, **sections)
 
     def _swap_sections(self, call: Call) -> Work:
-        """Start an all_to_all of unequal parts, of which the ranks first notify each other."""
+        """Start an all_to_all of unequal parts, after an all_gather of the row counts."""
         assert call.rows is not None
-        mine = np.array(call.rows, np.int64)
-        step = Call(ALL_GATHER, mine, seconds=call.seconds, part_of="all_to_all(rows=...)")
+        sent_rows = np.array(call.rows, np.int64)
+        step = Call(ALL_GATHER, sent_rows, seconds=call.seconds, part_of="all_to_all(rows=...)")
         table = self.start(step).wait().reshape(self.size, self.size)
-        arrive = int(table[:, self.rank].sum())
+        count = int(table[:, self.rank].sum())
         if call.received is not None:
             call.received += table[:, self.rank].tolist()
-        out, got = call.out, call.room(arrive)
-        work = self._launch(call, output=got, result=got, **self._sections(call.array, table))
-        if out is None or got is out:
+        out, result = call.out, call.room(count)
+        work = self._launch(call, output=result, result=result, **self._sections(call.array, table))
+        if out is None or result is out:
             return work
-        return Then(work, lambda _: require_length(call.name, out, arrive, self.rank, self.size))
+        return Then(work, lambda _: check_out_rows(call.name, out, count, self.rank, self.size))
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
-        """Return ``data`` and ``keep`` of a call: ``table`` has the rows of each rank for each."""
+        """Return ``data`` and ``keep`` for ``_launch``: row counts from each rank to each rank."""
         bytes_of_all = np.ascontiguousarray(table * row_bytes(array))
         table_pointer = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
         sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))
         return {"data": sections, "keep": (bytes_of_all, sections)}
 
     def _receive_open(self, call: Call) -> Work:
-        """Receive what is found."""
-        how: dict[str, Any] = {"partial": call.partial, "patience": call.patience}
+        """Start a receive from any rank, or of unknown length."""
+        options: dict[str, Any] = {"partial": call.partial, "patience": call.patience}
         if call.claim is not None:
-            how["claim"] = self.ffi.cast("int32_t *", call.claim.ctypes.data)
-        match = self.ffi.new("fl_match *", {"source": -1, **how})
+            options["claim"] = self.ffi.cast("int32_t *", call.claim.ctypes.data)
+        match = self.ffi.new("fl_match *", {"source": -1, **options})
         result = COMPARED if call.compared else None
         work = self._launch(call, room=match, keep=call.claim, result=result)
 
-        def found(number: int | None) -> Matched | None:
-            _keep(call, number)
+        def finish(number: int | None) -> Matched | None:
+            _store_number(call, number)
             return None if match.source < 0 else Matched(match.source, match.rows)
 
-        return Then(work, found)
+        return Then(work, finish)
 
     def synchronize(self) -> None:
-        """Block until all that was started has ended; raises what the first failure raises."""
+        """Wait until all started operations have ended; raises the first failure."""
         for work in list(self._running):
             work.wait()
 
     def abort(self, cause: str | DistributedError) -> None:
         if (group := self.group) is not None:
-            words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
-            self._do("give_up", group, words.encode(errors="replace"))
+            text = error_for_peers(self, cause)
+            self._do("give_up", group, text.encode(errors="replace"))
 
     def lost(self, doing: str) -> DistributedError | None:
         if (group := self.group) is None:
@@ -504,9 +513,9 @@ class NativeBackend(Backend):
             self._do("abandon", group)
 
     def close(self) -> None:
-        """End what runs; the native threads have ended on return.
+        """Fail pending operations and stop the native threads.
 
-        A call that this very thread is in, as in a signal handler, ends when that goes on.
+        If a signal handler closes the group inside a call of the same thread, that call ends later.
         """
         group, self.group, self._step, self._kept = self.group, None, None, []
         if group is not None:
@@ -515,16 +524,16 @@ class NativeBackend(Backend):
         self._running.clear()
 
 
-def _raise_forked(code: int) -> None:
+def _raise_forked_error(code: int) -> None:
     raise forked(NATIVE[code].name)
 
 
-def _keep(call: Call, number: int | None) -> None:
-    """Keep the number of a message that was compared, for the one who asks for it."""
+def _store_number(call: Call, number: int | None) -> None:
+    """Append the number of a compared message to ``call.received``, if the caller passed a list."""
     if call.received is not None and number is not None:
         call.received.append(number)
 
 
 def _digest(table: Array) -> int:
-    """Return a positive number of 31 bits that ranks with the same ``table`` have in common."""
+    """Return a positive number of 31 bits that is equal on ranks with the same ``table``."""
     return 1 + zlib.crc32(table.tobytes()) % (2**31 - 1)

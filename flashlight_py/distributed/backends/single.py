@@ -1,4 +1,4 @@
-"""The world of one process: every verb is the identity, times the scale."""
+"""The backend of a world of one process: every verb returns its input, times the scale."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.native import FLAGS, SLOWER
 from flashlight_py.distributed.backends.native_work import light_work
-from flashlight_py.distributed.calls.arrays import require_length, scale_in_place
+from flashlight_py.distributed.calls.arrays import check_out_rows, scale_in_place
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.call_site import folders
+from flashlight_py.distributed.calls.call_site import hidden_files
 from flashlight_py.distributed.calls.fast_path import EntryPoints, FastPath, dropped
 from flashlight_py.distributed.calls.journal import Journal
 from flashlight_py.distributed.constants import DistributedBackend
@@ -17,7 +17,7 @@ from flashlight_py.distributed.work import AllOf, Done, Work
 
 
 class SingleBackend(Backend):
-    """A group of one rank, for NumPy and CuPy arrays alike."""
+    """A group of one rank, for NumPy and CuPy arrays."""
 
     kind = DistributedBackend.SINGLE
     path = "nothing moves"
@@ -25,35 +25,36 @@ class SingleBackend(Backend):
     size = 1
 
     def start(self, call: Call) -> Work:
-        """Scale in place, or return a scaled copy; refuses messages: there is nobody else."""
+        """Scale in place, or return a scaled copy; raises ValueError for a message."""
         verb, array = call.verb, call.array
         if call.refusal:
             return Done()
         if verb.is_message:
             raise ValueError(
-                f"{verb}: this world has one rank, and nobody to exchange messages with"
+                f"{verb}: a message needs a group of at least 2 ranks, got 1 rank. Start the "
+                "program with several processes, or skip messages if the size of the group is 1"
             )
         if call.received is not None and call.rows is not None:
             call.received += call.rows
         if array is not None and not verb.in_place:
-            given = array[0, ...] if verb is SCATTER else array
-            array = given.copy() if call.out is None else call.out
+            source = array[0, ...] if verb is SCATTER else array
+            array = source.copy() if call.out is None else call.out
             if call.out is not None:
                 if call.out.ndim:
-                    require_length(call.name, call.out, given.shape[0] if given.ndim else 1, 0, 1)
-                call.out[...] = given
+                    check_out_rows(call.name, call.out, source.shape[0] if source.ndim else 1, 0, 1)
+                call.out[...] = source
         if array is not None and verb.reduces and verb.fills(0, call.root):
             scale_in_place(array, call.scale)
         return Done(array)
 
     def synchronize(self) -> None:
-        """Nothing is ever pending."""
+        """Return at once: no operation is ever pending."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a group of one rank has no resources."""
 
     def bind(self, journal: Journal) -> FastPath:
-        """Let native code do what needs no other rank; see ``Backend``."""
+        """Return native entry points for calls that need no other rank; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
         journal.open_to_native(fast.clocks)
@@ -61,6 +62,6 @@ class SingleBackend(Backend):
         functions = fast.bind(
             *(0, None, 0, 1, 0.0, (0, 0), (0,) * 12, (None,) * 3),
             (AllOf, None, light_work(fast), {}),
-            *(journal.memory, journal.notes, folders(), set(), ([], dropped)),
+            *(journal.memory, journal.notes, hidden_files(), set(), ([], dropped)),
         )
         return EntryPoints(*functions)

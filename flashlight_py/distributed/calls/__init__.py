@@ -1,1 +1,1 @@
-"""From the arguments of a verb to one call, and from its end to what the user gets."""
+"""Conversion of user arguments to ``Call`` objects, and of results to the objects of users."""

@@ -1,6 +1,6 @@
-"""One call of a verb as one value: what is compared between ranks, recorded, and worded.
+"""``Call``: one call of a verb as a value that ranks compare, record and print.
 
-A backend is given it (``Backend.start``); nothing below describes a call in any other way.
+Backends receive it in ``Backend.start``.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.calls.arrays import name_of
-from flashlight_py.distributed.calls.checks import whole
+from flashlight_py.distributed.calls.arrays import dtype_name
+from flashlight_py.distributed.calls.checks import as_integer
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, RECV, SCATTER, Verb
 
 ANY_RANK = -1
-"""The peer of a receive that takes what any rank sends."""
+"""The ``peer`` of a receive from any rank."""
 
 PASS_FAILED = "end of a backward pass that has failed"
-SHUTDOWN = "distributed_shutdown()"  # a barrier, which goes with one of other ranks
+SHUTDOWN = "distributed_shutdown()"  # a barrier that matches only the shutdown of other ranks
 
-# Calls that several collectives make up. Ranks know them by their places in this list.
+# Operations that consist of several collectives. Ranks exchange the index in this list.
 COMPOSED = (
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("new_group", "split", "shared_empty", "all_to_all(rows=...)", "scatter(rows=...)"),
     *("all_reduce_location(min)", "all_reduce_location(max)"),
-    # Often called on rank 0 alone, by mistake: so a mismatch says what is wrong with that.
+    # Users often call these on rank 0 alone by mistake. The name states the remedy in the error.
     *(
         "save(collective, to be called on every rank)",
         "load(collective, to be called on every rank)",
@@ -41,12 +41,12 @@ _ROOTED = "broadcast_object", "gather_object", "scatter_object"
 
 
 def composed(name: str, root: int) -> str:
-    """Return the composed operation ``name`` as it is written, with its root if it has one."""
+    """Return the name of a composed operation, with its root if it has one."""
     return f"{name}(root={root})" if name in _ROOTED else name
 
 
 class Matched(NamedTuple):
-    """Sender and length of a message, of a receive that did not know them beforehand."""
+    """Sender and number of rows of a message that an open receive got."""
 
     source: int
     rows: int
@@ -54,40 +54,39 @@ class Matched(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """A call of ``verb``, as one rank makes it.
+    """A call of ``verb`` on one rank.
 
     Args:
-        array: the array that is sent, filled, or both. It is C-contiguous, in native byte order,
-            and writable if the verb writes to it. For a scatter: all parts, of shape (size, *part),
-            on the root. None on the other ranks of a scatter, for a barrier and for a refusal, and
+        array: Array that is sent, filled, or both. It is C-contiguous, in native byte order, and
+            writable if the verb writes to it. For a scatter: all parts, of shape (size, *part), on
+            the root. None on the other ranks of a scatter, for a barrier, for a rejected call, and
             on receiving ranks of a broadcast if the backend ``finds_shape``.
-        op: the operation. Only prefix verbs pass ``AVG``; other verbs pass ``SUM`` and a scale.
-        peer: the other rank of a message.
-        rows: the number of rows of each rank, if the parts are unequal.
-        out: the array for the result; None: a new array. If the ``out`` of a gather has a wrong
-            length, this rank raises ValueError after all ranks have called.
-        blocking: whether the caller waits at once, so the backend may use the caller's thread.
-        seconds: the time limit in seconds; None: the timeout of the group.
-        part_of: the composed operation that this call is a step of, one of ``COMPOSED``. The call
-            matches only steps of the same operation on other ranks: without that, the exchange of
-            an object verb would match a call of users, and return wrong numbers.
-        partial: whether a receive accepts fewer rows than ``array`` has; they fill its first rows.
-        patience: seconds until a receive ends without a message and returns None; negative: no
-            limit.
-        claim: an int32 that several receives from any rank share, if only one of them may take a
-            message: 0 at first, 1 once a receive has taken the message.
-        received: the list for the number of rows that each rank sent, filled before the call ends.
-            For a comparison-only message: a number that is unique for this pair of ranks.
-        compared: whether ranks only compare the call and move no data, for a library that does not
-            compare by itself and may use arrays on a GPU. If shapes may differ, the result is the
-            first dimension of every rank; for a scatter, the dtype and shape of a part on the root;
-            for other verbs None.
-        holds: the dtype and shape that ``array`` represents, if they differ from its own: dates are
+        op: Reduce operation. Only prefix verbs pass ``AVG``; other verbs pass ``SUM`` and a scale.
+        peer: The other rank of a message.
+        rows: Number of rows of each rank, if the parts are unequal.
+        out: Array for the result; None: a new array. If the ``out`` of a gather has a wrong length,
+            this rank raises ValueError after all ranks have called.
+        blocking: True if the caller waits at once, so the backend may use the thread of the caller.
+        seconds: Timeout in seconds; None: the timeout of the group.
+        part_of: Composed operation of which this call is a step, from ``COMPOSED``. The call
+            matches only steps of the same operation on other ranks. Otherwise the exchange of an
+            object verb could match a user call and return wrong numbers.
+        partial: True if a receive accepts fewer rows than ``array`` has. They fill the first rows.
+        patience: Seconds until an empty receive returns None. Negative: no limit.
+        claim: An int32 that several receives from any rank share, if only one of them may take a
+            message. It is 0 at first, and 1 once a receive has taken the message.
+        received: List for the number of rows that each rank sent. It is filled before the call
+            ends. For a comparison-only message: a number that is unique for this pair of ranks.
+        compared: True if the ranks only compare the call and move no data. Used for libraries that
+            do not compare calls; the arrays may be on a GPU. If shapes may differ, the result is
+            the first dimension of every rank. For a scatter, it is the dtype and shape of a part on
+            the root. For other verbs it is None.
+        holds: Dtype and shape that ``array`` represents, if they differ from its own. Dates are
             reduced as integers, and parts of a scatter may carry their dtype.
-        refusal: the reason why this rank rejects its arguments. The rank joins the call, so that
-            the other ranks raise ``MismatchError``; no data moves and no rank waits.
-        is_ahead: whether a comparison ends before the other ranks join, in a backend that
-            ``ComparesAhead`` (nccl/comparing.py), which compares it later.
+        refusal: Reason why this rank rejects its arguments. The rank joins the call, so that the
+            other ranks raise ``MismatchError``. No data moves and no rank waits.
+        is_ahead: True if a comparison may end before the other ranks join. Only a backend that
+            ``ComparesAhead`` (nccl/comparing.py) sets it, and compares later.
     """
 
     verb: Verb
@@ -113,35 +112,35 @@ class Call:
 
     @property
     def like(self) -> Any:
-        """An array that has the dtype and shape which the call is about; None: not known here."""
+        """An array with the dtype and shape of the call; None if this rank does not know them."""
         if self.verb is SCATTER and self.array is not None:
             return self.array[0] if self.out is None else self.out
         return self.out if self.verb is SCATTER else self.array
 
     @property
     def finds_shape(self) -> bool:
-        """Whether what it fills is to have the dtype and shape of what the root has."""
+        """Whether this rank takes dtype and shape from the root."""
         return self.like is None and self.verb in (SCATTER, BROADCAST) and not self.refusal
 
     @property
     def name(self) -> str:
-        """The function that users have called."""
+        """The public function that the user called."""
         return self.part_of.partition("(")[0] if self.part_of else self.verb.name
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the first dimensions of the ranks' arrays may differ."""
+        """Whether the first dimension may differ between ranks."""
         return self.verb.ragged or (self.rows is not None and not self.verb.reduces)
 
     @property
     def is_open(self) -> bool:
-        """Whether it is a receive that does not know who sends, or how much."""
+        """Whether this is a receive from any rank, or a receive of unknown length."""
         return self.verb is RECV and (self.peer == ANY_RANK or self.partial)
 
     def room(self, rows: int) -> Array:
-        """Return where a result of ``rows`` rows goes: ``out`` if it has as many, or a new array.
+        """Return the array for a result of ``rows`` rows: ``out`` if it matches, else a new array.
 
-        Also where ``out`` has others: the other ranks are on their way.
+        A wrong ``out`` is not rejected here, because the other ranks already joined the call.
         """
         if self.out is not None and self.out.shape[0] == rows:
             return self.out
@@ -150,19 +149,19 @@ class Call:
         return room
 
     def __str__(self) -> str:
-        """Return the call as users know it, such as ``"broadcast(float32 (3,), root=0)"``."""
+        """Return the call as users write it, such as ``"broadcast(float32 (3,), root=0)"``."""
         return self.refusal or composed(self.part_of, self.root) or self._in_words(self.like, False)
 
     @property
     def key(self) -> str:
-        """Text that is the same on all ranks where their calls go together."""
-        like = None if self.verb is SCATTER else self.like  # who receives may not know more
+        """Text that is equal on all ranks if their calls match."""
+        like = None if self.verb is SCATTER else self.like  # a receiver may not know more
         part_of = "" if self.part_of == SHUTDOWN else composed(self.part_of, self.root)
         return self.refusal or f"{part_of}\n{self._in_words(like, self.is_ragged)}"
 
     @property
     def steps(self) -> str:
-        """The call in words, and of which verb it is a step."""
+        """The call as text, with the composed operation that it is a step of."""
         return SHUTDOWN if self.part_of == SHUTDOWN else self.key.strip("\n").replace("\n", ": ")
 
     def _in_words(self, like: Array | None, is_ragged: bool) -> str:
@@ -170,23 +169,23 @@ class Call:
         about = ""
         if like is not None:
             dtype, shape = self.holds or (like.dtype, like.shape)
-            kind = f"{'cupy ' * is_cupy(like)}{name_of(dtype)}"
+            kind = f"{'cupy ' * is_cupy(like)}{dtype_name(dtype)}"
             about = f"{kind} rows of {shape[1:]}" if is_ragged else array_in_words(kind, shape)
-        how = self.op, self.scale + 0.0, self.root, self.tag, rows  # -0.0 and 0.0 are one scale
-        return in_words(self.verb, about, *how)
+        values = self.op, self.scale + 0.0, self.root, self.tag, rows  # -0.0 must equal 0.0
+        return in_words(self.verb, about, *values)
 
 
-@functools.lru_cache(maxsize=1024)  # a program calls the same again and again, and waits for this
+@functools.lru_cache(maxsize=1024)  # programs repeat their calls, and wait for this
 def in_words(
     verb: Verb, about: str, op: ReduceOp, scale: float, root: int, tag: int, rows: str = ""
 ) -> str:
-    """Return a call as it is written: ``about`` is its array in words, ``rows`` empty if equal.
+    """Return a call as text. ``about`` describes its array; ``rows`` is empty if parts are equal.
 
-    The root of an all_reduce is a digest of the shapes of the arrays that it packs, or 0.
+    The root of an all_reduce is a digest of the shapes of its packed arrays, or 0.
     """
     if root and verb is ALL_REDUCE:
         about += f" of packed arrays #{root:x}"
-    short = f"{scale:g}"  # where it says all of it: unequal ones must look unequal
+    short = f"{scale:g}"  # used only if exact: different scales need different texts
     exact = short if float(short) == scale else repr(scale)
     values = {"op": op.name.lower(), "scale": exact, "root": root, "tag": tag, "rows": rows}
     named = (f"{name}={values[name]}" for name in verb.takes if name != "rows" or rows)
@@ -195,7 +194,7 @@ def in_words(
 
 @functools.lru_cache(maxsize=1024)
 def array_in_words(kind: str, shape: tuple[object, ...]) -> str:
-    """Return a dtype and a shape, such as ``int8 (3,)``."""
+    """Return dtype and shape as text, such as ``int8 (3,)``."""
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
@@ -214,20 +213,19 @@ class P2POp(_Fields):
     """One message of :func:`flashlight_py.batch_isend_irecv`.
 
     Args:
-        kind: ``"send"`` or ``"recv"``; or, as in PyTorch, ``fl.isend`` or ``fl.irecv``.
-        x: the array that is sent, or filled in place.
-        peer: the other rank; None: no rank, like MPI's PROC_NULL. A receive from any rank is
-            ``fl.irecv(x, None)``.
-        tag: a number from 0 to 2**31 - 1.
-        partial: for ``"recv"``: fewer rows may arrive than ``x`` has.
+        kind: ``"send"`` or ``"recv"``; or, like in PyTorch, ``fl.isend`` or ``fl.irecv``.
+        x: Array that is sent, or filled in place.
+        peer: The other rank. None: no rank, like MPI's PROC_NULL. For any rank use ``irecv``.
+        tag: An integer from 0 to 2**31 - 1.
+        partial: For ``"recv"``: True if the message may have fewer rows than ``x``.
 
     Raises:
-        ValueError: ``kind`` is something else.
+        ValueError: If ``kind`` has another value.
     """
 
     __slots__ = ()
 
-    # A tuple, which csrc/fast reads fast.
+    # A tuple, because csrc/fast reads tuples fast.
     def __new__(
         cls, kind: MessageKind, x: Any, peer: int | None, tag: int = 0, partial: bool = False
     ) -> P2POp:
@@ -235,7 +233,7 @@ class P2POp(_Fields):
             name = getattr(kind, "__name__", None)
             if name not in ("isend", "irecv"):
                 raise ValueError(
-                    f"P2POp: kind must be 'send' or 'recv', or isend or irecv; got {kind!r}"
+                    f"P2POp: kind must be 'send', 'recv', fl.isend or fl.irecv, got {kind!r}"
                 )
             kind = "send" if name == "isend" else "recv"
         if type(peer) is not int:
@@ -249,7 +247,7 @@ class P2POp(_Fields):
 
     @property
     def sends(self) -> bool:
-        """Whether this rank is the one that sends."""
+        """Whether this rank sends the message."""
         return self.kind == "send"
 
     def __repr__(self) -> str:
@@ -257,6 +255,6 @@ class P2POp(_Fields):
 
 
 def _plain(number: Any) -> Any:
-    """Return an integer of any kind as an int; anything else as it is, to be refused by name."""
-    found = whole(number)
-    return number if found is None else found
+    """Return any integer as an int. Return other values unchanged; a later check rejects them."""
+    integer = as_integer(number)
+    return number if integer is None else integer

@@ -11,39 +11,39 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
-# Second: code there has a name that says nothing, as __exit__ (csrc/fast/binding.c knows that too).
+# contextlib: its function names, such as __exit__, say nothing (csrc/fast/binding.c skips it too).
 _folders = [PACKAGE, contextlib.__file__]
 
-Place = tuple[str, int]
-"""A file's path, and a line of it."""
+Site = tuple[str, int]
+"""Path and line number of a source file."""
 
 Instruction = tuple[CodeType, int, str]
-"""A line of user code that is worked out when somebody reads it, as that takes longer than a call:
-its code, the instruction in it (a frame's ``f_lasti``), and the function of ours that it called."""
+"""A line of user code whose number is computed only on demand, because that takes longer than a
+call. Fields: code object, ``f_lasti`` of a frame, name of the called function."""
 
 
 @functools.cache
 def _is_ours(path: str) -> bool:
-    """Return whether a file is of this package, or of what calls it for users."""
-    return path.startswith(folders())
+    """Return whether a file belongs to this package or to a hidden folder."""
+    return path.startswith(hidden_files())
 
 
-def folders() -> tuple[str, ...]:
-    """Return the folders and files whose code is no user's."""
+def hidden_files() -> tuple[str, ...]:
+    """Return the folders and files that contain no user code."""
     return tuple(_folders)
 
 
-def hide(folder: str) -> None:
-    """Take code below ``folder``, or a file, which calls verbs for users, for none of theirs."""
+def hide_folder(folder: str) -> None:
+    """Skip a folder or file when the calling line is searched, because it calls verbs for users."""
     if folder not in _folders:
         _folders.append(folder)
         _is_ours.cache_clear()
 
 
 def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
-    """Return the innermost frame outside this package, and the code that it called.
+    """Return the innermost frame outside this package, and the package code that it called.
 
-    The first ``depth`` frames are known to be ours: they are not looked at, which saves time.
+    The first ``depth`` frames are known to belong to the package. Skipping them saves time.
     """
     frame = sys._getframe(depth)
     code = ours = frame.f_code
@@ -55,35 +55,35 @@ def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
     return frame, ours
 
 
-# The line that this thread works for, left long ago by another thread.
-_pinned: ContextVar[Place | None] = ContextVar("place", default=None)
+# The line of an earlier call that this thread continues.
+_pinned: ContextVar[Site | None] = ContextVar("place", default=None)
 
 
-def caller(depth: int = 1) -> Place:
-    """Return where the innermost caller outside this package is; ``depth`` callers are inside."""
-    if (place := _pinned.get()) is not None:
-        return place
+def caller(depth: int = 1) -> Site:
+    """Return the innermost line outside this package. ``depth`` callers belong to the package."""
+    if (pinned := _pinned.get()) is not None:
+        return pinned
     frame, _ = frame_of_caller(depth + 1)
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def site_of(place: Place) -> str:
-    """Return ``place`` as "folder/file.py:line", with escapes for bytes that are no text."""
+def site_of(place: Site) -> str:
+    """Return a line as "folder/file.py:line". Bytes that are no valid text are escaped."""
     path, line = place
     name = "/".join(path.split("/")[-2:])
     return f"{name.encode(errors='backslashreplace').decode()}:{line}"
 
 
-def place_of_caller(depth: int) -> Instruction:
-    """Return the line outside this package that called; ``depth`` frames above are ours."""
+def instruction_of_caller(depth: int) -> Instruction:
+    """Return the calling line outside this package. ``depth`` callers belong to the package."""
     frame, ours = frame_of_caller(depth + 1)
     return frame.f_code, frame.f_lasti, ours.co_name
 
 
 def line_of(code: CodeType, instruction: int) -> str:
-    """Return "folder/file.py:12" of an instruction, a frame's ``f_lasti``."""
-    found = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
-    return site_of((code.co_filename, found[0] if found else code.co_firstlineno))
+    """Return "folder/file.py:12" for an instruction (``f_lasti`` of a frame)."""
+    lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
+    return site_of((code.co_filename, lines[0] if lines else code.co_firstlineno))
 
 
 def call_site() -> str:
@@ -92,15 +92,15 @@ def call_site() -> str:
 
 
 def text_at_site(text: str, limit: int) -> bytes:
-    """Return ``text`` and where user code has called, in ``limit`` bytes: the middle goes."""
+    """Return ``text`` and the calling line in ``limit`` bytes. Longer texts lose their middle."""
     raw = f"{text} at {call_site()}".encode(errors="backslashreplace")
     half = limit // 2
     return raw if len(raw) <= limit else raw[: half - 2] + b" ... " + raw[3 + half - limit :]
 
 
 @contextlib.contextmanager
-def called_at(place: Place) -> Iterator[None]:
-    """Make ``place`` what ``caller`` returns on this thread, for what was started there."""
+def called_at(place: Site) -> Iterator[None]:
+    """Make ``caller`` return ``place`` on this thread, for work that was started at that line."""
     token = _pinned.set(place)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checks of arguments: ranks, rows and timeouts; arrays that are to be written lie apart."""
+"""Checks of arguments: ranks, rows, timeouts, and overlap of arrays that are written."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.errors import BackendUnavailableError
 
 
-def whole(value: object) -> int | None:
-    """Return an integer of any kind, also NumPy's, as an int; None for anything else."""
+def as_integer(value: object) -> int | None:
+    """Return an integer of any kind, such as NumPy's, as an int; None for other values."""
     if type(value) is int:
         return value
     try:
@@ -28,79 +28,79 @@ def whole(value: object) -> int | None:
         return None
 
 
-def whole_number(what: str, name: str, value: object, least: int = 0) -> int:
-    """Return ``value``, the argument ``name`` of ``what``, as an int of at ``least`` so much."""
-    number = None if isinstance(value, bool) else whole(value)
+def check_integer(function: str, name: str, value: object, least: int = 0) -> int:
+    """Return the argument ``name`` of ``function`` as an int, if it is at least ``least``."""
+    number = None if isinstance(value, bool) else as_integer(value)
     if number is None:
-        raise TypeError(f"{what}: {name} must be an integer, got {type(value).__name__}")
+        raise TypeError(f"{function}: {name} must be an integer, got {type(value).__name__}")
     if number < least:
-        raise ValueError(f"{what}: {name} must be at least {least}, got {number}")
+        raise ValueError(f"{function}: {name} must be at least {least}, got {number}")
     return number
 
 
 def check_rank(size: int, verb: str, name: str, rank: object) -> int:
-    """Return ``rank``, the argument called ``name``, as an int: a rank of a group of ``size``."""
-    number = None if isinstance(rank, bool) else whole(rank)
+    """Return ``rank``, the argument ``name``, as an int if it is a rank of a group of ``size``."""
+    number = None if isinstance(rank, bool) else as_integer(rank)
     if number is None or not 0 <= number < size:
         raise ValueError(
-            f"{verb}: {name} must be a rank of this group, 0 to {size - 1}; got {rank!r}"
+            f"{verb}: {name} must be a rank of this group, 0 to {size - 1}, got {rank!r}"
         )
     return number
 
 
 def check_seconds(verb: str, timeout: Any) -> float | None:
-    """Return a positive ``timeout`` in seconds as a float, None as it is."""
+    """Return ``timeout`` in seconds as a float, if it is positive. None stays None."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout > 0:
-        raise ValueError(f"{verb}: timeout must be a positive number of seconds: {timeout!r}")
+        raise ValueError(f"{verb}: timeout must be a positive number of seconds, got {timeout!r}")
     return float(timeout)
 
 
 def check_rows(
     verb: str, array: Array, rows: Iterable[object] | None, size: int
 ) -> list[int] | None:
-    """Return ``rows`` as ints that cut the first dimension of ``array`` into ``size`` parts.
+    """Return ``rows`` as ints if they split the first dimension of ``array`` into ``size`` parts.
 
     None stands for equal parts.
     """
-    have = array.shape[0] if array.ndim else 0
+    row_count = array.shape[0] if array.ndim else 0
     if rows is None:
-        if array.ndim == 0 or have % size:
+        if array.ndim == 0 or row_count % size:
             raise ValueError(
                 f"{verb}: the first dimension must be a multiple of the {size} ranks, got shape "
-                f"{array.shape}; unequal parts need rows="
+                f"{array.shape}. Pass rows= for unequal parts."
             )
         return None
-    counts = each_rank(verb, rows, size)
-    if sum(counts) != have or not array.ndim:
+    counts = row_counts(verb, rows, size)
+    if sum(counts) != row_count or not array.ndim:
         raise ValueError(
-            f"{verb}: rows must say for each of the {size} ranks how many of the rows of x (shape "
-            f"{array.shape}) it gets, {have} in all; got {counts}"
+            f"{verb}: rows must be {size} integers with the sum {row_count}, the number of rows of "
+            f"x of shape {array.shape}, got {counts}"
         )
     return counts
 
 
-def each_rank(verb: str, rows: Iterable[object], size: int) -> list[int]:
-    """Return ``rows`` as ints, one for each rank and none of them negative."""
-    given = list(rows)
-    counts = [count for n in given if (count := whole(n)) is not None and not isinstance(n, bool)]
-    if len(given) != size or len(counts) != size or min(counts) < 0:
+def row_counts(verb: str, rows: Iterable[object], size: int) -> list[int]:
+    """Return ``rows`` as ints, if they are one non-negative integer per rank."""
+    values = list(rows)
+    integers = [as_integer(value) for value in values if not isinstance(value, bool)]
+    counts = [count for count in integers if count is not None and count >= 0]
+    if len(values) != size or len(counts) != size:
         raise ValueError(
-            f"{verb}: rows must say, in integers, for each of the {size} ranks how many rows it "
-            f"gets; got {given}"
+            f"{verb}: rows must be {size} non-negative integers, one for each rank, got {values}"
         )
     return counts
 
 
 NUMBERS = (bool, int, float, complex, np.generic)
-"""Python's numbers, and NumPy's scalars."""
+"""Types of Python's numbers and of NumPy's scalars."""
 
 
 def as_number(verb: str, x: Any) -> tuple[Array, Callable[[], Any]]:
-    """Return ``x`` as an array, and what makes a number of the kind of ``x`` of it again.
+    """Return ``x`` as an array, and a function that converts the array back to the type of ``x``.
 
-    Python's numbers travel as bool, int64, float64 and complex128, NumPy's scalars as they are.
+    Python numbers are sent as bool, int64, float64 or complex128. NumPy scalars keep their dtype.
     """
     require_bits(verb, x)
     array = array_module(x).array(x, np.int64 if type(x) is int else None)
@@ -110,9 +110,9 @@ def as_number(verb: str, x: Any) -> tuple[Array, Callable[[], Any]]:
 def require_bits(
     verb: str, x: Any, op: ReduceOp | None = None, scale: float = 1.0, size: int = 1
 ) -> None:
-    """Reject a Python int whose reduction could pass 64 bits: NumPy's would wrap around.
+    """Raise OverflowError if the reduction of a Python int could exceed 64 bits. NumPy would wrap.
 
-    Each rank checks its own number as if all ``size`` ranks had the same; then no sum passes.
+    Each rank assumes that all ``size`` ranks pass the same number. Then no sum can overflow.
     """
     if type(x) is not int:
         return
@@ -124,65 +124,64 @@ def require_bits(
     if isinstance(scale, int | float) and math.isfinite(scale):
         largest = math.ceil(largest * abs(int(scale)))
     if largest >= 2**63:
-        of = f" of {size} ranks by {op.name.lower()!r}" if op is not None else ""
+        detail = f" by {op.name.lower()!r} over {size} ranks" if op is not None else ""
         raise OverflowError(
-            f"{verb}: {x}, an int, travels in 64 bits, and its reduction{of} could pass them; pass "
-            "a float, or the digits by all_gather_object"
+            f"{verb}: an int must fit into 64 bits, also after its reduction{detail}, got {x}. "
+            "Pass a float, or use all_gather_object."
         )
 
 
-try:  # the addresses of a NumPy array: 0.1 us natively, 2 us by NumPy
+try:  # Memory bounds of a NumPy array: 0.1 us in native code, 2 us in NumPy.
     _numpy_bounds: Callable[[Any], tuple[int, int]] = _native.load("fast").bounds
 except BackendUnavailableError:
     _numpy_bounds = byte_bounds
 
-# Limit on NumPy's search for an overlap, which takes exponential time for some strides: some ms.
+# Limit for NumPy's overlap search, which is exponential for some strides: a few ms.
 _MOST_WORK = 100_000
 
 
-class Apart:
-    """The arrays that are passed to ``verb``: those that it writes share no memory with others."""
+class OverlapCheck:
+    """The arrays passed to ``verb``. A written array must not share memory with another one."""
 
     def __init__(self, verb: str, outs: int = 0) -> None:
-        """The first ``outs`` arrays belong to ``out``, the others to ``x``."""
+        """The first ``outs`` arrays that are added belong to ``out``, the others to ``x``."""
         self._verb, self._outs = verb, outs
-        # Where they begin, their places in the order, where they end, whether they are written.
-        self._known: list[tuple[int, int, int, bool, Array]] = []
+        # Start address, index of the argument, end address, whether it is written, array.
+        self._arrays: list[tuple[int, int, int, bool, Array]] = []
         self._longest = 0
         self._count = 0
 
     def add(self, array: Array, writes: bool = True, beside: int = -1) -> None:
         """Add an array and compare it with its neighbours in memory.
 
-        It may share memory with the array number ``beside``.
+        It may share memory with the argument of index ``beside``.
         """
-        place, self._count = self._count, self._count + 1
+        index, self._count = self._count, self._count + 1
         start, end = _bounds(array)
         if start == end:
             return
-        known = self._known
-        at = bisect_left(known, (end,)) - 1  # the last one that begins before the end
-        while at >= 0 and known[at][0] + self._longest > start:
-            _, other_place, other_end, other_writes, other = known[at]
-            is_near = other_end > start and (writes or other_writes) and other_place != beside
-            if is_near and _overlap(array, other):
+        arrays = self._arrays
+        at = bisect_left(arrays, (end,)) - 1  # last array that begins before ``end``
+        while at >= 0 and arrays[at][0] + self._longest > start:
+            _, other_index, other_end, other_writes, other = arrays[at]
+            may_conflict = other_end > start and (writes or other_writes) and other_index != beside
+            if may_conflict and _overlap(array, other):
                 raise ValueError(
-                    f"{self._verb}: {self._name(place)} shares memory with "
-                    f"{self._name(other_place)} before it (or is the same one twice), and would be "
-                    "written twice; pass arrays that lie apart, or a copy of one"
+                    f"{self._verb}: expected arrays with disjoint memory, got {self._name(index)}, "
+                    f"which shares memory with {self._name(other_index)}. Pass a copy of one array."
                 )
             at -= 1
-        insort(known, (start, place, end, writes, array))
+        insort(arrays, (start, index, end, writes, array))
         self._longest = max(self._longest, end - start)
 
-    def _name(self, place: int) -> str:
+    def _name(self, index: int) -> str:
         if not self._outs:
-            return f"array {place}"
-        return f"out[{place}]" if place < self._outs else f"x[{place - self._outs}]"
+            return f"array {index}"
+        return f"out[{index}]" if index < self._outs else f"x[{index - self._outs}]"
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """Return the addresses between which all elements lie, the second one beyond."""
+    """Return the first address of the elements, and the address after the last byte."""
     if type(array) is np.ndarray:
         return _numpy_bounds(array)
     start = int(array.data.ptr if is_cupy(array) else array.ctypes.data)  # type: ignore[attr-defined]
@@ -196,13 +195,13 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def _overlap(one: Array, other: Array) -> bool:
-    """Return whether they share memory; also where it would take too long to find out."""
+    """Return whether two arrays share memory. Return True also if the search takes too long."""
     xp = array_module(one)
     if xp is not array_module(other):
         return False
     if is_cupy(one):
-        # CuPy takes no limit of work: it compares where elements begin, on the device. That shows
-        # nothing of elements of another width, and the ends of these two overlap already.
+        # CuPy has no work limit and compares start addresses of elements on the device. That is
+        # wrong for elements of different widths, but the ends of these arrays overlap already.
         return one.dtype != other.dtype or bool(xp.shares_memory(one, other))
     try:
         return bool(xp.shares_memory(one, other, _MOST_WORK))

@@ -1,4 +1,4 @@
-"""The fast path of a group: native code that does plain calls without a ``Call``."""
+"""The fast path of a group: native code that handles plain calls without a ``Call``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 dropped: deque[weakref.ref[Any]] = deque()
-"""Groups that were collected and not closed: the next call of any group closes them."""
+"""Groups that were garbage-collected while open. The next call of any group closes them."""
 
 
 class FastPath(Protocol):
     """Native entry points of one group for the calls of users; see ``csrc/fast``.
 
-    Each returns NotImplemented, without side effects, if ``Backend.start`` must do the call: if an
-    array is not plain, an argument is wrong, or a profile or a captured step is recorded.
+    Each returns NotImplemented, without side effects, if ``Backend.start`` must handle the call:
+    for unusual arrays, for invalid arguments, and while a profile or a step is recorded.
 
-    In place of an array ``(address, dtype code, shape, owner)`` describes contiguous, writable
-    memory that exists as long as ``owner``; a result then needs ``out``.
+    Instead of an array, callers may pass ``(address, dtype code, shape, owner)``: contiguous,
+    writable memory that exists as long as ``owner``. A result then needs ``out``.
     """
 
     def collective(
@@ -33,41 +33,40 @@ class FastPath(Protocol):
         async_op: bool,
         seconds: float = ...,
     ) -> Any:
-        """Do the verb with this code, also a message to or from ``root``; return result or Work.
+        """Run the verb ``code``, also a message to or from ``root``. Return the result or a Work.
 
         For an all_reduce, ``root`` is a digest of the shapes of the arrays that are packed in
-        ``x``, or 0; the ranks compare it. If ``x`` is a list of arrays, ``out`` says whether small
-        ones are packed (``native_several`` in csrc/fast). A collective that blocks may take
-        ``seconds``; default: the timeout of the group.
+        ``x``, or 0; the ranks compare it. If ``x`` is a list of arrays, ``out`` states whether
+        small arrays are packed (``native_several`` in csrc/fast). ``seconds`` is the timeout of a
+        blocking collective. Default: the timeout of the group.
         """
 
     def sendrecv(self, *args: Any) -> Any:
-        """Do ``(x, dst, out, src, tag, recv_tag)``, or begin ``(ops,)``, a list of messages.
+        """Run ``(x, dst, out, src, tag, recv_tag)``, or start ``(ops,)``, a list of messages.
 
-        For a list, return the array of each message that has ended and the Work of each other one.
+        For a list, return one entry per message: its array if it has ended, else its Work.
         """
 
     def objects(self, code: int, value: object, root: int) -> Any:
-        """Do the verb of objects with this code and return the list of the received objects.
+        """Run the object verb ``code`` and return the list of received objects.
 
-        Return None if only other ranks receive. May return the array of all frames (exchange.py),
-        the number of the call and the frame of this rank (or None): the caller does the rest.
+        Return None if only other ranks receive. It may instead return the array of all frames
+        (exchange.py), the number of the call, and the frame of this rank. Python then finishes it.
         """
 
     barrier: Callable[..., Any]
-    """``collective``, or ``left_to_python`` if a barrier also waits for GPUs."""
+    """Same as ``collective``; or ``left_to_python`` if a barrier must also wait for GPUs."""
 
 
 def left_to_python(*arguments: object) -> Any:
-    """Return NotImplemented, as the entry points of a group without native code do."""
+    """Return NotImplemented. Groups without native code use it as every entry point."""
     return NotImplemented
 
 
 class EntryPoints:
     """A ``FastPath`` whose functions are replaced when the group is closed or changes.
 
-    A caller looks up a function here for each call and does not keep it: a function keeps the
-    native group from being freed.
+    Look up a function for each call. A kept reference would keep the native group alive.
     """
 
     __slots__ = ("barrier", "collective", "objects", "sendrecv")
@@ -82,6 +81,6 @@ class EntryPoints:
         self.sendrecv, self.objects = sendrecv, objects
 
     def replace_by(self, other: FastPath) -> None:
-        """Use the functions of ``other`` from now on."""
+        """Replace the functions by the functions of ``other``."""
         self.collective, self.sendrecv = other.collective, other.sendrecv
         self.objects, self.barrier = other.objects, other.barrier

@@ -1,7 +1,7 @@
-"""The flight record of each group: its calls are counted, and the last ones kept in a ring.
+"""The journal of a group: a counter of its calls, and a ring buffer with the last calls.
 
-csrc/fast/ring.h is the layout of what native code writes. A call that goes through Python takes a
-place in the same ring, and its ``Record`` stands beside it.
+csrc/fast/ring.h defines the layout of entries that native code writes. A call that Python handles
+also takes an entry; its ``Record`` is stored in ``notes``.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import numpy as np
 from flashlight_py._native import codes
 from flashlight_py._native.codes import DTYPES
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.call_site import Instruction, line_of, place_of_caller
+from flashlight_py.distributed.calls.call_site import Instruction, instruction_of_caller, line_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import GroupClosedError
 
 SENDRECV = Verb("sendrecv", codes.SENDRECV, ("tag",), "result")
-# These are in the order of ``COMPOSED`` (call.py).
+# In the order of ``COMPOSED`` (call.py).
 BROADCAST_OBJECT = Verb("broadcast_object", codes.BROADCAST_OBJECT, ("root",), "result")
 ALL_GATHER_OBJECT = Verb("all_gather_object", codes.ALL_GATHER_OBJECT, (), "result", ragged=True)
 GATHER_OBJECT = Verb("gather_object", codes.GATHER_OBJECT, ("root",), "root's result", ragged=True)
 SCATTER_OBJECT = Verb("scatter_object", codes.SCATTER_OBJECT, ("root",), "result")
 OBJECTS = (BROADCAST_OBJECT, ALL_GATHER_OBJECT, GATHER_OBJECT, SCATTER_OBJECT)
 NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV, *OBJECTS)}
-"""The verbs of native code by their codes."""
+"""Verbs of native code by code."""
 
-# The ring of csrc/fast/ring.h.
+# Layout of the ring in csrc/fast/ring.h.
 _HEADER_BYTES = 64
 _CALL = np.dtype(
     [("number", "u8"), ("started", "i8"), ("ended", "i8"), ("bytes", "i8"), ("shape", "i8", 3)]
@@ -45,51 +45,51 @@ _CALL = np.dtype(
     + [(name, "i4") for name in ("flags", "peer", "tag")]
     + [("id", "u8")]
 )
-# Places in its header, in eights of bytes.
+# Indices of 8-byte words in its header.
 _NUMBER, _WRITTEN, _OFF, CALLERS = 0, 1, 2, slice(3, 8)
 
-_NOTED = "flashlight_py_noted"  # an attribute of errors
+_NOTED = "flashlight_py_noted"  # attribute of errors: names of groups that recorded the error
 
-_journals: list[weakref.ref[Journal]] = []  # a list can be read while another thread adds to it
-# Those of the latest groups are kept: what was called in a closed one may explain a failure.
+_journals: list[weakref.ref[Journal]] = []  # a list can be read while another thread appends
+# Keeps the latest groups alive: the calls of a closed group may explain a failure.
 _latest: deque[Journal] = deque(maxlen=16)
 _made: Counter[tuple[int, ...]] = Counter()
-_forks = 0  # between the first process and this one
-_listeners = 0  # profiles and recordings of steps, of any thread
+_forks = 0  # number of forks between the first process and this one
+_listeners = 0  # number of active profiles and step recordings, of all threads
 _leaving = threading.RLock()
 
 listener: Callable[[Record], None] | None = None
-"""Called with each call as it begins, while a profile is taken."""
+"""Called with the record of each call when the call begins, while a profile is active."""
 on_failure: Callable[[BaseException], None] | None = None
-"""Called with the exception of each call that failed."""
+"""Called with the exception of each failed call."""
 
 
-# The number counts the calls of the group; 0: a message. The bytes are None if dtype and shape say
-# them. Other fields that a call does not use are None, or missing at the end.
+# The number counts the calls of the group; 0: a message. ``bytes`` is None if dtype and shape
+# determine the size. Fields that a call does not use are None or missing at the end.
 _FIELDS = ("group", "number", "verb", "dtype", "shape", "op", "root", "peer", "tag", "bytes")
 
 
 class Record:
-    """A call. Times are nanoseconds of ``time.monotonic_ns``; ``ended`` is 0 while it runs.
+    """A recorded call. Times are in ``time.monotonic_ns``; ``ended`` is 0 while the call runs.
 
-    ``what`` are its ``_FIELDS``. ``waits`` are the times (from, to) that the program spent in
-    ``Work.wait`` for it, while profiled.
+    ``what`` has the values of ``_FIELDS``. ``waits`` has the intervals (from, to) that the program
+    spent in ``Work.wait`` for this call, while a profile was active.
     """
 
     ended = 0
     error = ""
-    id = 0  # of the group's calls in this process
+    id = 0  # number of the entry in the ring
     is_async = False
-    size: int | None = None  # bytes that were not known when it began
+    size: int | None = None  # bytes, if unknown when the call began
     waits: tuple[tuple[int, int], ...] = ()
     work: weakref.ref[Work] | None = None
-    flight: Any = None  # of a collective that the device does while the host goes on
+    flight: Any = None  # of a collective that runs on the GPU
 
     def __init__(self, what: tuple[Any, ...], started: int, place: Instruction | None) -> None:
         self.what, self.started, self.place = what, started, place
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what a reader wants to see, in plain types; times stay as they are."""
+        """Return the fields for readers, in JSON types. Times stay in nanoseconds."""
         self._settle()
         fields: dict[str, Any] = dict(zip(_FIELDS, self.what, strict=False))
         dtype, shape, op, size = map(fields.get, ("dtype", "shape", "op", "bytes"))
@@ -116,7 +116,7 @@ class Record:
         return {name: value for name, value in fields.items() if value is not None}
 
     def _settle(self) -> None:
-        """Find out whether an operation that nobody has waited for has ended meanwhile."""
+        """Set ``ended`` if the operation has ended and no thread waited for it."""
         if self.ended:
             return
         work = None if self.work is None else self.work()
@@ -129,9 +129,9 @@ class Record:
 
 
 def name_of_group(ranks: Sequence[int]) -> str:
-    """Return a name for a new group of ``ranks`` (of the world), equal on its members.
+    """Return a name for a new group of ``ranks`` of the world. It is equal on all members.
 
-    They make the groups that they share in one order, so that they can count groups of equal ranks.
+    Members create shared groups in the same order, so a counter identifies groups of equal ranks.
     """
     key = tuple(ranks)
     _made[key] += 1
@@ -140,11 +140,11 @@ def name_of_group(ranks: Sequence[int]) -> str:
 
 
 class Ring:
-    """The memory that native code writes calls to, in one order with those of Python.
+    """The ring buffer that native code and Python write in one order.
 
-    ``notes`` has, for each call in ``memory``, a line of user code or the record of a call of
-    Python. ``header[CALLERS]`` are the threads that are in a native call, or 0. The thread that
-    ends an asynchronous operation writes the time of its end.
+    ``notes`` has for each entry in ``memory`` a line of user code, or the record of a Python call.
+    ``header[CALLERS]`` are the threads inside native calls, or 0. The thread that ends an
+    asynchronous operation writes its end time.
     """
 
     def __init__(self) -> None:
@@ -154,9 +154,9 @@ class Ring:
 
 
 class Journal(Ring):
-    """Counts and records the calls of the group ``name``, of these ``ranks`` of the world.
+    """Counts and records the calls of the group ``name``, whose members are ``ranks`` of the world.
 
-    ``path`` is that of ``Backend``. ``count[0]`` is the number of collectives of this rank.
+    ``path`` is the ``path`` of the backend. ``count[0]`` is the number of collectives of this rank.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
@@ -169,24 +169,24 @@ class Journal(Ring):
         self._zero = 0, 0
         with _leaving:
             self.header[_OFF] = _listeners
-            _journals[:] = [known for known in _journals if known() is not None]
+            _journals[:] = [reference for reference in _journals if reference() is not None]
             _journals.append(weakref.ref(self))
         if self.ranks:
             _latest.append(self)
 
     def run(self, calls: Sequence[Call], name: str, start: Callable[[], Work]) -> Work:
-        """Record ``calls`` as one call of ``name``, which ``start`` starts; wait if they block."""
+        """Record ``calls`` as one call named ``name``. ``start`` starts it; if it blocks, wait."""
         call, verb = calls[0], calls[0].verb
         number = 0 if verb.is_message else self._count()
-        kinds = {_kind(each) for each in calls}
+        kinds = {_dtype_and_shape(one_call) for one_call in calls}
         dtype, shape = kinds.pop() if len(kinds) == 1 else (None, None)
         size = None
         if shape is None:
-            size = sum(each.array.nbytes for each in calls if each.array is not None)
+            size = sum(step.array.nbytes for step in calls if step.array is not None)
         peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
         op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
-        what = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
-        record = self._begin(what, 3)
+        fields = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
+        record = self._begin(fields, 3)
         try:
             work = start()
             if not call.blocking and not isinstance(work, Done):
@@ -204,7 +204,7 @@ class Journal(Ring):
     def recording(
         self, verb: str, root: int | None = None, like: tuple[Any, Any] = (None, None)
     ) -> Iterator[Record]:
-        """Record what the body does, which blocks, as one call; ``like`` are dtype and shape."""
+        """Record the blocking body as one call; ``like`` is its dtype and shape."""
         number = self._count()
         record = self._begin((self.name, number, verb, *like, None, root), 4)
         try:
@@ -214,64 +214,64 @@ class Journal(Ring):
             raise
         record.ended = monotonic_ns()
 
-    def begun(self, verb: str, array: Any, op: ReduceOp) -> Record:
-        """Count and record a call that begins now, for a fast path that notes its end."""
+    def begin(self, verb: str, array: Any, op: ReduceOp) -> Record:
+        """Count and record a call that begins now. The fast path of the caller notes its end."""
         return self._begin((self.name, self._count(), verb, array.dtype, array.shape, op), 4)
 
-    def refused(self, verb: str, error: Exception, peer: int | None = None) -> None:
-        """Count and record a call that ``error`` ended before it began, on this rank or another."""
+    def record_rejection(self, verb: str, error: Exception, peer: int | None = None) -> None:
+        """Count and record a call that ``error`` ended before it began, here or on another rank."""
         number = self._count() if peer is None else 0
-        what = (self.name, number, verb, None, None, None, None, peer)
-        _fail(self._begin(what, 4), error)
+        fields = (self.name, number, verb, None, None, None, None, peer)
+        _fail(self._begin(fields, 4), error)
 
-    def has_noted(self, error: BaseException) -> bool:
-        """Return whether ``error`` ended a call of this group that had begun or was refused."""
+    def has_recorded(self, error: BaseException) -> bool:
+        """Return whether ``error`` ended or rejected a call that this group has recorded."""
         return self.name in getattr(error, _NOTED, ())
 
-    def failed(self, call: int, error: BaseException) -> None:
-        """Note that the native call with this id has ended by ``error``."""
+    def record_failure(self, call: int, error: BaseException) -> None:
+        """Note that ``error`` ended the native call with this id."""
         slot = (call - 1) % codes.RECORDED_CALLS
         row = self._calls[slot : slot + 1]
         if row["id"][0] == call:
             if not row["flags"][0] & codes.RECORDED_PLACED:
-                self.notes[slot] = place_of_caller(2)
+                self.notes[slot] = instruction_of_caller(2)
             row["flags"] |= codes.RECORDED_FAILED | codes.RECORDED_PLACED
         oldest = self.header[_WRITTEN] - codes.RECORDED_CALLS
-        known = {other: text for other, text in self._errors.items() if other > oldest}
-        self._errors = {**known, call: f"{type(error).__name__}: {error}"}
+        errors = {other: text for other, text in self._errors.items() if other > oldest}
+        self._errors = {**errors, call: f"{type(error).__name__}: {error}"}
         _note(error, self.name)
 
     def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
-        """Have native code write as well; ``clocks`` reads its clock, and ``time.monotonic_ns``."""
+        """Let native code write too. ``clocks`` returns its clock and ``time.monotonic_ns``."""
         self._clocks, self._zero = clocks, clocks()
 
     def records(self, most: int = codes.RECORDED_CALLS) -> list[Record]:
-        """Return the last calls, as the ring has them and at most so many, the oldest first."""
+        """Return up to ``most`` of the last calls in the ring, the oldest first."""
         written = self.header[_WRITTEN]
         calls, notes = self._calls.copy(), list(self.notes)
         ticks, nanoseconds = self._clocks()
         rate = (nanoseconds - self._zero[1]) / max(1, ticks - self._zero[0])
-        found = []
+        records = []
         for call in range(max(1, written - most + 1), written + 1):
             slot = (call - 1) % codes.RECORDED_CALLS
             if isinstance(note := notes[slot], Record) and note.id == call:
-                found.append(note)
-            elif calls[slot]["id"] == call:  # else it has just been overwritten
-                found.append(self._record(calls[slot], note, rate))
-        return found
+                records.append(note)
+            elif calls[slot]["id"] == call:  # else a later call has overwritten it
+                records.append(self._record(calls[slot], note, rate))
+        return records
 
     def _count(self) -> int:
         self.header[_NUMBER] = number = self.header[_NUMBER] + 1
         return number
 
     def _failed(self, record: Record, number: int, error: BaseException) -> None:
-        """Note how call ``number`` has ended; 0: a message, which is not counted."""
+        """Note how call ``number`` ended; 0: a message, which is not counted."""
         if number and not getattr(error, "has_begun", True):
             self.header[_NUMBER] -= 1
         _fail(record, error)
 
-    def _begin(self, what: tuple[Any, ...], depth: int) -> Record:
-        record = Record(what, monotonic_ns(), place_of_caller(depth))
+    def _begin(self, fields: tuple[Any, ...], depth: int) -> Record:
+        record = Record(fields, monotonic_ns(), instruction_of_caller(depth))
         self.header[_WRITTEN] = record.id = self.header[_WRITTEN] + 1
         self.notes[(record.id - 1) % codes.RECORDED_CALLS] = record
         if listener is not None:
@@ -279,23 +279,24 @@ class Journal(Ring):
         return record
 
     def _record(self, row: Any, note: Any, rate: float) -> Record:
-        """Return what native code has written as a record."""
+        """Return an entry of native code as a record."""
         verb, flags = NATIVE[int(row["verb"])], row["flags"]
         ndim, peer = int(row["ndim"]), int(row["peer"])
         dtype: Any = None
         shape = None
         if verb is not BARRIER and ndim >= 0:
             name = DTYPES[row["dtype"]]
-            dtype = name if name == "bfloat16" else np.dtype(name)  # NumPy may not know that
+            dtype = name if name == "bfloat16" else np.dtype(name)  # NumPy may lack bfloat16
             fits = ndim <= len(row["shape"])
             shape = tuple(int(extent) for extent in row["shape"][:ndim]) if fits else None
         op, root = ReduceOp(int(row["op"])) if verb.reduces else None, peer if verb.rooted else None
         other, tag = (peer, int(row["tag"])) if verb.is_message else (None, None)
         number = int(row["number"])
-        what = (self.name, number, verb.name, dtype, shape, op, root, other, tag, int(row["bytes"]))
+        size = int(row["bytes"])
+        fields = (self.name, number, verb.name, dtype, shape, op, root, other, tag, size)
         ticks, nanoseconds = self._zero
         started = nanoseconds + int((int(row["started"]) - ticks) * rate)
-        record = Record(what, started, note if flags & codes.RECORDED_PLACED else None)
+        record = Record(fields, started, note if flags & codes.RECORDED_PLACED else None)
         record.id, record.is_async = int(row["id"]), bool(flags & codes.RECORDED_ASYNC)
         if row["ended"] > 0:
             record.ended = nanoseconds + int((int(row["ended"]) - ticks) * rate)
@@ -304,13 +305,13 @@ class Journal(Ring):
         return record
 
 
-def _kind(call: Call) -> tuple[Any, Any]:
+def _dtype_and_shape(call: Call) -> tuple[Any, Any]:
     like = call.like
     return call.holds or ((None, None) if like is None else (like.dtype, like.shape))
 
 
 class _Recorded(Work):
-    """An operation whose end is noted when somebody waits for it."""
+    """An operation whose end is recorded when a thread waits for it."""
 
     def __init__(self, work: Work, record: Record) -> None:
         self._work, self._record = work, record
@@ -340,23 +341,23 @@ class _Recorded(Work):
         return value
 
     def is_completed(self) -> bool:
-        """Return whether it has ended; in a forked child it has, as it is not this process's."""
+        """Return whether the operation has ended. In a forked child the answer is True."""
         return self._forks != _forks or self._work.is_completed()
 
     def end_time(self) -> float | None:
         return None if self._forks != _forks else self._work.end_time()
 
 
-def forks() -> int:
-    """Return how many forks there are between the first process and this one."""
+def fork_count() -> int:
+    """Return the number of forks between the first process and this one."""
     return _forks
 
 
 def forked(verb: str) -> GroupClosedError:
-    """Return the error of a wait for a parent's operation, an instance of ``verb``."""
+    """Return the error of waiting in a forked child for an operation of its parent."""
     return GroupClosedError(
-        f"[{verb}] this process was forked from the rank that has started the operation, "
-        "and cannot wait for it; wait in the parent"
+        f"[{verb}] expected wait() in the process that started the operation, got a call in a "
+        "forked child. Wait in the parent."
     )
 
 
@@ -373,40 +374,40 @@ def _note(error: BaseException, group: str) -> None:
 
 
 def leave_to_python(more: int) -> None:
-    """Leave native calls of all threads to Python: 1 as a profile or recording begins, else -1."""
-    global _listeners  # noqa: PLW0603  (rings that are made meanwhile must know)
+    """Disable native calls of all threads: 1 if a profile or recording begins, -1 if it ends."""
+    global _listeners  # noqa: PLW0603 (new rings read it)
     with _leaving:
         _listeners += more
-        for journal in _living():
+        for journal in _live_journals():
             journal.header[_OFF] = _listeners
 
 
-def recent() -> list[Record]:
-    """Return the last calls of this process in all groups, in the order in which they began."""
-    records = [record for journal in _living() for record in journal.records()]
+def recent_records() -> list[Record]:
+    """Return the last calls of this process in all groups, in the order of their start."""
+    records = [record for journal in _live_journals() for record in journal.records()]
     return sorted(records, key=lambda record: record.started)
 
 
 def groups() -> dict[str, dict[str, Any]]:
     """Return the groups of this process by name: ranks in the world, path, number of calls."""
     return {
-        each.name: {"ranks": list(each.ranks), "path": each.path, "calls": each.count[0]}
-        for each in _living()
-        if each.ranks
+        group.name: {"ranks": list(group.ranks), "path": group.path, "calls": group.count[0]}
+        for group in _live_journals()
+        if group.ranks
     }
 
 
-def _living() -> list[Journal]:
-    return [journal for known in list(_journals) if (journal := known()) is not None]
+def _live_journals() -> list[Journal]:
+    return [journal for reference in list(_journals) if (journal := reference()) is not None]
 
 
 def _forget_in_child() -> None:
-    """After a fork: the parent's calls are not the child's."""
+    """Drop the calls of the parent after a fork."""
     global _forks, _leaving, _listeners, listener
-    _forks, _leaving = _forks + 1, threading.RLock()  # another thread may have held the other lock
+    _forks, _leaving = _forks + 1, threading.RLock()  # another thread may have held the old lock
     _listeners, listener = _listeners - (listener is not None), None  # the parent takes its profile
     _latest.clear()
-    for journal in _living():  # a group of one process goes on here
+    for journal in _live_journals():  # a group of one process continues here
         journal.memory[:] = 0
         journal.header[_OFF], journal.notes[:] = _listeners, [None] * codes.RECORDED_CALLS
     _made.clear()

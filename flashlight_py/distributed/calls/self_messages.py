@@ -1,4 +1,4 @@
-"""Messages of a rank to itself: they never leave the process."""
+"""Messages of a rank to itself. They never leave the process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flashlight_py.errors import MismatchError
 
 
 class SelfMessages:
-    """Messages sent and not yet received, and receives that wait, by tag and in order."""
+    """Queues of unreceived messages and of pending receives, per tag."""
 
     def __init__(self) -> None:
         self._sent: defaultdict[int, deque[Array]] = defaultdict(deque)
         self._receives: defaultdict[int, deque[_Receive]] = defaultdict(deque)
 
     def send(self, array: Array, tag: int) -> Work:
-        """Fill the oldest receive under ``tag``, or keep a copy for the next one."""
+        """Fill the oldest pending receive with this tag, or keep a copy for the next receive."""
         if self._receives[tag]:
             self._receives[tag].popleft().fill(array)
         else:
@@ -26,9 +26,9 @@ class SelfMessages:
         return Done(array)
 
     def recv(self, array: Array, tag: int, partial: bool = False) -> Work:
-        """Fill ``array`` with the oldest message under ``tag``, or with the next one that arrives.
+        """Fill ``array`` with the oldest message with this tag, or with the next one.
 
-        With ``partial`` it may have fewer rows, and the result is the part that was filled.
+        With ``partial`` the message may have fewer rows. The result is then the filled part.
         """
         receive = _Receive(array, tag, partial)
         if self._sent[tag]:
@@ -39,18 +39,18 @@ class SelfMessages:
 
 
 class _Receive(Work):
-    """A receive from oneself."""
+    """A receive from this rank itself."""
 
     def __init__(self, array: Array, tag: int, partial: bool) -> None:
         self._array, self._tag, self._partial = array, tag, partial
         self._is_completed = False
         self._error: str | None = (
-            f"[irecv] this rank waits for a message from itself under tag {tag} that it has not "
-            "sent; call isend first"
+            f"[irecv] this rank waits for a message from itself with tag {tag}, but has not sent "
+            "one. Call isend before wait()."
         )
 
     def fill(self, sent: Array) -> None:
-        """Store what was sent, if it is of the right shape and dtype."""
+        """Store a message if its shape and dtype match."""
         array = self._array
         if self._partial and sent.ndim == array.ndim:
             array = self._array = array[: sent.shape[0]]
@@ -59,13 +59,13 @@ class _Receive(Work):
             self._error = None
         else:
             self._error = (
-                f"[irecv] from this rank itself, under tag {self._tag}: {sent.dtype} {sent.shape} "
-                f"was sent and {array.dtype} {array.shape} is to be filled; make them alike"
+                f"[irecv] message of this rank to itself, tag {self._tag}: expected {array.dtype} "
+                f"{array.shape}, got {sent.dtype} {sent.shape}. Pass equal shapes and dtypes."
             )
         self._is_completed = True
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the array; it cannot arrive later than this, so ``timeout`` is not used."""
+        """Return the array. ``timeout`` has no effect: no later call can deliver the message."""
         if self._error is not None:
             raise MismatchError(self._error)
         return self._array

@@ -1,1 +1,1 @@
-"""The last calls of this process, and the errors that name ranks, calls and lines."""
+"""Flight records, and errors that name ranks, calls and source lines."""

@@ -1,8 +1,8 @@
-"""Reports of the exception that ends this rank's program to the other ranks.
+"""Reports of the exception that ends the program of this rank, to the other ranks.
 
-An uncaught exception is printed and then reported in every open group: the other ranks raise at
-once, with this rank's traceback. If it ends a thread other than the main one, it is reported when
-the process exits with open groups. ``abort_on_exception`` reports one that a host program catches.
+An uncaught exception is printed, then reported in every open group. The other ranks raise at once,
+with the traceback of this rank. If the exception ends a thread other than the main thread, it is
+reported when the process exits with open groups. ``abort_on_exception`` reports caught exceptions.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from flashlight_py.tracebacks import folded, is_full
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What fits into what csrc sends.
+# Bytes of a report: csrc sends at most this much.
 _BYTES = 3900
 _SUMMARY_BYTES = 500
 
-afterwards: list[Callable[[], None]] = []
-"""Called when an exception that nobody catches has been printed and reported."""
+after_report: list[Callable[[], None]] = []
+"""Functions to call after an uncaught exception has been printed and reported."""
 
-# A WeakSet would run Python code when a backend is collected; an exception of a signal handler
-# would be lost there.
+# A WeakSet runs Python code when a backend is collected. An exception of a signal handler would be
+# lost there.
 _open: dict[weakref.ref[Backend], None] = {}
 
 
 def _abandon_in_child() -> None:
-    """After a fork: a child is no rank of its parent's groups."""
+    """Close inherited backends after a fork: the child is not a rank of these groups."""
     for backend in open_backends():
         backend.abandon()
     _open.clear()
@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class _Hooks:
-    """``sys.excepthook`` and ``threading.excepthook`` around what was there before."""
+    """Hooks for ``sys.excepthook`` and ``threading.excepthook`` that call the previous hooks."""
 
     def __init__(self) -> None:
         self._main, self._of_threads = sys.excepthook, threading.excepthook
@@ -55,7 +55,7 @@ class _Hooks:
         sys.excepthook, threading.excepthook = self._end, self._end_thread
 
     def remove(self) -> None:
-        """Put back what was there, unless somebody has put hooks of their own around these."""
+        """Restore the previous hooks, unless other code has replaced these hooks."""
         if sys.excepthook == self._end:
             sys.excepthook = self._main
         if threading.excepthook == self._end_thread:
@@ -74,7 +74,7 @@ class _Hooks:
                 try:
                     report(error)
                 finally:
-                    for end in afterwards:
+                    for end in after_report:
                         end()
 
     def _end_thread(self, args: Any) -> None:
@@ -83,7 +83,7 @@ class _Hooks:
         self._of_threads(args)
 
     def _is_rank(self) -> bool:
-        """Return whether this is the process that was hooked, not one that it has forked."""
+        """Return whether this process installed the hooks, so that it is not a forked child."""
         return _hooks is self and self._pid == os.getpid()
 
 
@@ -91,25 +91,25 @@ _hooks: _Hooks | None = None
 
 
 def watch(backend: Backend) -> None:
-    """Report to the ranks of ``backend`` as well; it is forgotten when it is collected."""
+    """Add ``backend`` to the recipients of reports until it is garbage-collected."""
     _open[weakref.ref(backend, _open.pop)] = None
 
 
 def open_backends() -> list[Backend]:
-    """Return all that are watched, those of closed groups perhaps among them."""
-    return [backend for known in list(_open) if (backend := known()) is not None]
+    """Return all watched backends. Some may belong to closed groups."""
+    return [backend for reference in list(_open) if (backend := reference()) is not None]
 
 
-def install() -> None:
-    """Watch for exceptions that nobody catches, until ``uninstall``; not at a Python prompt."""
+def install_hooks() -> None:
+    """Report uncaught exceptions until ``uninstall_hooks``. No effect at a Python prompt."""
     global _hooks  # noqa: PLW0603  (there is one sys.excepthook)
     at_a_prompt = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect
     if _hooks is None and not at_a_prompt:
         _hooks = _Hooks()
 
 
-def uninstall() -> None:
-    """Undo ``install``."""
+def uninstall_hooks() -> None:
+    """Undo ``install_hooks``."""
     global _hooks  # noqa: PLW0603
     if _hooks is not None:
         _hooks.remove()
@@ -117,34 +117,34 @@ def uninstall() -> None:
 
 
 def report(error: BaseException, backends: Sequence[Backend] | None = None) -> None:
-    """Report to the other ranks of ``backends``, default all open ones, that this one ends."""
+    """Report to the other ranks of ``backends`` (default: all open ones) that this rank ends."""
     words = _in_words(error)
     for backend in open_backends() if backends is None else backends:
         backend.abort(words)
 
 
 def report_of_threads() -> None:
-    """At exit: report what has ended a thread, if anything has."""
+    """At exit: report the exception that ended a thread, if any."""
     if _hooks is not None and _hooks.of_a_thread is not None:
         report(_hooks.of_a_thread)
 
 
 class abort_on_exception:
-    """Report an exception that leaves the block, or the function, to the other ranks at once.
+    """Report an exception that leaves the block or function to the other ranks at once.
 
-    They raise ``PeerLostError`` with this rank's traceback instead of waiting until their timeout,
-    and every open group of this process ends. The exception goes on to whoever catches it: a host
-    program (Ray, Dask, ``concurrent.futures``, pytest, a notebook) that catches what a rank raises
-    keeps it from the hook that reports uncaught ones. To begin anew, every rank calls
-    ``distributed_shutdown`` and ``distributed_init``.
+    The other ranks raise ``PeerLostError`` with the traceback of this rank instead of waiting for
+    their timeout. Every open group of this process ends. The exception then propagates. Use this in
+    a host program that catches exceptions (Ray, Dask, ``concurrent.futures``, pytest, a notebook):
+    there, the hook for uncaught exceptions does not run. To start again, call
+    ``distributed_shutdown`` and ``distributed_init`` on every rank.
 
-    Not collective; takes half a second at most. In any thread, and nested: the innermost block
-    reports. ``KeyboardInterrupt`` is reported as well, and ``SystemExit`` unless its code is 0 or
-    None. Without another rank, as before ``distributed_init``, it does nothing.
+    Not collective. Blocks for at most half a second. Works in any thread; of nested blocks, the
+    innermost reports. ``KeyboardInterrupt`` is reported, and so is ``SystemExit`` unless its code
+    is 0 or None. In a world of one process, such as before ``distributed_init``, it has no effect.
 
     Raises:
-        TypeError: it decorates a coroutine or generator function, whose call only makes an object;
-            use it in a ``with`` statement inside.
+        TypeError: If it decorates a coroutine or generator function, because the call only creates
+            an object. Use a ``with`` statement inside the function.
 
     Example:
         >>> @fl.abort_on_exception()
@@ -157,13 +157,13 @@ class abort_on_exception:
     """
 
     def __call__(self, func: F) -> F:
-        """Return ``func`` with every call of it in such a block."""
+        """Return ``func``, wrapped so that each call runs in such a block."""
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
         if any(is_kind(func) for is_kind in kinds):
             raise TypeError(
-                f"abort_on_exception cannot decorate {func.__qualname__}: a coroutine or generator "
-                "function runs after its call has returned; write `with abort_on_exception():` "
-                "inside it"
+                f"abort_on_exception: expected a plain function, got {func.__qualname__}, a "
+                "coroutine or generator function, which runs after its call has returned. Use "
+                "`with abort_on_exception():` inside it."
             )
 
         @functools.wraps(func)
@@ -182,7 +182,7 @@ class abort_on_exception:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the block; report ``error``, if there is one."""
+        """End the block, and report ``error`` if it is an exception."""
         is_planned = isinstance(error, GeneratorExit) or (
             isinstance(error, SystemExit) and error.code in (0, None)
         )
@@ -191,7 +191,7 @@ class abort_on_exception:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return the exception in one line, then as much of the traceback's end as others can take."""
+    """Return the exception as one line, followed by the end of its traceback, up to ``_BYTES``."""
     last = traceback.format_exception_only(type(error), error)[-1].strip()
     summary = _bytes(last.splitlines()[0] if last else type(error).__name__)[:_SUMMARY_BYTES]
     lines = _bytes(folded(error).rstrip())
@@ -201,4 +201,4 @@ def _in_words(error: BaseException) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")  # a file's name may be no text
+    return text.encode(errors="backslashreplace")  # file names may not be text

@@ -1,1 +1,1 @@
-"""Groups of ranks, and the world."""
+"""Process groups and the world."""

@@ -1,8 +1,8 @@
 """Groups without their verbs: members, backends, subgroups, and the open groups of this process.
 
-A group may be collected in the middle of a wait and on any thread, where closing its backends could
-wait for the interrupted call. The next call of any group closes them once their operations have
-ended, because other ranks may still wait for these. A shutdown closes all groups.
+The garbage collector may free a group during a wait and on any thread. Closing its backends there
+could deadlock with the interrupted call. So the next call of any group closes them, once their
+operations have ended, because other ranks may still wait for these. A shutdown closes all groups.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# The backends of each group that is not closed. Weak references call no Python code when a group is
-# collected: an exception of a signal handler would be lost there.
+# The backends of each open group. Weak references run no Python code when a group is collected. In
+# such code, an exception of a signal handler would be lost.
 _watched: dict[weakref.ref[Membership], list[Backend]] = {}
 
-_LEAST_UNFINISHED = 8  # kept results, before those that have been waited for are removed
-groups_so_far = itertools.count(1)  # subgroups that this process has made or been asked for
+_LEAST_UNFINISHED = 8  # number of kept results that triggers the first cleanup
+subgroup_numbers = itertools.count(1)  # counts the subgroups that this process was asked to create
 # A forked child keeps the backends of its parent, because it must not destroy them.
 _inherited: list[list[Backend]] = []
 
@@ -52,7 +52,7 @@ class HasCupySide(Protocol):
 
 @dataclass(frozen=True)
 class Joiner:
-    """Functions that join ranks or their GPUs; ``limited`` returns those for another timeout."""
+    """Functions that join ranks or their GPUs. ``limited`` returns a Joiner for another timeout."""
 
     join: Callable[[Store], Backend]
     join_gpus: Callable[[Backend], Backend]
@@ -60,10 +60,10 @@ class Joiner:
 
 
 class Membership:
-    """Some ranks of the world and the backends that join them. ``rank`` is -1 outside of it."""
+    """Ranks of the world, and the backends that join them. ``rank`` is -1 on other processes."""
 
     rank = -1
-    gpus: Backend | None = None  # that of CuPy arrays, once the GPUs are joined
+    gpus: Backend | None = None  # backend for CuPy arrays, once the GPUs are joined
     _forked = False
 
     def __init__(
@@ -73,10 +73,10 @@ class Membership:
         joiner: Joiner | None = None,
         first_use: Callable[[], None] | None = None,
     ) -> None:
-        self.on_first_use = first_use  # the first call calls it; until then there is no fast path
+        self.on_first_use = first_use  # called by the first call; disables the fast path until then
         self.fast = EntryPoints()
         self._backend, self._joiner = backend, joiner
-        self._joined: list[Backend] = []  # what is to be closed, also where the group is dropped
+        self._backends: list[Backend] = []  # backends to close, also if the group is dropped
         self._children: dict[weakref.ref[Membership], None] = {}
         self._unfinished: list[Then] = []
         self._most_unfinished = _LEAST_UNFINISHED
@@ -89,42 +89,42 @@ class Membership:
             self.rank = backend.rank
             name = "world" if ranks is None else name_of_group(self.ranks)
             self.journal = Journal(name, self.ranks, backend.path)
-            self._joined.append(backend)
+            self._backends.append(backend)
             if joiner is not None or backend.size > 1:
-                _watched[weakref.ref(self, dropped.append)] = self._joined
+                _watched[weakref.ref(self, dropped.append)] = self._backends
             if first_use is None:
                 self.fast.replace_by(backend.bind(self.journal))
             backend.count = self.journal.count
         self.size = len(self.ranks)
 
     def open_fast_path(self) -> None:
-        """Use the fast path of the backend as it is now."""
+        """Use the present fast path of the backend."""
         self.on_first_use = None
         self.fast.replace_by(self.backend().bind(self.journal))
         if self.gpus is not None:
-            self.fast.barrier = left_to_python  # it is one of the GPUs too
+            self.fast.barrier = left_to_python  # a barrier must wait for the GPUs too
         if self is _world:
             use_as_world(self)
 
     @property
     def is_member(self) -> bool:
-        """Whether this process is one of the group's ranks."""
+        """Whether this process is a rank of the group."""
         return self.rank >= 0
 
     @property
     def is_open(self) -> bool:
-        """Whether the group can be used: it was not closed, and the process is not a fork."""
+        """Whether the group is usable: not closed, and not in a forked child."""
         return self._backend is not None
 
     def backend(self, array: Any = None) -> Backend:
-        """Return the backend that ``array`` (None: a NumPy array) goes through.
+        """Return the backend for ``array`` (None: a NumPy array).
 
-        The first CuPy array of a group joins its GPUs: collective then, and blocking.
+        The first CuPy array of a group joins its GPUs, which is collective and blocks.
 
         Raises:
-            ValueError: this process is not in the group.
-            GroupClosedError: the group was closed.
-            BackendUnavailableError: nothing here moves arrays of this kind.
+            ValueError: If this process is not in the group.
+            GroupClosedError: If the group was closed.
+            BackendUnavailableError: If no backend moves arrays of this kind.
         """
         if dropped:
             close_dropped()
@@ -141,33 +141,33 @@ class Membership:
     def _unusable(self) -> Exception:
         if not self.is_member:
             return ValueError(
-                f"this process is not in the group of the world's ranks {list(self.ranks)}, and "
-                "only they can use it; ask group.is_member first"
+                f"expected a call on a member of the group of world ranks {list(self.ranks)}, got "
+                "one on another process. Check group.is_member first."
             )
-        place = f"rank {self.rank} of {self.size}"
+        rank = f"rank {self.rank} of {self.size}"
         if self._forked:
             return GroupClosedError(
-                f"{place}: this process was forked from that rank, and is none itself: its groups "
-                "cannot be used here. Call distributed_init in the child for a world of its own"
+                f"{rank}: expected a call in the process of this rank, got one in a forked child. "
+                "Call distributed_init in the child to create a world for the child."
             )
-        return GroupClosedError(f"{place}: this group is closed")
+        return GroupClosedError(f"{rank}: this group is closed. Use another group.")
 
     def join_gpus(self) -> Backend:
-        """Join the ranks' GPUs by NCCL, unless they are. Collective and blocking the first time.
+        """Join the GPUs of the ranks by NCCL. The first call is collective and blocks.
 
         Raises:
-            BackendUnavailableError: NCCL, CuPy or a GPU is missing on a rank; raised on all.
-            DistributedError: NCCL failed, or a rank (named) did not arrive.
+            BackendUnavailableError: If a rank lacks NCCL, CuPy or a GPU. Every rank raises it.
+            DistributedError: If NCCL fails, or a rank (named) does not join.
         """
         if self.gpus is None:
             if self._joiner is None:
                 raise BackendUnavailableError(
-                    f"rank {self.rank} of {self.size}: CuPy arrays travel through NCCL, and this "
-                    "group was made without it; use array.get()"
+                    f"rank {self.rank} of {self.size}: expected a NumPy array because this group "
+                    "has no NCCL, got a CuPy array. Pass array.get()."
                 )
             backend, join = self.backend(), self._joiner.join_gpus
             self.gpus = backend.cupy_side() if isinstance(backend, HasCupySide) else join(backend)
-            self._joined.insert(0, self.gpus)
+            self._backends.insert(0, self.gpus)
             self.open_fast_path()
         return self.gpus
 
@@ -178,10 +178,11 @@ class Membership:
         timeout: float | None,
         count: int | None = None,
     ) -> Self:
-        """Join ``members`` of this group by ``store``; None: this rank is not one of them.
+        """Join ``members`` of this group through ``store``; None: this rank is not a member.
 
-        Collective among them, blocking. ``timeout`` (seconds) is for calls of the new group; None:
-        as in this one. ``count`` is that of ``groups_so_far`` on the first member, if known.
+        Collective among the members. Blocks. ``timeout`` is the timeout of the new group in
+        seconds; None: the timeout of this group. ``count`` is the next of ``subgroup_numbers`` on
+        the first member, or None if unknown.
         """
         ranks, joiner = [self.ranks[member] for member in members], self._joiner
         if store is None:
@@ -191,19 +192,19 @@ class Membership:
             joiner = joiner.limited(timeout)
         parent = self.backend()
         if count is None and (parent.network or parent.memory):
-            count = int(store.exchange(b"%d" % next(groups_so_far))[0])
+            count = int(store.exchange(b"%d" % next(subgroup_numbers))[0])
         if parent.network is not None:
-            store.kin = parent.network.kin(members, count, parent.network is parent)
+            store.subgroup = parent.network.subgroup(members, count, parent.network is parent)
         if parent.memory is not None:
-            first = (parent.network or parent.memory).places[members[0]]
-            near = [parent.near[member] for member in members]
-            store.near = parent.memory.kin(near, count, first)
+            first = (parent.network or parent.memory).network_ranks[members[0]]
+            memory_ranks = [parent.memory_ranks[member] for member in members]
+            store.memory_subgroup = parent.memory.subgroup(memory_ranks, count, first)
         backend = self.backend() if joiner is None else joiner.join(store)
         child = type(self)(backend, ranks, joiner)
         self._children[weakref.ref(child, self._children.pop)] = None
         try:
-            # One that closes the group at once must not do so while others still connect to it.
-            if store.kin is None or not store.kin.is_all:
+            # A member that closes the group at once must not interrupt other connections.
+            if store.subgroup is None or not store.subgroup.is_flat:
                 store.exchange(b"")
         except BaseException:
             child.close()
@@ -211,68 +212,68 @@ class Membership:
         return child
 
     def limit(self, seconds: float) -> None:
-        """Set the timeout in seconds of later calls and subgroups; not collective."""
+        """Set the timeout in seconds of later calls and subgroups. Not collective."""
         self.backend()
         if self._joiner is not None:
             self._joiner = self._joiner.limited(seconds)
-        for joined in self._joined:
-            joined.limit(seconds)
+        for backend in self._backends:
+            backend.limit(seconds)
         self.open_fast_path()
 
     def run(self, call: Call) -> Work:
-        """Start ``call``, and wait for its end if it is blocking; the journal has it."""
+        """Start ``call``, record it, and wait for its end if it is blocking."""
         return self.run_many([call], call.name)
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
-        """Start ``calls`` of arrays of one device together: in the journal one call of ``name``."""
+        """Start ``calls`` for arrays of one device together, recorded as one call of ``name``."""
         if here.recorder is not None:
             return here.recorder.verb(self, calls, name)  # type: ignore[no-any-return]
-        call, *others = calls
+        call, *more_calls = calls
         backend = self.backend(call.out if call.array is None else call.array)
-        if call.verb is BARRIER:  # of everything that ranks do
+        if call.verb is BARRIER:  # a barrier waits for all devices
             backend = self.gpus or backend
-        start = partial(backend.start_many, calls) if others else partial(backend.start, call)
+        start = partial(backend.start_many, calls) if more_calls else partial(backend.start, call)
         return self.journal.run(calls, name, start)
 
     def keep(self, work: Then) -> Then:
-        """Remember a result that is still to be brought home, also if nobody waits for it."""
+        """Keep an unfinished result, so that ``synchronize`` stores it if no thread waits."""
         self._unfinished.append(work)
         if len(self._unfinished) > self._most_unfinished:
-            self._unfinished = [other for other in self._unfinished if not other.is_heard]
+            self._unfinished = [other for other in self._unfinished if not other.is_settled]
             self._most_unfinished = max(_LEAST_UNFINISHED, 2 * len(self._unfinished))
         return work
 
     def synchronize(self) -> None:
-        """Block until every operation that this rank has started in the group has ended."""
+        """Block until every operation that this rank started in the group has ended."""
         wait_for(self._unfinished)
-        if self.gpus is not None:  # before the host's side, which may do a part of the same work
+        if self.gpus is not None:  # first, because the host part may belong to the same operation
             self.gpus.synchronize()
         self.backend().synchronize()
 
     def is_calling(self) -> bool:
-        """Return whether this thread is in the middle of a call: it runs a signal handler."""
+        """Return whether this thread is inside a call, so that it runs a signal handler."""
         return any(backend.is_calling() for backend in (self.gpus, self._backend) if backend)
 
     def end(self, error: BaseException) -> None:
-        """End the group after Ctrl-C interrupted a call; the other ranks raise ``error``."""
-        abort.report(error, self._joined)  # none, or one that does nothing, where there is no other
+        """End the group after Ctrl-C interrupted a call. The other ranks raise ``error``."""
+        abort.report(error, self._backends)  # no effect without other ranks
 
     def close(self) -> None:
-        """End pending operations, also of subgroups, and free the sockets.
+        """End pending operations, also of subgroups, and release all resources.
 
-        Not collective; idempotent. A verb on another thread, or one that a signal handler has
-        interrupted to close the group, raises GroupClosedError.
+        Not collective; idempotent. A verb on another thread raises GroupClosedError, and so does a
+        verb that was interrupted by a signal handler which closes the group.
         """
-        for known in list(self._children):
-            if (child := known()) is not None:
+        for reference in list(self._children):
+            if (child := reference()) is not None:
                 child.close()
         for backend in self._leave():
             backend.close()
 
     def _leave(self, forked: bool = False) -> list[Backend]:
-        """Make the group unusable and return its backends, which a ``forked`` child leaves open."""
+        """Make the group unusable and return its backends. A forked child must leave them open."""
         self._forked |= forked
-        backends, self._joined = self._joined, []
+        backends, self._backends = self._backends, []
         self.gpus = self._backend = None
         self.fast.replace_by(EntryPoints())
         _watched.pop(weakref.ref(self), None)
@@ -292,13 +293,13 @@ class Membership:
 
 
 def close_dropped() -> None:
-    """Close what belonged to groups that were dropped, unless something runs there."""
+    """Close the backends of dropped groups, except groups with pending operations."""
     for _ in range(len(dropped)):
         try:
             group = dropped[0]
-        except IndexError:  # another thread does the same
+        except IndexError:  # another thread runs this function too
             return
-        dropped.rotate(-1)  # it stays until it is closed, also where that is interrupted
+        dropped.rotate(-1)  # stays in the list until closed, even after an interrupt
         backends = _watched.get(group, [])
         if any(backend.is_busy() for backend in backends):
             continue
@@ -310,29 +311,29 @@ def close_dropped() -> None:
 
 
 def leave_all() -> None:
-    """Let the other ranks know that this one begins no more messages in any group."""
+    """Notify the other ranks of all groups that this rank starts no more messages."""
     for backends in list(_watched.values()):
         for backend in list(backends):
             backend.leave()
 
 
 def close_all() -> None:
-    """Close every group that is open, and those that were dropped."""
+    """Close every open group, and every dropped group."""
     for group in _groups():
         group.close()
-    for known in list(_watched):
-        for backend in _watched.pop(known, []):
+    for reference in list(_watched):
+        for backend in _watched.pop(reference, []):
             backend.close()
     dropped.clear()
 
 
 def _groups() -> list[Membership]:
     """Return the groups that are neither closed nor dropped."""
-    return [group for known in list(_watched) if (group := known()) is not None]
+    return [group for reference in list(_watched) if (group := reference()) is not None]
 
 
 def _forget_in_child() -> None:
-    """After a fork: the groups are the parent's, whose threads and connections are not here."""
+    """Make the groups unusable in a forked child, which has no threads or connections for them."""
     _inherited.extend(_watched.values())
     for group in _groups():
         group._leave(forked=True)
@@ -346,24 +347,24 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 _world: Membership | None = None
 world_fast = EntryPoints()
-"""The fast path of the world, whichever group that is: a call of 0.2 us has no time to ask."""
+"""The fast path of the world. It is a global because a call of 0.2 us has no time for a lookup."""
 
 
 def use_as_world(group: Membership) -> None:
-    """Make ``group`` what stands for the world: all ranks as they are now."""
+    """Make ``group`` the world of this process."""
     global _world  # noqa: PLW0603  (the world of the process)
     _world = group
     world_fast.replace_by(group.fast)
 
 
-def of(group: Membership | None) -> Membership:
-    """Return ``group``, or the world in place of None."""
+def members_of(group: Membership | None) -> Membership:
+    """Return ``group``, or the world if it is None."""
     if group is None:
-        assert _world is not None  # world.py begins with a world of this process alone
+        assert _world is not None  # world.py sets it at import
         return _world
     if not isinstance(group, Membership):
         raise TypeError(
-            "group must be a ProcessGroup, as new_group(ranks) and split(color) make it; got "
-            f"{type(group).__name__}"
+            "group must be a ProcessGroup, such as the result of new_group(ranks) or split(color), "
+            f"got {type(group).__name__}"
         )
     return group

@@ -1,8 +1,8 @@
-"""The place of each rank: its host, its GPU, who shares memory with it, and its address for others.
+"""Topology: hosts, GPUs and shared memory of the ranks, and addresses between hosts.
 
-Shared memory is found by trying, because names do not show it in containers. A name may also be the
-loopback's, and behind a NAT many hosts have one address. If both ends of a connection with rank 0
-see the same addresses, these are good. Other routes are asked for, nothing is sent.
+Shared memory is detected by trying, because names do not show it in containers. A host name may map
+to the loopback, and hosts behind a NAT may share an address. If both ends of a connection with rank
+0 see the same addresses, these addresses work. Other routes are looked up without sending.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
 
 @dataclass(frozen=True)
 class DeviceRule:
-    """A rank's place, from which its device follows.
+    """Rank and local rank, which determine the CUDA device.
 
-    With ``max_per_node`` it is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Without, it is the
-    rank on the host modulo the number of visible devices, as a launcher may give each rank its own.
+    With ``max_per_node`` the device is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Without
+    it, the device is the local rank modulo the number of visible devices, as a launcher may give
+    each rank its own device.
     """
 
     rank: int = 0
@@ -53,17 +54,18 @@ class DeviceRule:
         index = self.rank % self.max_per_node
         if index >= count:
             raise errors.BackendUnavailableError(
-                f"rank {self.rank} is to use CUDA device {index} (rank % MAX_DEVICE_PER_NODE, "
-                f"which is {self.max_per_node}), and {count} are visible; lower it, or leave it out"
+                f"rank {self.rank}: the CUDA device (rank % MAX_DEVICE_PER_NODE, "
+                f"{self.max_per_node}) must be below {count}, the number of visible devices, got "
+                f"{index}. Set a smaller MAX_DEVICE_PER_NODE, or omit it"
             )
         return index
 
 
 def gpu_identity(cupy: Any, index: int) -> str:
-    """Return a text that two ranks share exactly if NCCL takes their GPUs for one and the same.
+    """Return a text that is equal for two ranks exactly if NCCL considers their GPUs the same.
 
-    NCCL compares host and PCI address, and believes NCCL_HOSTID. From 2.30 on
-    NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks on one GPU: then none is another's.
+    NCCL compares PCI addresses and hosts, or NCCL_HOSTID. Since NCCL 2.30
+    NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks on one GPU. The text is "" then.
     """
     if system.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return ""
@@ -74,37 +76,37 @@ def gpu_identity(cupy: Any, index: int) -> str:
 # Shared memory ------------------------------------------------------------------------------------
 
 
-# Two ranks in one process are found here, in the first exchange, not where they join: every rank
-# learns it in the same moment, whichever way they have met.
+# The first exchange of every kind of rendezvous. It also detects two ranks in one process, so every
+# rank gets that error at the same time.
 def exchange_process_info(store: Store, checks: bool) -> None:
-    """Have the ranks of ``store`` know each other's host and process. Collective, blocking.
+    """Exchange the host and process of each rank of ``store``. Collective, blocking.
 
-    Raises UnavailableEverywhereError if ranks differ in ``checks``, whether to compare their calls.
+    Raises UnavailableEverywhereError if ranks differ in ``checks`` (whether calls are compared).
     """
     process = f"process {system.getpid()} on {system.gethostname()}"
-    mine = [process, process_space(), host_identity(), checks]
-    texts = store.exchange(json.dumps(mine).encode())
+    facts = [process, process_space(), host_identity(), checks]
+    texts = store.exchange(json.dumps(facts).encode())
     store.processes, store.spaces, store.hosts, store.named, without = texts.derived(_processes)
     if 0 < len(without) < store.size:
         raise errors.UnavailableEverywhereError(
-            f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {name_ranks(without)}, "
-            "and not on the others; set it on all ranks, or on none"
+            f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {name_ranks(without)} "
+            "only. Set it on all ranks, or on no rank"
         )
 
 
 def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
-    known = dict[Any, Any]()  # of many ranks: words that are equal are kept once
-    rows = ([known.setdefault(each, each) for each in json.loads(text)] for text in texts)
+    unique = dict[Any, Any]()  # shares equal values, which saves memory with many ranks
+    rows = ([unique.setdefault(value, value) for value in json.loads(text)] for text in texts)
     processes, spaces, hosts, checks = zip(*rows, strict=True)
     without = [rank for rank, compares in enumerate(checks) if not compares]
     return processes, spaces, hosts, needs_names(spaces), without
 
 
 class Sharing(NamedTuple):
-    """The groups of ranks that share memory with each other, in the order of their first ranks.
+    """Groups of ranks that share memory, in the order of their first ranks.
 
-    ``of`` is the number of each rank's group. ``across[i]`` are the ranks that are number i in
-    their groups, while all groups have one. ``apart`` says why there are no fewer groups.
+    ``of`` is the index of each rank's group. ``across[i]`` has the rank at position i of every
+    group, as far as the smallest group reaches. ``apart`` says why there are not fewer groups.
     """
 
     groups: Sequence[Sequence[int]]
@@ -114,7 +116,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> Sharing:
-        """Return it, given what the ranks have found."""
+        """Return the sharing, given the answers of the ranks."""
         answers = [json.loads(text) for text in texts]
         by_leader: dict[int, list[int]] = {}
         for rank, (leader, _, _) in enumerate(answers):
@@ -132,12 +134,12 @@ class Sharing(NamedTuple):
 
 
 def ranks_by_memory(store: Store) -> Sharing:
-    """Return which ranks share memory with each other, and why no more. Collective.
+    """Return which ranks share memory. Collective.
 
-    Each rank puts a secret into a small file in shared memory, for the ranks that can read it; a
-    rank without such a file is alone. Different values of FLASHLIGHT_MEMORY_DOMAIN keep ranks apart
-    like different hosts. The reason names the first rank that shares no memory with the first rank
-    of its host, or is empty.
+    Each rank writes a secret to a small file in shared memory, for ranks that can read the file. A
+    rank without such a file is alone. Different values of FLASHLIGHT_MEMORY_DOMAIN separate ranks
+    like different hosts. ``Sharing.apart`` names the first rank that shares no memory with the
+    first rank of its host, or is empty.
     """
     nonce = system.random_bytes(16).hex()
     domain = system.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
@@ -153,12 +155,12 @@ def ranks_by_memory(store: Store) -> Sharing:
         host = host_identity()
         path = "" if file is None else file.path
         texts = store.exchange(json.dumps([host, domain, path, nonce, problem]).encode())
-        near = texts.derived(_by_kernel)[_kernel(host)]
-        offers = {rank: json.loads(texts[rank]) for rank in near}
-        unreadable = {rank: _why_unreadable(offer[1:], domain) for rank, offer in offers.items()}
+        kernel_ranks = texts.derived(_by_kernel)[_kernel(host)]
+        offers = {rank: json.loads(texts[rank]) for rank in kernel_ranks}
+        unreadable = {rank: _read_problem(offer[1:], domain) for rank, offer in offers.items()}
         readable = (rank for rank, why in unreadable.items() if not why)
         first = store.rank if problem else next(readable, store.rank)
-        first_here = next(rank for rank in near if offers[rank][:2] == [host, domain])
+        first_here = next(rank for rank in kernel_ranks if offers[rank][:2] == [host, domain])
         answer = [first, first_here, problem or unreadable[first_here]]
         answers = store.exchange(json.dumps(answer).encode())
     finally:
@@ -168,7 +170,7 @@ def ranks_by_memory(store: Store) -> Sharing:
 
 
 def _kernel(host: str) -> str:
-    """Return what is the same for hosts that may share memory: see ``host_identity``."""
+    """Return the part of ``host_identity`` that is equal on hosts that may share memory."""
     return host.partition(" ")[0]
 
 
@@ -179,28 +181,29 @@ def _by_kernel(texts: Sequence[bytes]) -> dict[str, list[int]]:
     return by_kernel
 
 
-def _why_unreadable(offer: Sequence[str], own_domain: str) -> str:
-    """Return "" if what another rank offers can be read here, else why not."""
+def _read_problem(offer: Sequence[str], own_domain: str) -> str:
+    """Return "" if this rank can read the file that another rank offers, otherwise the reason."""
     domain, path, nonce, problem = offer
     if problem or domain != own_domain:
-        return problem or f"FLASHLIGHT_MEMORY_DOMAIN is {domain!r} there"
+        return problem or f"it has FLASHLIGHT_MEMORY_DOMAIN={domain!r}"
     try:
         with open_memory(path) as fd:
-            same = os.pread(fd, len(nonce), 0) == nonce.encode()
+            is_same = os.pread(fd, len(nonce), 0) == nonce.encode()
     except OSError as error:
         return str(error)
-    return "" if same else f"{path} holds something else than it wrote"
+    return "" if is_same else f"{path} does not contain its secret"
 
 
 # Addresses ----------------------------------------------------------------------------------------
 
 
 class Card(NamedTuple):
-    """The addresses of a rank, as it reports them.
+    """The addresses that a rank reports.
 
-    ``host`` identifies the host, and people read ``name``. ``has`` lists the interfaces of the
-    host, ``own`` its addresses. The user chose interface ``asked`` with addresses ``wanted``.
-    Packets to peers come from ``sources``, the best first; ``ends`` is the field of ``Store``.
+    ``host`` identifies the host, and messages show ``name``. ``has`` lists the interfaces of the
+    host as text, ``own`` the addresses. ``asked`` is the interface that the user chose, and
+    ``wanted`` are its addresses. Packets to other hosts leave from ``sources``, best first.
+    ``ends`` is that of ``Store``.
     """
 
     host: str
@@ -213,8 +216,9 @@ class Card(NamedTuple):
     ends: Mapping[str, Sequence[Any]] = {}
 
 
-# The address of the default route may be a NAT's, equal on all hosts. Use one of a connection that
-# both ends see alike. Ranks know all addresses first, so an impossible route is an error at once.
+# The address of the default route may be behind a NAT and equal on all hosts. Prefer an address of
+# a connection that both ends see alike. Ranks know all addresses before they connect, so an
+# impossible route is an error at once.
 def address_between_hosts(
     store: Store,
     hosts: Sequence[str],
@@ -224,15 +228,15 @@ def address_between_hosts(
 ) -> str:
     """Return this rank's address for connections with other hosts. Collective, blocking.
 
-    ``hosts`` identify the hosts of the ranks, ``own`` are their ``own_addresses``, ``shared`` those
-    of several hosts, and ``interface`` is the user's, or "". Raises RendezvousError on every rank
-    if there is no address that other hosts could reach.
+    ``hosts`` are the host identities of the ranks and ``own`` their ``own_addresses``. ``shared``
+    are addresses that several hosts have, and ``interface`` is the user's choice or "". Raises
+    RendezvousError on every rank if other hosts cannot reach an address of each host.
     """
-    mine, first = hosts[store.rank], hosts[0]
-    peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (mine != first))
+    own_host, first = hosts[store.rank], hosts[0]
+    peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (own_host != first))
     targets = [address for address in own[peer] if address not in shared]
     card = Card(
-        host=mine,
+        host=own_host,
         name=system.gethostname(),
         has=", ".join(map(" ".join, interfaces())),
         own=own[store.rank],
@@ -243,65 +247,65 @@ def address_between_hosts(
     )
     texts = store.exchange(json.dumps(card).encode())
     try:
-        return texts.derived(_chosen)[store.rank]
+        return texts.derived(_addresses_of_ranks)[store.rank]
     except ValueError as error:
         raise errors.RendezvousError(
             f"rank {store.rank} of {store.size}: this job spans several hosts, and they cannot be "
-            f"connected: {error}; name an interface or an address of each host that the others "
-            "reach, by params={'INTERFACE': ...} or the variable FLASHLIGHT_INTERFACE"
+            f"connected: {error}. Set params={{'INTERFACE': ...}} or FLASHLIGHT_INTERFACE to an "
+            "interface or address of each host that the other hosts can reach"
         ) from error
 
 
-def _chosen(texts: Sequence[bytes]) -> list[str]:
-    # Most of the ranks of a host say the same.
+def _addresses_of_ranks(texts: Sequence[bytes]) -> list[str]:
+    # Most ranks of a host send equal texts.
     cards = {text: Card(*json.loads(text)) for text in dict.fromkeys(texts)}
-    return choose([cards[text] for text in texts])
+    return choose_addresses([cards[text] for text in texts])
 
 
 def address_inside(interface: str) -> str:
-    """Return the address of this rank for connections with others of its host.
+    """Return the address of this rank for connections inside its host.
 
-    Without an ``interface``, a name or an address, the loopback's: out of reach of other machines.
-    Raises BackendUnavailableError if it is neither an interface nor an address of this host.
+    Without an ``interface`` (name or address) this is the loopback, which other machines cannot
+    reach. Raises BackendUnavailableError if the host has no such interface or address.
     """
-    found = addresses_of(interface) if interface else ["127.0.0.1"]
-    if not found:
-        has = ", ".join(map(" ".join, interfaces())) or "none but the loopback"
+    addresses = addresses_of(interface) if interface else ["127.0.0.1"]
+    if not addresses:
+        has = ", ".join(map(" ".join, interfaces())) or "only the loopback"
         raise errors.BackendUnavailableError(
-            f"{interface!r} is neither an interface nor an address of this host, which has {has}; "
-            "choose another with params={'INTERFACE': ...}"
+            f"{interface!r} is neither an interface nor an address of this host, which has {has}. "
+            "Set params={'INTERFACE': ...} to one of these"
         )
-    return found[0]
+    return addresses[0]
 
 
-def choose(cards: Sequence[Card]) -> list[str]:
-    """Return the address of each rank: all of one family, and none that two hosts have.
+def choose_addresses(cards: Sequence[Card]) -> list[str]:
+    """Return the address of each rank. All are of one family, and no two hosts share one.
 
-    Raises ValueError, which names the host and the reason, if a host has no such address.
+    Raises ValueError if a host has no such address. The error names the host and the reason.
     """
     shared = shared_addresses((card.host, card.own) for card in cards)
     by_host, translated = _connections(cards)
     proven = [card.wanted or by_host[card.host] for card in cards]
     bad = {host: shared | seen.keys() if seen else shared for host, seen in translated.items()}
     usable = [
-        card.wanted or _usable(card, known, bad[card.host])
-        for card, known in zip(cards, proven, strict=True)
+        card.wanted or _usable(card, addresses, bad[card.host])
+        for card, addresses in zip(cards, proven, strict=True)
     ]
     for rank, card in enumerate(cards):
         if not usable[rank] or bool(card.asked) != bool(card.wanted):
-            raise ValueError(_why_none(cards, rank, shared, translated[card.host]))
-    for known in (proven, usable):  # nothing is better than what has carried a connection
+            raise ValueError(_address_problem(cards, rank, shared, translated[card.host]))
+    for candidates in (proven, usable):  # proven addresses first: they have carried a connection
         for family in _FAMILIES:
-            if all(_of_family(addresses, family) for addresses in known):
+            if all(_of_family(addresses, family) for addresses in candidates):
                 chosen = [_of_family(addresses, family)[0] for addresses in usable]
                 _check_wanted(cards, chosen)
                 return chosen
     lacking = {
-        name: next(rank for rank, each in enumerate(usable) if not _of_family(each, family))
+        name: next(rank for rank, own in enumerate(usable) if not _of_family(own, family))
         for family, name in _FAMILIES.items()
     }
     raise ValueError(
-        "they have no version of IP in common: "
+        "the hosts have no version of IP in common: "
         + ", ".join(
             f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
             for name, rank in lacking.items()
@@ -310,30 +314,31 @@ def choose(cards: Sequence[Card]) -> list[str]:
 
 
 def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
-    """Return the addresses that a rank may use, the best first."""
-    good = [each for each in card.sources if each not in bad and not is_loopback(each)]
-    for family in _FAMILIES:  # without a route, what is the only one
-        only = [each for each in _of_family(card.own, family) if each not in bad]
+    """Return the addresses that a rank may use, best first."""
+    good = [source for source in card.sources if source not in bad and not is_loopback(source)]
+    for family in _FAMILIES:  # without a route: the only address of a family
+        only = [address for address in _of_family(card.own, family) if address not in bad]
         good += only if len(only) == 1 else []
     return list(dict.fromkeys([*proven, *good]))
 
 
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
-    """Return, by host, its addresses that connect it with another, and those of it that do not.
+    """Return, by host, addresses proven by a connection with rank 0, and translated ones.
 
-    Nothing in between translates if both hosts report the same ends. An address that is not among
-    the host's own needs a zone. For translated addresses, also return what rank 0 sees.
+    If both ends report the same addresses, nothing between them translates. An address that the
+    host does not list itself needs a zone. A translated address maps to the address that rank 0
+    sees.
     """
     proven: dict[str, list[str]] = {card.host: [] for card in cards}
     translated: dict[str, dict[str, str]] = {card.host: {} for card in cards}
     for rank, client in enumerate(cards):
-        theirs, ours = client.ends.get("0"), cards[0].ends.get(str(rank))
-        if not theirs or not ours:
+        client_ends, own_ends = client.ends.get("0"), cards[0].ends.get(str(rank))
+        if not client_ends or not own_ends:
             continue
-        if theirs[0] != ours[1]:
-            translated[client.host][theirs[0][0]] = ours[1][0]
-        elif theirs[1] == ours[0] and client.host != cards[0].host:
-            for card, (address, _) in ((client, theirs[0]), (cards[0], ours[0])):
+        if client_ends[0] != own_ends[1]:
+            translated[client.host][client_ends[0][0]] = own_ends[1][0]
+        elif client_ends[1] == own_ends[0] and client.host != cards[0].host:
+            for card, (address, _) in ((client, client_ends[0]), (cards[0], own_ends[0])):
                 proven[card.host] += [address] if address in card.own else []
     return proven, translated
 
@@ -353,38 +358,38 @@ def _of_family(addresses: Iterable[str], family: AddressFamily) -> list[str]:
 
 
 def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
-    """Refuse equal addresses of different hosts where users have asked for them."""
-    having: dict[str, list[Card]] = {}
+    """Raise ValueError if a user's interface leads to one address on different hosts."""
+    cards_by_address: dict[str, list[Card]] = {}
     for card, address in zip(cards, chosen, strict=True):
-        having.setdefault(address, []).append(card)
-    for address, those in having.items():
-        asking = next((card for card in those if card.asked), None)
-        other = next((each for each in those if asking and each.host != asking.host), None)
+        cards_by_address.setdefault(address, []).append(card)
+    for address, same in cards_by_address.items():
+        asking = next((card for card in same if card.asked), None)
+        other = next((card for card in same if asking and card.host != asking.host), None)
         if asking and other:
             raise ValueError(
-                f"{asking.asked!r} is {address} on {asking.name} and on {other.name}, so neither "
-                "reaches the other by it"
+                f"{asking.asked!r} is {address} on both {asking.name} and {other.name}, so these "
+                "hosts cannot reach each other by this address"
             )
 
 
-def _why_none(
+def _address_problem(
     cards: Sequence[Card], rank: int, shared: Collection[str], translated: Mapping[str, str]
 ) -> str:
-    """Say why the host of ``rank`` has no address that others reach."""
+    """Return why other hosts cannot reach any address of the host of ``rank``."""
     card, why = cards[rank], "has no route to the others"
     if card.asked:
         why = f"has no {card.asked!r}"
     elif translated:
         own, seen = next(iter(translated.items()))
         why = (
-            f"calls itself {own}, and rank 0 sees it as {seen}: a NAT or a tunnel is in between, "
-            f"and nobody can connect to {own}"
+            f"has the address {own}, but rank 0 sees {seen}: a NAT or a tunnel is between them, "
+            f"and no other host can connect to {own}"
         )
-    elif address := min((each for each in card.own if each in shared), default=""):
-        others = {each.name for each in cards if address in each.own and each.host != card.host}
+    elif address := min((address for address in card.own if address in shared), default=""):
+        others = {other.name for other in cards if address in other.own and other.host != card.host}
         why = (
-            f"and {', '.join(sorted(others))} have the same address {address}, as hosts behind a "
-            "NAT have, and it has no other"
+            f"and {', '.join(sorted(others))} have the same address {address}, which is typical "
+            f"behind a NAT, and {card.name} has no other address"
         )
-    has = card.has or "no interface that is up with an address valid beyond its link"
-    return f"{card.name} (rank {rank}) {why}; it has {has}"
+    has = card.has or "no active interface with an address that is valid beyond its link"
+    return f"{card.name} (rank {rank}) {why}; its interfaces: {has}"

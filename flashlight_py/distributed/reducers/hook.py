@@ -13,7 +13,7 @@ import numpy as np
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.api import all_reduce
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.calls.combining import cut
+from flashlight_py.distributed.calls.combining import split_rows
 from flashlight_py.distributed.work import Done, Work
 
 
@@ -74,7 +74,7 @@ CommunicationHook: TypeAlias = Callable[[Bucket], Work]
 def views(flat: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
     """Cut an array of one dimension into views of these shapes, one after the other."""
     shapes = list(shapes)
-    parts = cut(flat, [math.prod(shape) for shape in shapes])
+    parts = split_rows(flat, [math.prod(shape) for shape in shapes])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

@@ -21,7 +21,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combined
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.memory.memory_file import map_together, open_memory
-from flashlight_py.distributed.memory.memory_room import require, reserve
+from flashlight_py.distributed.memory.memory_room import require_memory, reserve
 from flashlight_py.distributed.memory.topology import exchange_process_info
 from flashlight_py.distributed.verbs import BARRIER
 
@@ -76,7 +76,7 @@ def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:
-        require(nbytes + unwritten, what)
+        require_memory(nbytes + unwritten, what)
         own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without large pages: nothing is lost
             own.madvise(mmap.MADV_HUGEPAGE)
@@ -88,7 +88,7 @@ def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -
         try:
             with open_memory(path) as fd:
                 if create:
-                    require(nbytes + unwritten, what)
+                    require_memory(nbytes + unwritten, what)
                 if create and store.named:
                     # Its file system has a size; what is missing later would end the process.
                     reserve(fd, nbytes, what)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
-from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.distributed.calls.checks import check_integer
 from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
 from flashlight_py.distributed.work import Then, Work
 
@@ -69,9 +69,9 @@ class PowerSGDCompression(Compression):
     ) -> None:
         super().__init__()
         name = "PowerSGDCompression"
-        self.rank = whole_number(name, "rank", rank, least=1)
-        self.start_step = whole_number(name, "start_step", start_step)
-        self.seed = whole_number(name, "seed", seed)
+        self.rank = check_integer(name, "rank", rank, least=1)
+        self.start_step = check_integer(name, "start_step", start_step)
+        self.seed = check_integer(name, "seed", seed)
         if isinstance(min_compression, bool) or not isinstance(min_compression, (int, float)):
             kind = type(min_compression).__name__
             raise TypeError(f"PowerSGDCompression: min_compression must be a number, got {kind}")

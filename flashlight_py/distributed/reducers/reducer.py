@@ -10,9 +10,9 @@ from typing import Any
 from flashlight_py.device import Array, array_module, device_of, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.api.verb_call import refusing
-from flashlight_py.distributed.calls.arrays import as_array, pack
-from flashlight_py.distributed.calls.checks import Apart
+from flashlight_py.distributed.api.verb_call import reject_together
+from flashlight_py.distributed.calls.arrays import as_array, as_packed
+from flashlight_py.distributed.calls.checks import OverlapCheck
 from flashlight_py.distributed.calls.kinds import kind_of
 from flashlight_py.distributed.constants import DistributedConstants
 from flashlight_py.distributed.reducers.hook import Bucket, CommunicationHook, check_hook, views
@@ -111,7 +111,7 @@ class InlineReducer(Reducer):
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         if not kind_of(array).is_filled:  # all_reduce would return another one
-            with refusing(group_or_world(self.group), "InlineReducer.add"):
+            with reject_together(group_or_world(self.group), "InlineReducer.add"):
                 as_array("InlineReducer.add", array)
         all_reduce(array, self.scale, group=self.group)
 
@@ -139,7 +139,7 @@ class _Pending(Reducer):
     def abandon(self) -> None:
         """Forget what was added. Operations that have started cannot be called back."""
         self._works: list[Work] = []
-        self._apart = Apart(f"{type(self).__name__}.add")
+        self._apart = OverlapCheck(f"{type(self).__name__}.add")
         self._hooked = 0  # buckets that the hook was given
         self._in_background = False  # whether it has started messages that do not block
 
@@ -242,7 +242,7 @@ class CoalescingReducer(_Pending):
             ValueError: it shares memory with one that was added before.
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        with refusing(group_or_world(self.group), "CoalescingReducer.add", given=[array]):
+        with reject_together(group_or_world(self.group), "CoalescingReducer.add", arrays=[array]):
             array = as_array("CoalescingReducer.add", array)
             if self._hook is not None:
                 check_hook(self._hook, [[array]])
@@ -285,8 +285,8 @@ class CoalescingReducer(_Pending):
         They are copied together, and the results back when the Work is waited for; a single array
         that is contiguous is used as it is.
         """
-        is_packed = len(arrays) == 1 and pack(arrays[0]) is arrays[0]
-        pieces = [pack(array).reshape(-1) for array in arrays]
+        is_packed = len(arrays) == 1 and as_packed(arrays[0]) is arrays[0]
+        pieces = [as_packed(array).reshape(-1) for array in arrays]
         flat = pieces[0] if is_packed else array_module(pieces[0]).concatenate(pieces)
         parts = views(flat, [array.shape for array in arrays])
         work = self._call_hook(flat, parts, 0 if self._async else math.inf)

@@ -26,7 +26,7 @@ from flashlight_py.distributed.rendezvous.store import (
     FIRST_SECONDS,
     Store,
     Waiting,
-    not_arrived,
+    missing_text,
     this_process,
 )
 from flashlight_py.distributed.rendezvous.wire import (
@@ -326,12 +326,12 @@ class Gate(abc.ABC):
                                 self._deadline = now
                             self._deadline = min(self._deadline, speaks_from + _BEREFT)
                 # That rank 0 is merely late, it says itself once it is there.
-                waiting.look([0] if problem else [], problem)
+                waiting.log_missing([0] if problem else [], problem)
                 system.sleep(max(0.0, min(pause, self._deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:
             place.clear()
-        missing = self._bereft or self._missed or not_arrived([0], self._size, place.timeout)
+        missing = self._bereft or self._missed or missing_text([0], self._size, place.timeout)
         raise self._failure(f"{missing}{problem}; {place.remedy()}", joining=True)
 
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:

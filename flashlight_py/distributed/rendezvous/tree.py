@@ -29,9 +29,9 @@ from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
     Roster,
     Waiting,
-    cannot_be_reached,
+    missing_text,
     name_ranks,
-    not_arrived,
+    unreachable_text,
 )
 from flashlight_py.distributed.rendezvous.wire import (
     LEAF,
@@ -140,7 +140,7 @@ class TreeNode(Gate):
             if more is not None:
                 self._listen(more)
         if system.monotonic() >= waiting.due:
-            waiting.look(self._places.missing(self._size))
+            waiting.log_missing(self._places.missing(self._size))
 
     def _finish(self) -> None:
         """Send all payloads down. A rank that reads nothing for a while gets the rest later."""
@@ -185,7 +185,7 @@ class TreeNode(Gate):
         messages.clear()
         if (is_up or is_member) and connection.is_unreachable and not self._verdict:
             seconds = self._place.host_timeout
-            raise self._failure(cannot_be_reached(self._who(connection), seconds), joining=True)
+            raise self._failure(unreachable_text(self._who(connection), seconds), joining=True)
         if connection.has_ended:
             self._heard_end(connection, is_up, is_member)
 
@@ -272,7 +272,7 @@ class TreeNode(Gate):
         if not self._is_root:
             if self._is_late or self._up is None:
                 above = self._seat.parent
-                raise self._failure(not_arrived([above], self._size, place.timeout))
+                raise self._failure(missing_text([above], self._size, place.timeout))
             self._up.send(Kind.LATE, str(self._round).encode(), now + _ANSWER)
             self._deadline = now + _ANSWER + _MORE * (self._seat.depth - 1)
         elif self._is_late or not place.is_tree:
@@ -295,7 +295,7 @@ class TreeNode(Gate):
             f"; rank {rank} ({known[rank]}) had joined and died or left"
             for rank in [rank for rank in missing if rank in known][:8]
         )
-        sentence = not_arrived(missing, self._size, self._place.timeout)
+        sentence = missing_text(missing, self._size, self._place.timeout)
         hosts = ", ".join(sorted(self._turned_away))
         strangers = f"processes on {hosts} were turned away, as they know another secret: {REMEDY}"
         return f"{sentence}{left}; {self._place.remedy()}{f'; {strangers}' if hosts else ''}"

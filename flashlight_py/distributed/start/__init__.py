@@ -1,1 +1,1 @@
-"""From some processes to a world."""
+"""Initialisation: processes find each other and become ranks of a world."""

@@ -1,4 +1,4 @@
-"""``distributed_init`` as a list of steps, ``STEPS``; and the way back."""
+"""``distributed_init`` as a list of ``STEPS``, and ``distributed_shutdown``."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from flashlight_py.distributed.rendezvous.store import (
     Peer,
     Store,
     host_identity,
+    shared_process_error,
     this_process,
-    why_not_apart,
 )
 from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.joining import connect, joiner
-from flashlight_py.distributed.start.place import StoreFactory, choose
 from flashlight_py.distributed.start.settings import Settings, read_init_method
+from flashlight_py.distributed.start.store_choice import StoreFactory, choose_store
 from flashlight_py.distributed.start.world import (
     World,
     current_world,
@@ -52,93 +52,91 @@ def distributed_init(
     world_size: int = -1,
     params: Mapping[str, Any] | None = None,
 ) -> None:
-    """Find the other processes and connect to them. Collective; blocks until all are here.
+    """Find the other processes and connect to them. Collective; blocks until all processes call it.
 
-    A second call warns and returns; after ``distributed_shutdown`` it works again. If
-    torch.distributed has joined the ranks through its backend "flashlight", it only returns.
+    A second call warns and returns. After ``distributed_shutdown`` it may be called again. If
+    torch.distributed has joined the ranks through its backend "flashlight", it returns at once.
 
-    If ranks share a host, NumPy's OpenBLAS computes with this rank's share of the cores until the
-    shutdown, unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or the program has chosen a number;
-    ``describe`` says which.
+    If ranks share a host, NumPy's OpenBLAS uses this rank's share of the cores until the shutdown.
+    OPENBLAS_NUM_THREADS, OMP_NUM_THREADS and the program override it. ``describe`` reports it.
 
     Args:
-        init_method: ``DistributedInit.MPI``: under ``mpirun``; MPI gives rank and size.
+        init_method: ``DistributedInit.MPI``: started by ``mpirun``; MPI provides rank and size.
             ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with rank and size passed. ``ENV``:
-            as the environment variables of a launcher say. None: the environment decides; without
-            a launcher, or with FLASHLIGHT_ALONE=1, a world of one process. The words of torch are
-            accepted: ``"env://"`` (ENV), ``"file://PATH"`` (FILE_SYSTEM), ``"tcp://HOST:PORT"``
-            (at that port of rank 0's host; rank and size passed, or the environment's), and
-            ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that BACKEND).
-        world_rank: this process's rank, from 0; only for FILE_SYSTEM, ``"tcp://HOST:PORT"`` and
+            the environment variables of a launcher. None: the environment decides; without a
+            launcher, or with FLASHLIGHT_ALONE=1, a world of one process. Names of torch are
+            accepted: ``"env://"`` (ENV), ``"file://PATH"`` (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (a
+            port of rank 0's host; rank and size are passed or in the environment), and ``"nccl"``,
+            ``"gloo"`` or ``"mpi"`` (None, with that BACKEND).
+        world_rank: Rank of this process, from 0. Used by FILE_SYSTEM, ``"tcp://HOST:PORT"`` and
             MASTER_ADDR in ``params``. MPI ignores it.
-        world_size: number of processes; for the same methods.
-        params: keys of ``DistributedConstants``: FILE_PATH; MASTER_ADDR and MASTER_PORT (as
-            ``"tcp://HOST:PORT"``; the environment may say one of them); TIMEOUT (seconds, default
-            300, to meet and for each operation); HOST_TIMEOUT (seconds, default 5, after which an
-            unreachable host is lost); INTERFACE (default: the variable FLASHLIGHT_INTERFACE or
-            GLOO_SOCKET_IFNAME, else the route to rank 0); BACKEND; MPI_CUDA_AWARE; TRACE_DIR
-            (default: the variable FLASHLIGHT_TRACE_DIR, else a temporary folder);
-            MAX_DEVICE_PER_NODE, which joins the GPUs now instead of at the first collective of a
-            CuPy array.
+        world_size: Number of processes, for the same methods.
+        params: Keys of ``DistributedConstants``: FILE_PATH; MASTER_ADDR and MASTER_PORT (like
+            ``"tcp://HOST:PORT"``); TIMEOUT (seconds for initialisation and for each operation,
+            default 300); HOST_TIMEOUT (seconds until an unreachable host is declared lost, default
+            5); INTERFACE (default: the variable FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME, else
+            the route to rank 0); BACKEND; MPI_CUDA_AWARE; TRACE_DIR (default: the variable
+            FLASHLIGHT_TRACE_DIR, else a temporary folder); MAX_DEVICE_PER_NODE, which joins the
+            GPUs now instead of at the first collective of a CuPy array.
 
     Raises:
-        ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
-            without FILE_PATH. Nothing was created.
-        BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install. Or
-            gevent or eventlet has patched the threads or sockets of this process.
-        RendezvousError: a rank (named) did not arrive in time, two claim one rank or are threads of
-            one process, sizes or secrets differ, the path cannot be used, hosts have no addresses
-            at which they reach each other, MPI does not know of the ranks that mpirun started, or
-            this would be a world of one among processes that were started as several.
-        PeerLostError: a rank died while ranks were connecting.
-        OSError: the process may open no more files; or TRACE_DIR is relative to a working directory
-            that was removed, and nothing was created.
+        ValueError: If the method or a key of ``params`` is unknown, rank or size is invalid, or
+            FILE_PATH is missing for FILE_SYSTEM. Nothing was created.
+        BackendUnavailableError: If mpi4py, an MPI library or Gloo is missing, or if gevent or
+            eventlet has patched the threads or sockets of this process.
+        RendezvousError: If a rank (named) does not join in time, two processes use one rank or are
+            threads of one process, sizes or secrets differ, the path is unusable, hosts cannot
+            reach each other, MPI does not know the ranks that mpirun started, or this would be a
+            world of one although a launcher started several processes.
+        PeerLostError: If a rank dies while the ranks connect.
+        OSError: If the process may open no more files; or if TRACE_DIR is relative and the working
+            directory was removed (nothing was created).
     """
     if is_distributed_init():
         if not current_world().owner:
             warnings.warn(
-                "distributed_init was called again and does nothing; call distributed_shutdown "
-                "first to start anew",
+                "distributed_init was called again and has no effect. Call distributed_shutdown "
+                "before you call it again.",
                 RuntimeWarning,
                 stacklevel=2,
             )
         return
     method, params = read_init_method(init_method, params)
     settings = Settings.from_params(params)
-    create = choose(method, world_rank, world_size, settings)
+    create = choose_store(method, world_rank, world_size, settings)
     if create is None:
-        abort.install()
+        abort.install_hooks()
         enter(World(), settings)
     else:
-        enter(meet(create, settings), settings)
+        enter(create_world(create, settings), settings)
 
 
-def meet(create: StoreFactory, settings: Settings) -> World:
-    """Return the world of the processes that meet in a store; collective, blocking."""
+def create_world(create: StoreFactory, settings: Settings) -> World:
+    """Return the world of the processes that join the store. Collective; blocks."""
     _check_threads()
     if settings.backend not in ("auto", "mpi"):
-        _native.load(settings.backend)  # if it is missing, says so before anything is created
+        _native.load(settings.backend)  # fail before anything is created
     new = NewWorld(create(), settings)
     new.store.host_timeout = settings.host_timeout
-    abort.install()  # before MPI adds to it
+    abort.install_hooks()  # before MPI extends the hooks
     try:
         with new.undo:
             for step in STEPS:
                 step(new)
             new.undo.pop_all()
     except BaseException as error:
-        abort.uninstall()
+        abort.uninstall_hooks()
         if isinstance(error, errors.UnavailableEverywhereError):
             new.store.close()
         else:
-            reason = f"{type(error).__name__}: {error}"  # with a path, which may be no text
+            reason = f"{type(error).__name__}: {error}"  # paths may not be valid text
             new.store.abort(reason.encode(errors="backslashreplace").decode())
         raise
     return new.world
 
 
 def enter(world: World, settings: Settings) -> None:
-    """Make ``world``, of ranks that have met, that of this process until it is shut down or ends.
+    """Make ``world`` the world of this process until the shutdown or the exit.
 
     Raises OSError, and closes the world, if the flight record of this rank cannot be kept.
     """
@@ -146,7 +144,7 @@ def enter(world: World, settings: Settings) -> None:
         _watch(world, settings)
     except BaseException as error:
         abort.report(error)
-        abort.uninstall()
+        abort.uninstall_hooks()
         world.group.close()
         raise
     set_world(world)
@@ -158,30 +156,30 @@ def enter(world: World, settings: Settings) -> None:
 
 
 def _watch(world: World, settings: Settings) -> None:
-    """Write this rank's last calls to the folder of ``settings`` when something goes wrong."""
-    job, group, where = world.job, world.group, settings.trace_dir
-    folder = flight_record.default_folder(job) if where is None else Path(where)
-    if where != "":
-        is_chosen = where is not None
+    """Start the flight record of this rank in the folder of ``settings``."""
+    job, group, trace_dir = world.job, world.group, settings.trace_dir
+    folder = flight_record.default_folder(job) if trace_dir is None else Path(trace_dir)
+    if trace_dir != "":
+        is_chosen = trace_dir is not None
         flight = flight_record.Flight(folder, group.rank, group.size, job, is_chosen)
         flight_record.start(flight)
 
 
 def distributed_shutdown() -> None:
-    """Leave the world; collective. Afterwards this process is rank 0 of 1 again.
+    """Leave the world. Collective. Afterwards this process is rank 0 of 1.
 
-    Waits until every rank calls it, so that no last operation is cut off, unless the group broke
-    before. A rank that waits for a message which this rank has not begun to send raises
-    PeerLostError, so other threads of this process must have sent and received all messages.
-    Without this call, too, nothing is left behind when the process exits.
+    Blocks until every rank calls it, so that no last operation is interrupted, unless the group
+    failed before. A rank that waits for a message which this rank has not started to send raises
+    PeerLostError. So finish the messages of other threads before this call. Without this call, the
+    process releases all resources when it exits.
 
-    In a signal handler that has interrupted a verb of the world, it does not wait: that verb raises
+    In a signal handler that interrupted a verb of the world, it does not wait. That verb raises
     GroupClosedError after the handler, and the other ranks raise PeerLostError.
 
     Raises:
-        MismatchError: another rank called something else instead.
-        PeerLostError: a rank is gone.
-        CollectiveTimeoutError: a rank did not arrive within the group's timeout (seconds).
+        MismatchError: If another rank makes another call.
+        PeerLostError: If another rank exited or died.
+        CollectiveTimeoutError: If a rank does not call it within the timeout of the group.
     """
     if not is_distributed_init():
         return
@@ -191,21 +189,21 @@ def distributed_shutdown() -> None:
             membership.leave_all()
             group.run(Call(BARRIER, part_of=SHUTDOWN))
     except errors.GroupClosedError:
-        _log.debug("the group broke before the shutdown; its user has the error")
+        _log.debug("the group failed before the shutdown; an earlier call raised the error")
     finally:
         leave()
 
 
 def leave() -> None:
-    """Close the world; not collective: other ranks with unfinished work raise."""
+    """Close the world. Not collective: other ranks with unfinished operations raise."""
     blas.restore()
     _close(current_world().group)
-    abort.uninstall()
+    abort.uninstall_hooks()
     atexit.unregister(_close_at_exit)
 
 
 def leave_first_at_exit() -> None:
-    """Have the exit of the process leave the world before it does what was registered until now."""
+    """Move the cleanup at exit in front of all exit functions that are registered now."""
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
 
@@ -222,66 +220,66 @@ def _close(group: ProcessGroup) -> None:
     membership.close_all()
 
 
-# How ranks that meet become a world --------------------------------------------------------------
+# Steps that create a world --------------------------------------------------------------------
 
 
 @dataclass
 class NewWorld:
-    """A world in the making. Each step of ``STEPS`` uses what the steps before it have set."""
+    """A world under construction. Each step of ``STEPS`` uses the fields set by earlier steps."""
 
     store: Store
     settings: Settings
-    undo: ExitStack = field(default_factory=ExitStack)  # if a step fails
+    undo: ExitStack = field(default_factory=ExitStack)  # callbacks that undo the steps if one fails
     facts: Facts = field(init=False)  # of all ranks
-    near: Sequence[int] = ()  # the ranks of this host
+    host_ranks: Sequence[int] = ()  # ranks of this host
     world: World = field(init=False)
 
 
 def exchange_facts(new: NewWorld) -> None:
-    """Pass on host, cores, process and addresses of each rank; agree on a key of the job.
+    """Exchange host, cores, process and addresses of each rank, and agree on a key of the job.
 
-    Ranks that are threads of one process are rejected.
+    Raises RendezvousError if ranks are threads of one process.
     """
     store = new.store
     host = host_identity()
     bits = sum(1 << core for core in os.sched_getaffinity(0))
     job = flight_record.new_job() if store.rank == 0 else ""
-    card = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
-    texts = store.exchange(json.dumps(card).encode())
-    # Even if others can overhear the exchange, they cannot make this key without the secret.
+    own_facts = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
+    texts = store.exchange(json.dumps(own_facts).encode())
+    # An eavesdropper on the exchange cannot compute this key without the secret.
     new.settings = replace(new.settings, job_key=texts.derived(derived_key, store.secret))
     new.facts = texts.derived(Facts.read)
-    new.near = new.facts.near[host]
+    new.host_ranks = new.facts.ranks_by_host[host]
     if new.facts.twins:
         raise errors.RendezvousError(f"rank {store.rank} of {store.size}: {new.facts.twins}")
 
 
 def choose_address(new: NewWorld) -> None:
-    """Agree on this host's address for connections with other hosts, if there are several."""
-    if len(new.near) < new.store.size:
-        where = new.facts.hosts, new.facts.addresses, new.facts.shared
-        address = topology.address_between_hosts(new.store, *where, new.settings.interface)
+    """Agree on the address of this host for connections between hosts, if there are several."""
+    if len(new.host_ranks) < new.store.size:
+        hosts = new.facts.hosts, new.facts.addresses, new.facts.shared
+        address = topology.address_between_hosts(new.store, *hosts, new.settings.interface)
         new.settings = replace(new.settings, address=address)
 
 
 def join_ranks(new: NewWorld) -> None:
-    """Connect through the backend that fits best, and divide the cores of this host."""
-    store, settings, near = new.store, new.settings, new.near
+    """Select a backend, connect the ranks, and divide the cores of this host."""
+    store, settings, host_ranks = new.store, new.settings, new.host_ranks
     choice = connect(store, settings)
     if choice.problem and store.rank == 0:
-        _log.warning("using Gloo instead of shared memory, slower: %s", choice.problem)
-    local_rank = near.index(store.rank)
+        _log.warning("Gloo is used instead of shared memory and is slower: %s", choice.problem)
+    local_rank = host_ranks.index(store.rank)
     rule = topology.DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(choice.backend, None, joiner(rule, settings))
     new.undo.callback(group.close)
-    cores = [_numbers(new.facts.cores[rank]) for rank in near]
-    threads = fair_share(local_rank, cores) if len(near) > 1 else 0
-    how = choice.why, rule, new.facts.job
-    new.world = World(group, local_rank, len(near), *how, threads=threads)
+    cores = [_core_numbers(new.facts.cores[rank]) for rank in host_ranks]
+    threads = fair_share(local_rank, cores) if len(host_ranks) > 1 else 0
+    fixed = group, local_rank, len(host_ranks), choice.why, rule, new.facts.job
+    new.world = World(*fixed, threads=threads)
 
 
-def join_gpus(new: NewWorld) -> None:
-    """Join the GPUs now if ``params`` ask for them; else the first CuPy array does so."""
+def join_gpus_early(new: NewWorld) -> None:
+    """Join the GPUs if ``params`` request it. Otherwise the first CuPy array joins them."""
     group, settings = new.world.group, new.settings
     is_required = settings.backend == "nccl"
     if group.size == 1 or not (is_required or settings.max_device_per_node is not None):
@@ -291,64 +289,65 @@ def join_gpus(new: NewWorld) -> None:
     except errors.UnavailableEverywhereError as error:
         if is_required:
             raise
-        # Scripts with MAX_DEVICE_PER_NODE run on machines without a GPU as well.
-        _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
+        # Scripts with MAX_DEVICE_PER_NODE also run on machines without a GPU.
+        _log.info("MAX_DEVICE_PER_NODE is set, but the GPUs cannot be joined: %s", error)
 
 
 def close_store(new: NewWorld) -> None:
-    """Leave the store when all ranks do; nothing of it is left behind."""
+    """Close the store when all ranks do. It leaves no files."""
     new.store.close()
 
 
-STEPS = (exchange_facts, choose_address, join_ranks, join_gpus, close_store)
+STEPS = (exchange_facts, choose_address, join_ranks, join_gpus_early, close_store)
 
 
-# What replaces the standard library's threads, sockets and waiting, and its function that says so.
+# Modules that replace threads and sockets of the standard library, and functions that test it.
 _PATCHERS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 _PATCHED = ("threading", "thread", "select", "socket", "time", "os")
 
 
 def _check_threads() -> None:
-    """Refuse a process in which functions that block were replaced by cooperative ones."""
+    """Raise BackendUnavailableError if blocking functions were replaced by cooperative ones."""
     for name, is_patched in _PATCHERS.items():
         if (module := sys.modules.get(name)) and any(map(getattr(module, is_patched), _PATCHED)):
             raise errors.BackendUnavailableError(
-                f"starting several ranks: {name.partition('.')[0]} has replaced threads and "
-                "sockets of this process by its own (monkey patching), and a collective blocks "
-                "all of these; do not patch the ranks, or start them as other processes, by spawn "
-                "or flrun"
+                "distributed_init: expected a process without monkey patching, got threads and "
+                f"sockets patched by {name.partition('.')[0]}, which a collective would block. Do "
+                "not patch the ranks, or start them in other processes by spawn or flrun."
             )
 
 
 class Facts(NamedTuple):
-    """The facts that ranks have exchanged, in rank order."""
+    """Facts that the ranks have exchanged, in rank order."""
 
     hosts: Sequence[str]
-    near: Mapping[str, Sequence[int]]  # the ranks of each host
-    cores: Sequence[str]  # bits of hexadecimal numbers
+    ranks_by_host: Mapping[str, Sequence[int]]  # ranks of each host
+    cores: Sequence[str]  # hexadecimal bit masks
     addresses: Sequence[Sequence[str]]
-    shared: Collection[str]  # addresses of several hosts
-    twins: str  # an error if several ranks are one process
-    job: str  # its name
+    shared: Collection[str]  # addresses that several hosts have
+    twins: str  # an error text if several ranks are one process
+    job: str  # name of the job
 
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> Facts:
-        near: dict[str, list[int]] = {}
-        known = dict[Any, Any]()  # of many ranks: values that are equal are kept once
+        ranks_by_host: dict[str, list[int]] = {}
+        interned = dict[Any, Any]()  # stores equal values once, for jobs of many ranks
         rows = list[tuple[Any, ...]]()
-        hashes = list[int]()  # of processes, which themselves take much memory
+        hashes = list[int]()  # of processes, which need less memory
         for rank, text in enumerate(texts):
-            host, _, cores, _, process, own = json.loads(text)
-            near.setdefault(host, []).append(rank)
-            rows.append(tuple(known.setdefault(each, each) for each in (host, cores, tuple(own))))
+            host, _, cores, _, process, addresses = json.loads(text)
+            ranks_by_host.setdefault(host, []).append(rank)
+            values = host, cores, tuple(addresses)
+            rows.append(tuple(interned.setdefault(value, value) for value in values))
             if (peer := Peer(*process)).machine:
                 hashes.append(hash(peer))
-        hosts, bits, addresses = zip(*rows, strict=True)
-        shared = topology.shared_addresses(zip(hosts, addresses, strict=True))
+        hosts, bits, host_addresses = zip(*rows, strict=True)
+        shared = topology.shared_addresses(zip(hosts, host_addresses, strict=True))
         peers = (Peer(*json.loads(text)[4]) for text in texts)
-        twins = why_not_apart(peers) if len(set(hashes)) < len(hashes) else ""
-        return cls(hosts, near, bits, addresses, shared, twins, json.loads(texts[0])[1])
+        twins = shared_process_error(peers) if len(set(hashes)) < len(hashes) else ""
+        facts = hosts, ranks_by_host, bits, host_addresses, shared, twins
+        return cls(*facts, json.loads(texts[0])[1])
 
 
-def _numbers(bits: str) -> set[int]:
+def _core_numbers(bits: str) -> set[int]:
     return {number for number, bit in enumerate(f"{int(bits, 16):b}"[::-1]) if bit == "1"}

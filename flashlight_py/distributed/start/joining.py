@@ -1,4 +1,4 @@
-"""The backend that joins the ranks of a store, with the reason why it was chosen."""
+"""Selection and creation of the backend that joins the ranks of a store."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
-_MOST_SIZES = 16  # of hosts, that ``describe`` names
+_MOST_SIZES = 16  # maximum number of hosts whose sizes ``describe`` lists
 
 
 class Choice(NamedTuple):
-    """A backend and why it was chosen; ``problem``: why ranks that could share memory do not."""
+    """A backend and the reason for it. ``problem``: why ranks of one host do not share memory."""
 
     backend: Backend
     why: str
@@ -32,12 +32,12 @@ class Choice(NamedTuple):
 
 
 def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
-    """Return what joins the ranks of a group, its GPUs, and those of one with another timeout."""
+    """Return functions that join ranks or GPUs, and that change the timeout."""
 
     def join_gpus(cpu: Backend) -> Backend:
-        from flashlight_py.distributed.backends.nccl.joining import join_gpus
+        from flashlight_py.distributed.backends.nccl.joining import connect_gpus
 
-        return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
+        return connect_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
 
     def limited(seconds: float) -> Joiner:
         return joiner(rule, replace(settings, timeout=seconds, joining=settings.joining_seconds))
@@ -49,18 +49,18 @@ def connect(store: Store, settings: Settings) -> Choice:
     """Join the ranks of ``store``. Collective; every rank makes the same choice."""
     if store.size == 1:
         return Choice(SingleBackend(), "the world is this process alone")
-    if store.kin is not None and store.kin.is_all and settings.backend != "mpi":
-        return Choice(_gloo(store, settings), "that of the group that it is made of")
+    if store.subgroup is not None and store.subgroup.is_flat and settings.backend != "mpi":
+        return Choice(_gloo(store, settings), "the backend of the parent group")
     topology.exchange_process_info(store, settings.checks)
     if settings.backend != "mpi":
         return _by_cpu(store, settings)
 
-    def join_cpus() -> Backend:  # which only compare calls
+    def join_cpus() -> Backend:  # these backends only compare calls
         return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
 
-    wing = import_module("flashlight_py.distributed.backends.mpi.joining")
-    how = settings.timeout, settings.checks, settings.mpi_cuda_aware
-    backend = wing.join(store, join_cpus, *how)
+    mpi_joining = import_module("flashlight_py.distributed.backends.mpi.joining")
+    options = settings.timeout, settings.checks, settings.mpi_cuda_aware
+    backend = mpi_joining.connect_mpi(store, join_cpus, *options)
     return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
 
 
@@ -72,8 +72,9 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
     if settings.backend == "shm":
         if len(hosts) > 1:
             raise UnavailableEverywhereError(
-                "BACKEND is shm, but the ranks do not all share memory; those that do: "
-                f"{hosts}{apart and f' ({apart})'}. Leave BACKEND out to use Gloo between them"
+                "distributed_init: with BACKEND 'shm', all ranks must share memory, got these "
+                f"groups of ranks: {hosts}{apart and f' ({apart})'}. Omit BACKEND to use Gloo "
+                "between the groups."
             )
         inside = ShmBackend(store, settings.timeout, settings.compares_at_once)
         return Choice(inside, "BACKEND is shm")
@@ -84,19 +85,19 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
 
 
 def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
-    """Use the memory that ranks share; if that fails on any host, all ranks use Gloo alone."""
+    """Use shared memory inside each host. If that fails on any host, all ranks use Gloo only."""
     hosts, apart = sharing.groups, sharing.apart
-    near = hosts[sharing.of[store.rank]]
+    host_ranks = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
-    if len(near) == 1:  # two exchanges, as the others make
+    if len(host_ranks) == 1:  # as many exchanges as the other ranks make
         store.exchange(b"")
         store.exchange(b"")
     else:
         try:
-            # Ranks of several hosts must know what they compare before they go on to another host.
+            # Ranks of several hosts must compare their calls before they contact another host.
             at_once = settings.compares_at_once or len(hosts) > 1
-            inside = ShmBackend(SubStore(store, near), settings.timeout, at_once)
+            inside = ShmBackend(SubStore(store, host_ranks), settings.timeout, at_once)
         except BackendUnavailableError as error:
             problem = str(error)
     problems = store.exchange(problem.encode(errors="backslashreplace"))
@@ -106,14 +107,14 @@ def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choi
         return Choice(_gloo(store, settings), why, failed)
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
-    # All ranks, and the ranks with this one's number on their hosts; two exchanges. A late refusal
-    # would reach half a call, of which a part was made elsewhere, so these compare at once.
+    # Backends of all ranks, and of one rank per host; two exchanges. They compare at once: a late
+    # rejection would stop a call that other hosts have half finished.
     limits = replace(settings, timeout=between_hosts(settings.timeout))
     flat, between = _gloo(store, limits, lazily=True, at_once=True), None
-    if (local := near.index(store.rank)) < len(sharing.across):
+    if (local := host_ranks.index(store.rank)) < len(sharing.across):
         leading = SubStore(store, sharing.across[local])
         between = _gloo(leading, limits, is_watched=True, at_once=True)
-    elif store.kin is None:
+    elif store.subgroup is None:
         store.exchange(b"")
     backend = HierarchicalBackend(
         store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
@@ -135,14 +136,13 @@ def _gloo(
     is_watched: bool = False,
     at_once: bool = False,
 ) -> Backend:
-    """Connect by Gloo, on one host by the loopback; one exchange, none if the store has kin."""
-    if store.kin is not None:
-        part: Backend = store.kin.whole.part(store, settings.timeout)
+    """Connect by Gloo (one host: by loopback). One exchange; none if connections are shared."""
+    if store.subgroup is not None:
+        part: Backend = store.subgroup.parent.part(store, settings.timeout)
         return part
     _native.load("gloo")
     one_host = all(host == store.hosts[0] for host in store.hosts)
-    own = topology.address_inside(settings.interface) if one_host else settings.address
+    address = topology.address_inside(settings.interface) if one_host else settings.address
     seconds = settings.timeout, settings.joining_seconds
-    return GlooBackend(
-        store, own, *seconds, settings.job_key, settings.host_timeout, lazily, is_watched, at_once
-    )
+    host = settings.job_key, settings.host_timeout
+    return GlooBackend(store, address, *seconds, *host, lazily, is_watched, at_once)

@@ -1,4 +1,4 @@
-"""The arguments of ``distributed_init``, checked and typed: ``init_method`` and ``params``."""
+"""Checked arguments of ``distributed_init``: ``init_method`` and ``params``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashlight_py import system
 from flashlight_py.distributed.constants import DistributedBackend, DistributedInit
 from flashlight_py.distributed.constants import DistributedConstants as Keys
 
-# The kernel waits at most 24 days for events, and less between two keepalives.
+# Limits in seconds: epoll waits at most 24 days, and the keepalive interval is shorter.
 MOST_SECONDS, MOST_HOST_SECONDS = 1e6, 1e5
 BACKENDS = ("nccl", "gloo", "mpi", "shm")
 _MASTER = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
@@ -26,8 +26,8 @@ class Settings:
     """Settings of a user. Times are in seconds.
 
     ``checks``: ranks of several hosts compare their calls. ``compares_at_once``: no call ends
-    before all ranks of the host have made it. ``host_timeout``: a host that cannot be reached for
-    so long is lost; 0: never. ``job_key``: a key that the ranks have agreed on when they met.
+    before all ranks of the host have made it. ``host_timeout``: seconds until an unreachable host
+    is declared lost; 0: never. ``job_key``: a key that the ranks agreed on.
     """
 
     file_path: str | None = None
@@ -42,9 +42,9 @@ class Settings:
     trace_dir: str | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    joining: float = 0.0  # seconds to join ranks, if that is more than the timeout
+    joining: float = 0.0  # seconds to join ranks, if more than the timeout
     job_key: bytes = field(default=b"", repr=False)
-    address: str = ""  # of this host, for connections with other hosts
+    address: str = ""  # of this host, for connections between hosts
 
     @property
     def joining_seconds(self) -> float:
@@ -52,23 +52,23 @@ class Settings:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Settings:
-        """Check ``params``, and the variables that say what they leave out.
+        """Check ``params``, and the environment variables for missing keys.
 
         Raises:
-            TypeError: it is no mapping.
-            ValueError: a key is unknown (the nearest known one is named) or a value is invalid.
-            OSError: TRACE_DIR is relative, and the working directory was removed.
+            TypeError: If ``params`` is no mapping.
+            ValueError: If a key is unknown (names the most similar one) or a value is invalid.
+            OSError: If TRACE_DIR is relative and the working directory was removed.
         """
         params = {} if params is None else params
         if not isinstance(params, Mapping):
-            raise TypeError(f"params must be a dict, got {type(params).__name__}")
+            raise TypeError(f"distributed_init: params must be a dict, got {type(params).__name__}")
         keys = (*_RULES, Keys.INTERFACE, Keys.TRACE_DIR)
         for key in params:
             if key not in keys:
-                (near,) = difflib.get_close_matches(str(key).upper(), keys, n=1, cutoff=0.0)
-                known = ", ".join(keys)
+                (similar,) = difflib.get_close_matches(str(key).upper(), keys, n=1, cutoff=0.0)
                 raise ValueError(
-                    f"params has an unknown key {key!r}; did you mean {near!r}? Known: {known}"
+                    f"distributed_init: keys of params must be among {', '.join(keys)}, got "
+                    f"{key!r}. Did you mean {similar!r}?"
                 )
         values = {key: value for key, value in params.items() if value is not None}
         sources = {key: f"params[{key!r}]" for key in values}
@@ -78,35 +78,35 @@ class Settings:
         for key, name in variables.items():
             if key not in values and system.environ.get(name):
                 values[key], sources[key] = system.environ[name], name
-        for there, absent in (_MASTER, _MASTER[::-1]):
-            if there in values and absent not in values:
-                raise ValueError(f"params have {there} and no {absent}; pass both")
+        for present, absent in (_MASTER, _MASTER[::-1]):
+            if present in values and absent not in values:
+                raise ValueError(f"distributed_init: params has {present}. Pass {absent} as well.")
         fields = {}
-        for key, (read, holds, must) in _RULES.items():
+        for key, (convert, is_valid, rule) in _RULES.items():
             if key in values:
-                fields[key.lower()] = read(values[key])
-                if not holds(fields[key.lower()]):
-                    raise ValueError(f"{sources[key]} must be {must}, got {values[key]!r}")
+                fields[key.lower()] = convert(values[key])
+                if not is_valid(fields[key.lower()]):
+                    raise ValueError(f"{sources[key]} must be {rule}, got {values[key]!r}")
         folder = values.get(Keys.TRACE_DIR, system.environ.get("FLASHLIGHT_TRACE_DIR"))
-        if folder:  # "" stays as it is, and so does the path, wherever this process goes
+        if folder:  # "" stays; other paths stay valid after chdir
             folder = str(Path(os.fsdecode(os.fspath(folder))).absolute())
         return cls(
             **fields,
-            interface=interface_asked(values.get(Keys.INTERFACE)),
+            interface=requested_interface(values.get(Keys.INTERFACE)),
             checks=system.environ.get("FLASHLIGHT_CHECKS", "1") != "0",
             compares_at_once=system.environ.get("FLASHLIGHT_CHECKS") == "sync",
             trace_dir=folder,
         )
 
 
-def interface_asked(value: Any = None) -> str:
-    """Return the interface or address to use between hosts: of ``params``, else the environment."""
-    asked = (value, *map(system.environ.get, ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME")))
-    return next((str(each) for each in asked if each), "")
+def requested_interface(value: Any = None) -> str:
+    """Return the interface or address between hosts, from ``value`` or the environment."""
+    candidates = (value, *map(system.environ.get, ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME")))
+    return next((str(candidate) for candidate in candidates if candidate), "")
 
 
 def _number(value: Any) -> float:
-    """Return ``value`` as a number; NaN, which is in no range, if it is none."""
+    """Return ``value`` as a number, or NaN, which every range check rejects."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -121,7 +121,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-# Of each key: how its value is read, whether what was read is right, and what it must be, in words.
+# For each key: a conversion of its value, a check of the result, and the requirement as text.
 _RULES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     Keys.FILE_PATH: (os.fspath, _is_text, "a path that is not empty"),
     Keys.MAX_DEVICE_PER_NODE: (_count, lambda count: count >= 1, "a whole number >= 1"),
@@ -155,10 +155,10 @@ def read_init_method(
 ) -> tuple[DistributedInit | None, Mapping[str, Any] | None]:
     """Translate ``"env://"``, ``"file://PATH"``, ``"tcp://HOST:PORT"`` and names of backends.
 
-    Returns the method (None: the environment decides), and ``params`` with what the word adds.
-    Raises ValueError if ``value`` is no such word or ``DistributedInit``, or ``params`` differ.
+    Returns the method (None: the environment decides), and ``params`` with the keys that the text
+    implies. Raises ValueError if ``value`` is unknown or contradicts ``params``.
     """
-    if isinstance(value, DistributedBackend):  # an IntEnum: its numbers are those of methods, too
+    if isinstance(value, DistributedBackend):  # its integers would be valid methods
         value = value.name.lower()
     scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
     if value is None:
@@ -174,11 +174,10 @@ def read_init_method(
     try:
         return DistributedInit(value), params
     except ValueError:
-        known = ", ".join(f"DistributedInit.{method.name}" for method in DistributedInit)
+        methods = ", ".join(f"DistributedInit.{method.name}" for method in DistributedInit)
         raise ValueError(
-            f"init_method must be one of {known} or None; got {value!r}. Of torch's words, "
-            "'env://', 'file://PATH', 'tcp://HOST:PORT' and "
-            f"{', '.join(BACKENDS)} (the backend) are taken too"
+            f"distributed_init: init_method must be None, {methods}, 'env://', 'file://PATH', "
+            f"'tcp://HOST:PORT' or a backend ({', '.join(BACKENDS)}), got {value!r}"
         ) from None
 
 
@@ -186,20 +185,20 @@ def _address(text: str) -> tuple[str, int]:
     parts = urlsplit(text)
     try:
         host, port = parts.hostname, parts.port
-    except ValueError:  # the port is no number, or too large
+    except ValueError:  # the port is no number or too large
         host, port = None, None
     if not host or not port or parts.path or parts.query:
         raise ValueError(
-            f"init_method: expected tcp://HOST:PORT of rank 0, got {text!r}; rank and size are "
-            "world_rank and world_size, or the environment's"
+            f"distributed_init: expected init_method tcp://HOST:PORT of rank 0, got {text!r}. Pass "
+            "rank and size as world_rank and world_size, or set them in the environment."
         )
     return host, port
 
 
-def _with(params: Mapping[str, Any] | None, asked: dict[str, Any]) -> Mapping[str, Any]:
-    """Return ``params`` with what is ``asked``; later checks reject params that are no mapping."""
-    for key, value in asked.items():
-        given = params.get(key) if isinstance(params, Mapping) else None
-        if given is not None and str(given) != str(value):
-            raise ValueError(f"init_method asks for {key} {value!r}, and params say {given!r}")
-    return {**(params or {}), **asked}
+def _with(params: Mapping[str, Any] | None, implied: dict[str, Any]) -> Mapping[str, Any]:
+    """Return ``params`` with the ``implied`` keys. A later check rejects other types."""
+    for key, value in implied.items():
+        passed = params.get(key) if isinstance(params, Mapping) else None
+        if passed is not None and str(passed) != str(value):
+            raise ValueError(f"init_method expects {key} {value!r}, got {passed!r} in params")
+    return {**(params or {}), **implied}

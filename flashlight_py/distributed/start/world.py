@@ -1,4 +1,4 @@
-"""The world: the one group that holds every rank, and what this process knows of its place."""
+"""The world: the group of all ranks, and the place of this process in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashlight_py.device import cuda
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call_site import caller
-from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.distributed.calls.checks import check_integer
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.flight_record import new_job
 from flashlight_py.distributed.groups import membership
@@ -23,59 +23,59 @@ from flashlight_py.distributed.start import blas
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, and this one's place on its host; by default of this process alone."""
+    """The group of all ranks, and the local rank of this process. Default: this process alone."""
 
     group: ProcessGroup = field(default_factory=lambda: ProcessGroup(SingleBackend()))
     local_rank: int = 0
     local_size: int = 1
     why: str = "the world is this process alone"
     device_rule: DeviceRule = field(default_factory=DeviceRule)
-    job: str = field(default_factory=new_job)  # a name that all ranks agree on
-    owner: str = ""  # the library that has begun it, and that ends it
-    threads: int = 0  # its share of the host's cores, to compute with; 0: nobody to share with
+    job: str = field(default_factory=new_job)  # job name, equal on all ranks
+    owner: str = ""  # library that created the world and must end it
+    threads: int = 0  # BLAS threads of this rank; 0: the host is not shared
 
 
-def _warn_of_forgotten_init() -> None:
-    said = started_as()
-    if said:
+def _warn_of_missing_init() -> None:
+    launch = started_as()
+    if launch:
         warnings.warn_explicit(
-            "distributed_init was not called, so this process is a world of its own, and so is "
-            "each of the others: nothing is exchanged, and each takes itself for rank 0. Call "
-            f"flashlight_py.distributed_init() first, or set {ALONE}=1 if that is meant; {said}",
+            "distributed_init was not called, although a launcher started several processes. Each "
+            "process is rank 0 of 1, and no data is exchanged. Call "
+            f"flashlight_py.distributed_init() first, or set {ALONE}=1 to keep this; {launch}",
             RuntimeWarning,
             *caller(),
         )
 
 
-# Before distributed_init, and after distributed_shutdown, a process is a world of its own.
-_ALONE = World(ProcessGroup(SingleBackend(), first_use=_warn_of_forgotten_init))
+# The world of one process, before distributed_init and after distributed_shutdown.
+_ALONE = World(ProcessGroup(SingleBackend(), first_use=_warn_of_missing_init))
 _world: World | None = None
 membership.use_as_world(_ALONE.group)
 
 
 def current_world() -> World:
-    """Return the world as initialised, else the one of this process alone."""
+    """Return the initialised world, else the world of this process alone."""
     return _ALONE if _world is None else _world
 
 
 def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
-    """Return ``group``, else the group of the world as it is now; see ``membership.of``."""
-    return cast("ProcessGroup", membership.of(group))
+    """Return ``group``, or the group of the current world if it is None."""
+    return cast("ProcessGroup", membership.members_of(group))
 
 
 def set_world(world: World | None) -> None:
-    """Make ``world`` the current one; None: this process alone."""
-    global _world  # noqa: PLW0603  (the one piece of process-wide state)
+    """Make ``world`` the current world; None: this process alone."""
+    global _world  # noqa: PLW0603 (global by design)
     _world = world
-    _ALONE.group.open_fast_path()  # whoever uses the process alone after this knows
+    _ALONE.group.open_fast_path()  # no warning about a missing init after this
     membership.use_as_world(current_world().group)
 
 
-_inherited: list[World | None] = []  # of a parent, which a child must not use, close or collect
+_inherited: list[World | None] = []  # worlds of parents: a child must not use, close or free them
 
 
 def _forget_in_child() -> None:
-    """After a fork: the child is a process of its own, and no rank of its parent's world."""
+    """Leave the world of the parent after a fork."""
     _inherited.append(_world)
     set_world(None)
 
@@ -84,62 +84,61 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_distributed_init() -> bool:
-    """Return whether ``distributed_init`` has succeeded and no shutdown followed."""
+    """Return whether ``distributed_init`` has succeeded, without a shutdown after it."""
     return _world is not None
 
 
 def get_world_rank() -> int:
-    """Return this process's rank in the world, from 0; 0 before ``distributed_init``."""
+    """Return the rank of this process in the world, from 0; 0 before ``distributed_init``."""
     return current_world().group.rank
 
 
 def get_world_size() -> int:
-    """Return how many processes the world has; 1 before ``distributed_init``."""
+    """Return the number of processes in the world; 1 before ``distributed_init``."""
     return current_world().group.size
 
 
 def is_main_process() -> bool:
-    """Return whether this is rank 0, which prints, logs and saves; True before the start."""
+    """Return whether this process is rank 0. True before ``distributed_init``."""
     return get_world_rank() == 0
 
 
 def get_local_rank() -> int:
-    """Return this process's number among those of its host, from 0."""
+    """Return the rank of this process among the processes of its host, from 0."""
     return current_world().local_rank
 
 
 def get_local_size() -> int:
-    """Return how many processes of the world run on this host."""
+    """Return the number of processes of the world on this host."""
     return current_world().local_size
 
 
 def describe() -> str:
-    """Return in a few lines which rank this is, what joins the ranks, and why that was chosen.
+    """Return a short text: the rank, the backend, and why the backend was chosen.
 
-    Where ranks share a host, also how many threads NumPy's BLAS computes with, and who chose that.
+    If ranks share a host, the text also has the number of BLAS threads and its reason.
     """
     world = current_world()
     group = world.group
     threads = f"\nBLAS threads: {blas.reason}" if world.threads else ""
     gpus = "" if group.gpus is None else f"\nCuPy arrays: {group.gpus.path}"
     return (
-        f"rank {group.rank} of {group.size}, {world.local_rank} of {world.local_size} here\n"
+        f"rank {group.rank} of {group.size}, local rank {world.local_rank} of {world.local_size}\n"
         f"NumPy arrays: {group.backend().path} ({world.why}){threads}{gpus}"
     )
 
 
 def use_local_device() -> str:
-    """Make this rank's GPU CuPy's current device on this thread, and return its name.
+    """Make the GPU of this rank the current CuPy device of this thread, and return its name.
 
-    It is number ``rank % MAX_DEVICE_PER_NODE`` where that is given, as in flashlight, else the
-    rank on this host modulo the number of visible GPUs. Collectives of CuPy arrays take those on
-    this device.
+    The device number is ``rank % MAX_DEVICE_PER_NODE`` if that key was passed, like in flashlight.
+    Otherwise it is the local rank modulo the number of visible GPUs. CuPy arrays must be on it.
 
     Returns:
         A name for ``Module.to`` and ``device.to_device``, such as ``"cuda:1"``.
 
     Raises:
-        BackendUnavailableError: CuPy is missing, or there is no such GPU.
+        BackendUnavailableError: If CuPy or the GPU is missing.
     """
     cupy, count = cuda()
     index = current_world().device_rule.index(count)
@@ -148,31 +147,30 @@ def use_local_device() -> str:
 
 
 def distributed_backend(array: Any = None) -> DistributedBackend:
-    """Return the backend that ``array`` goes through; None stands for a NumPy array.
+    """Return the backend for ``array``; None stands for a NumPy array.
 
     Raises:
-        BackendUnavailableError: nothing here moves arrays of this kind.
+        BackendUnavailableError: If no backend moves arrays of this kind.
     """
     return current_world().group.backend(array).kind
 
 
 class RankFilter(logging.Filter):
-    """Lets one rank's records pass, or those of one rank on each host, and says whose they are.
+    """A logging filter that passes the records of one rank, or of one rank per host.
 
-    Every record gets ``rank``, ``local_rank`` and ``world_size``, for formats such as
-    ``"%(rank)s of %(world_size)s: %(message)s"``. Ranks are looked up for each record, so it can
-    be made before ``distributed_init``, when every process is rank 0 of 1. Add it to handlers: a
-    logger's filter does not see records of the loggers below it.
+    It adds ``rank``, ``local_rank`` and ``world_size`` to every record, for formats such as
+    ``"%(rank)s of %(world_size)s: %(message)s"``. It reads the rank for each record, so it may be
+    created before ``distributed_init``, when every process is rank 0 of 1. Add it to handlers: a
+    filter of a logger does not see the records of child loggers.
 
     Args:
-        rank: the only rank of the world that logs, such as 0; None: every rank.
-        local_rank: the only one on each host that logs, such as 0; None: every one.
-        pass_level: records of this level and above pass on every rank, such as
-            ``logging.ERROR``; None: none do.
+        rank: The only rank of the world that logs, such as 0; None: every rank.
+        local_rank: The only rank on each host that logs, such as 0; None: every rank.
+        pass_level: Records from this level up pass on every rank, such as ``logging.ERROR``.
 
     Raises:
-        TypeError: a rank or the level is no int.
-        ValueError: a rank is negative.
+        TypeError: If a rank or the level is no integer.
+        ValueError: If a rank is negative.
 
     Example:
         >>> handler = logging.StreamHandler()
@@ -186,11 +184,11 @@ class RankFilter(logging.Filter):
         super().__init__()
         for name, value in (("rank", rank), ("local_rank", local_rank), ("pass_level", pass_level)):
             if value is not None:
-                whole_number("RankFilter", name, value)
+                check_integer("RankFilter", name, value)
         self._rank, self._local_rank, self._pass_level = rank, local_rank, pass_level
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether ``record`` passes; add the ranks to it."""
+        """Add the ranks to ``record``, and return whether it passes."""
         rank, local_rank = get_world_rank(), get_local_rank()
         record.rank, record.local_rank, record.world_size = rank, local_rank, get_world_size()
         if self._pass_level is not None and record.levelno >= self._pass_level:

@@ -504,7 +504,7 @@ std::string operation_of(const Mutant& mutant) {
   return source;
 }
 
-// Every order weakened, every wake and fence dropped, one at a time: which case notices. As docs/reliability.md has it.
+// Every order weakened, every wake and fence dropped, one at a time: which case notices. As docs/model-checking.md has it.
 int try_mutants(long schedules, int jobs, const std::string& only, const std::vector<Case>& chosen) {
   std::vector<Mutant> mutants;
   const auto is_chosen = [&](const Case* one) {
@@ -531,14 +531,14 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     return true;
   });
   bool is_well = !mutants.empty();
-  std::printf("| file | function | what | order | weaker, and what notices |\n|---|---|---|---|---|\n");
+  std::printf("| file | function | operation | order | weaker order and the case that detects it |\n|---|---|---|---|---|\n");
   std::string row, file;
   for (size_t i = 0; i < mutants.size(); ++i) {
     const Mutant& one = mutants[i];
     const std::string excuse = excuse_of(one), killer = verdicts[i].killer;
     is_well = is_well && !(killer.empty() && excuse.empty());
     const std::string next = " | `" + one.place.function + "` | `" + operation_of(one) + "` | " + one.order_name() + " | ";
-    if (next != row || file != one.file()) std::printf("%s| %s%s", row.empty() ? "" : " |\n", one.file().c_str(), next.c_str());
+    if (next != row || file != one.file()) std::printf("%s| `%s`%s", row.empty() ? "" : " |\n", one.file().c_str(), next.c_str());
     else std::printf("; ");
     row = next;
     file = one.file();

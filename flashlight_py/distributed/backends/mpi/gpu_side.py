@@ -1,4 +1,4 @@
-"""CuPy arrays through MPI: by pointers to the GPU's memory, or through memory of the host."""
+"""Communication of CuPy arrays by MPI, directly or through host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi.verb_steps import settle
-from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.arrays import check_out_rows
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import BARRIER, SCATTER, SEND
@@ -20,19 +20,19 @@ from flashlight_py.distributed.work import Then, Work, wait_for
 
 
 class MpiGpuBackend(Backend):
-    """The CuPy side of ``host``, the MPI backend of the same ranks.
+    """Backend for CuPy arrays; ``host`` is the MPI backend of the same ranks.
 
-    If the library takes pointers to a GPU's memory (``gpu_aware``), CuPy combines reductions on the
-    GPU. Otherwise arrays are copied to pinned memory of the host and back. The host waits for the
-    current stream first.
+    If the library accepts pointers to GPU memory (``gpu_aware``), CuPy combines reductions on the
+    GPU. Otherwise arrays are copied to pinned host memory and back. The host first waits for the
+    current stream.
     """
 
     kind = DistributedBackend.MPI
 
     def __init__(self, host: Backend, gpu_aware: bool) -> None:
         self.rank, self.size = host.rank, host.size
-        how = "memory of the GPU" if gpu_aware else "staged through pinned memory"
-        self.path = f"{host.path}, {how}"
+        transfer = "memory of the GPU" if gpu_aware else "staged through pinned memory"
+        self.path = f"{host.path}, {transfer}"
         self._host, self._aware = host, gpu_aware
         self._unfinished: list[Then] = []
 
@@ -41,26 +41,26 @@ class MpiGpuBackend(Backend):
             settle(call.array)
             settle(call.out)
             return self._host.start(call)
-        given = None
+        host_array = None
         if call.array is not None:
-            given = _pinned(call.array)
-            call.array.get(out=given)
-        # Of what a scatter brings, the host's side must know the shape.
-        room = _pinned(call.out) if call.verb is SCATTER and call.out is not None else None
-        work = self._host.start(replace(call, array=given, out=room))
+            host_array = _pinned(call.array)
+            call.array.get(out=host_array)
+        # The host backend must know the shape of a scatter's result.
+        host_out = _pinned(call.out) if call.verb is SCATTER and call.out is not None else None
+        work = self._host.start(replace(call, array=host_array, out=host_out))
         if call.verb is SEND:
             return work
-        work = Then(work, functools.partial(self._bring_back, call, given))
-        # Arrays that are still to be copied back are so also if nobody waits for them.
-        self._unfinished = [other for other in self._unfinished if not other.is_heard]
+        work = Then(work, functools.partial(self._copy_back, call, host_array))
+        # Kept, so that results are copied back even if the caller never waits.
+        self._unfinished = [other for other in self._unfinished if not other.is_settled]
         self._unfinished.append(work)
         return work
 
-    def _bring_back(self, call: Call, given: Array | None, result: Any) -> Any:
-        """Copy ``result`` (of an open receive: all of ``given``) to the caller's or a new array."""
+    def _copy_back(self, call: Call, host_array: Array | None, result: Any) -> Any:
+        """Copy ``result`` (for an open receive: ``host_array``) to the caller's or a new array."""
         if call.is_open:
             if result is not None:
-                call.array.set(given)
+                call.array.set(host_array)
                 settle(call.array)
             return result
         if result is None or not call.verb.fills(self.rank, call.root):
@@ -70,23 +70,23 @@ class MpiGpuBackend(Backend):
             target = sys.modules["cupy"].asarray(result)
         else:
             if target.shape != result.shape:
-                require_length(call.name, target, result.shape[0], self.rank, self.size)
+                check_out_rows(call.name, target, result.shape[0], self.rank, self.size)
             target.set(result)
-        settle(target)  # the copy's memory is free from here on
+        settle(target)  # afterwards the host copy may be reused
         return target
 
     def synchronize(self) -> None:
-        """Block until all that was started is back on the GPU; raises a failure once."""
+        """Block until all results are back on the GPU; raises each failure once."""
         wait_for(self._unfinished)
         self._host.synchronize()
 
     def close(self) -> None:
-        """Do nothing: the host's side is closed by whoever made it."""
+        """Do nothing: the creator of the host backend closes it."""
         self._unfinished.clear()
 
 
 def _pinned(array: Array) -> Array:
-    """Return new memory of the host, not initialised, that the GPU can copy to by itself."""
+    """Return new, uninitialised, pinned host memory, to which the GPU can copy directly."""
     if not array.size:
         return np.empty(array.shape, array.dtype)
     memory = array_module(array).cuda.alloc_pinned_memory(array.nbytes)

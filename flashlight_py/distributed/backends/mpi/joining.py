@@ -1,4 +1,4 @@
-"""From the ranks of a store to a communicator of MPI."""
+"""Creation of an MPI backend for the ranks of a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlight_py.errors import DistributedError, UnavailableEverywhereError
 
 
 class MpiCard(NamedTuple):
-    """A rank's report to the others: its place among those that MPI knows, and settings."""
+    """A rank's report: its rank in MPI's world, and its settings."""
 
     world_rank: int = -1
     world_size: int = 0
@@ -22,18 +22,18 @@ class MpiCard(NamedTuple):
     problem: str = ""
 
 
-def join(
+def connect_mpi(
     store: Store, join_cpus: Callable[[], Backend], seconds: float, checked: bool, gpu_aware: bool
 ) -> MpiBackend:
-    """Join the ranks of ``store`` by their MPI library. Collective, blocking.
+    """Connect the ranks of ``store`` by their MPI library. Collective, blocking.
 
-    ``join_cpus()`` returns a backend of the same ranks, over which they compare what they call.
-    ``seconds`` bounds each operation; with ``checked``, the same on all, all calls are compared;
-    ``gpu_aware`` says that the library takes pointers to a GPU's memory.
+    ``join_cpus()`` returns a backend of the same ranks that compares their calls. ``seconds``
+    bounds each operation. With ``checked``, equal on all ranks, all calls are compared.
+    ``gpu_aware`` means that the library accepts pointers to GPU memory.
 
     Raises:
-        UnavailableEverywhereError: mpi4py or a library is missing on a rank, the processes were
-            not started together by MPI, or their settings differ. Raised on every rank.
+        UnavailableEverywhereError: If a rank lacks mpi4py or a library, MPI did not start the
+            processes together, or settings differ. Every rank raises.
     """
     mpi: Any = None
     try:
@@ -43,10 +43,10 @@ def join(
     except DistributedError as error:
         card = MpiCard(problem=str(error))
     cards = [MpiCard(*json.loads(text)) for text in store.exchange(json.dumps(card).encode())]
-    _check(cards)
+    _check_cards(cards)
     control = join_cpus()
     try:
-        # All members are here: each has just reported so.
+        # All members are running: each has just reported.
         members = mpi.COMM_WORLD.Get_group().Incl([other.world_rank for other in cards])
         comm = mpi.COMM_WORLD.Create_group(members)
         members.Free()
@@ -55,33 +55,33 @@ def join(
         control.close()
         raise
     progress = progress_of(mpi, mpi.Query_thread() == mpi.THREAD_MULTIPLE)
-    return MpiBackend(progress, comm, control, _described(progress), seconds, checked, gpu_aware)
+    return MpiBackend(progress, comm, control, _library_text(progress), seconds, checked, gpu_aware)
 
 
-def _check(cards: Sequence[MpiCard]) -> None:
-    """Find out, on every rank alike, whether these processes can be joined."""
+def _check_cards(cards: Sequence[MpiCard]) -> None:
+    """Raise, on every rank alike, if these processes cannot form an MPI group."""
     for rank, card in enumerate(cards):
         if card.problem:
             raise UnavailableEverywhereError(f"rank {rank}: {card.problem}")
-    places = [card.world_rank for card in cards]
-    if len(set(places)) < len(places) or len({card.world_size for card in cards}) > 1:
+    world_ranks = [card.world_rank for card in cards]
+    if len(set(world_ranks)) < len(world_ranks) or len({card.world_size for card in cards}) > 1:
         raise UnavailableEverywhereError(
-            f"BACKEND is mpi, and the {len(cards)} ranks were not started together by MPI, which "
-            f"knows them as {', '.join(f'{c.world_rank} of {c.world_size}' for c in cards)}; start "
-            "them by one mpirun (of the MPI that mpi4py has loaded), or leave BACKEND out"
+            f"BACKEND is mpi: expected {len(cards)} ranks of one MPI job, got the MPI ranks "
+            f"{', '.join(f'{c.world_rank} of {c.world_size}' for c in cards)}. Start all ranks by "
+            "one mpirun (of the MPI that mpi4py has loaded), or omit BACKEND"
         )
     if len({card.gpu_aware for card in cards}) > 1:
         raise UnavailableEverywhereError(
-            "BACKEND is mpi, and MPI_CUDA_AWARE is not the same on all ranks; make it so"
+            "BACKEND is mpi: MPI_CUDA_AWARE differs between ranks. Set one value on all ranks"
         )
 
 
-def _described(progress: Progress) -> str:
-    """Return the library's name and version, mpi4py's, and what threads may do."""
+def _library_text(progress: Progress) -> str:
+    """Return names and versions of library and mpi4py, and whether threads may call MPI."""
     import mpi4py
 
     line = progress.mpi.Get_library_version().splitlines()[0].split(",")[0]
     library = " ".join(line.replace("Version:", "").split())
-    one = "one thread: async verbs advance in waits only"
-    threads = "any thread" if progress.threaded else one
+    single = "one thread: async verbs advance in waits only"
+    threads = "any thread" if progress.threaded else single
     return f"MPI ({library}; mpi4py {mpi4py.__version__}; {threads})"

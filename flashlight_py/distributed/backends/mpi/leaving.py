@@ -1,8 +1,8 @@
-"""How a rank leaves: its last words to the others, and the end of the job where it has raised.
+"""The end of a rank: its last message to the other ranks, and the end of the job after an error.
 
-A rank that raises ends the job, because the other ranks and MPI_Finalize would wait for it. An
-uncaught exception is printed and reported, the other ranks have a moment to print theirs, and MPI
-ends all processes with exit code 1, once mpirun has read their output.
+A rank that raises ends the job, because the other ranks and MPI_Finalize would wait for it. The
+uncaught exception is printed and reported, and the other ranks have a moment to print theirs. Once
+mpirun has read the output, MPI ends all processes with exit code 1.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from typing import Any
 
 import numpy as np
 
-# In place of a count: something goes on, or was abandoned.
+# Replaces the count if an operation is running or was abandoned.
 UNFINISHED = -1
-# How long a rank whose program has raised waits for what is read, and then for the others.
+# Seconds that a rank waits, after its program raised, for readers of its output and for other
+# ranks.
 _LINGER_SECONDS = 1.0
 _LOOK_SECONDS = 1e-3
 
 
 class Leaving:
-    """The last words of the ranks of ``comm``: how many collectives have moved arrays.
+    """The last messages of the ranks of ``comm``: how many collectives have moved arrays.
 
-    They use a communicator of their own. Both are freed only when all ranks have left, because MPI
-    would take an abandoned operation, which it cannot cancel, for one of a new group.
+    They use a communicator of their own. Both communicators are freed only after all ranks have
+    left: MPI cannot cancel an abandoned operation, and would assign it to a new group.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -39,10 +40,10 @@ class Leaving:
         self._request: Any = None
 
     def leave(self, moved: int) -> None:
-        """Notify the others, once, that nothing more comes from here."""
+        """Notify the other ranks, once, that this rank starts no more operations."""
         if self._request is None and not self._mpi.Is_finalized():
             self._moved[:] = moved
-            with contextlib.suppress(self._mpi.Exception):  # what broke the group may break this
+            with contextlib.suppress(self._mpi.Exception):  # may fail like the group itself
                 self._request = self._comms[1].Iallgather(self._moved, self._counts)
 
     def have_all_left(self) -> bool:
@@ -52,7 +53,7 @@ class Leaving:
         return False
 
     def free(self) -> bool:
-        """Free what all have left, if each has completed the same calls; return whether."""
+        """Free the communicators if all ranks completed the same calls; return whether."""
         is_over = UNFINISHED < min(self._counts) == max(self._counts)
         for comm in self._comms if is_over else ():
             with contextlib.suppress(self._mpi.Exception):
@@ -60,25 +61,25 @@ class Leaving:
         return bool(is_over)
 
 
-def end_the_job(mpi: Any, linger: Callable[[float], None]) -> None:
-    """Abort, when ``linger(end)`` has given the others time to notice, until the time ``end``."""
+def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
+    """Abort the job after ``linger(end)`` gave other ranks time until ``end``."""
     if mpi.Is_finalized():
         return
     end = time.monotonic() + _LINGER_SECONDS
     try:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # as under pythonw
+            if stream is not None:  # None under pythonw
                 stream.flush()
         for descriptor in (1, 2):
             _await_reader(descriptor, end)
         linger(end)
-    finally:  # also after Ctrl-C, or where nobody reads any more; no code of the exit runs
+    finally:  # also after Ctrl-C or a broken pipe; no exit handlers run
         mpi.COMM_WORLD.Abort(1)
 
 
 def _await_reader(descriptor: int, end: float) -> None:
-    """Wait until all that was written into a pipe has been read; no event reports it."""
-    with contextlib.suppress(OSError):  # it is closed
+    """Wait until the reader of a pipe has read all output. There is no event for this."""
+    with contextlib.suppress(OSError):  # the descriptor is closed
         while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < end:
             if not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))):
                 return

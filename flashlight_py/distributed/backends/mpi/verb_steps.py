@@ -1,8 +1,8 @@
-"""The steps of each verb: reductions by the library (``_form_of``), or here in rank order.
+"""The steps of each verb. Reductions run in the library (``_form_of``) or here, in rank order.
 
-Arrays move as bytes, by the library's collectives or by pairs of messages. Pairs move more than
-2 GB, and memory of a GPU, which not all libraries take in non-blocking collectives. All ranks
-choose by numbers that all of them know.
+Arrays move as bytes, by the library's collectives or by pairs of messages. Pairs can move more than
+2 GB and GPU memory, which some libraries reject in non-blocking collectives. All ranks choose by
+numbers that are equal on all of them.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import (
-    WITH_TEXT,
+    ENCODED_PART,
     as_bytes,
-    of_bytes,
+    decode_part,
     row_bytes,
     scale_in_place,
 )
 from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.calls.combining import MEANINGS, combined, cut
+from flashlight_py.distributed.calls.combining import RESULTS, combined, split_rows
 from flashlight_py.distributed.constants import ReduceOp
 
-# The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
-# pieces of 2 GB cost nothing.
+# The largest count of MPI-3's functions. MPI-4 has larger counts, but not every library has MPI-4,
+# and chunks of 2 GB cost nothing.
 LARGEST_BYTES = 2**31 - 1
-# The tag of the parts of collectives, below those of messages, and the largest that MPI promises.
-_OF_PARTS, _LARGEST_TAG = 0, 32767
-# Of all ranks together, of which a verb that the library lacks makes its result at a time.
-_PIECE_BYTES = 4 << 20
+# The tag of the messages of a collective, and the largest tag that MPI guarantees.
+_COLLECTIVE_TAG, _LARGEST_TAG = 0, 32767
+# Bytes of all ranks together that are combined at a time for a verb that the library lacks.
+_CHUNK_BYTES = 4 << 20
 
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
 
-Steps: TypeAlias = Generator[None, None, Any]  # of an operation, between which it has to wait
+Steps: TypeAlias = Generator[None, None, Any]  # yields while it must wait; returns the result
 Until: TypeAlias = Callable[[Iterable[partial[Any]]], Steps]  # ``Progress.until``
 
 
 def chunks(flat: Array) -> list[Array]:
-    """Cut ``flat`` into pieces that one MPI call each can move; an empty array is one piece."""
+    """Cut ``flat`` into chunks for one MPI call each; an empty array is one chunk."""
     step = max(1, LARGEST_BYTES // flat.itemsize)
     return [flat[start : start + step] for start in range(0, max(flat.size, 1), step)]
 
 
 def settle(array: Array | None) -> None:
-    """Wait until ``array``, if it is on a GPU, holds what the current stream computes."""
+    """Wait for the current stream if ``array`` is on a GPU, so that its values are complete."""
     if is_cupy(array):
         array_module(array).cuda.get_current_stream().synchronize()
 
 
 def on_device(array: Any, steps: Steps) -> Steps:
-    """Return ``steps``, each taken with the GPU of ``array``, if it is on one, as the current one.
+    """Return ``steps``, each with the GPU of ``array``, if any, as the current device.
 
-    Any thread may take a step: MPI and CuPy both go by the thread's current device.
+    Any thread may run a step, and MPI and CuPy both use the thread's current device.
     """
     if not is_cupy(array):
         return (yield from steps)
@@ -75,38 +75,38 @@ def on_device(array: Any, steps: Steps) -> Steps:
 
 
 class VerbSteps:
-    """The steps of a call between the ranks of ``comm``, by verb; their result is the call's.
+    """The steps of calls between the ranks of ``comm``, by verb. They return the call's result.
 
-    ``gpu_aware`` says that the library takes pointers to a GPU's memory.
+    ``gpu_aware`` means that the library accepts pointers to GPU memory.
     """
 
     def __init__(self, mpi: Any, comm: Any, until: Until, gpu_aware: bool) -> None:
         self._mpi, self._comm, self._until, self._gpu_aware = mpi, comm, until, gpu_aware
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
-    def of(self, call: Call, found: Any) -> Steps:
-        """Return the steps of ``call``; ``found`` is what the ranks have found by comparing it."""
-        steps: Steps = getattr(self, f"_{call.verb.name}", self._by_meaning)(call, found)
+    def steps_of(self, call: Call, outcome: Any) -> Steps:
+        """Return the steps of ``call``; ``outcome`` is the result of its comparison."""
+        steps: Steps = getattr(self, f"_{call.verb.name}", self._combine_gathered)(call, outcome)
         return steps
 
     def _barrier(self, call: Call, _: None) -> Steps:
-        yield from ()  # to have compared it is to have arrived
+        yield from ()  # the comparison was the barrier
 
     def _reduce(self, call: Call, _: None) -> Steps:
-        """Reduce in place, on all ranks or on the root alone: the others' stay as they are."""
+        """Reduce in place on all ranks, or on the root only. Other arrays do not change."""
         array, form = call.array, _form_of(self._mpi, call.array, call.op)
         root = call.root if call.verb.rooted else None
         is_filled = call.verb.fills(self._rank, call.root)
         if form is None:
             counts = self.shares(array.size)
-            mine = as_bytes((yield from self._combine(call, counts)))
+            part = as_bytes((yield from self._combine(call, counts)))
             counts = [count * array.itemsize for count in counts]
-            whole = as_bytes(array) if is_filled else None
-            yield from self.gather(mine, whole, counts, root)
+            target = as_bytes(array) if is_filled else None
+            yield from self.gather(part, target, counts, root)
             return array
         carrier, begins = form.encode(array.reshape(-1)), []
-        for part in chunks(carrier):
-            buffers = (self._mpi.IN_PLACE, part) if is_filled else (part, None)
+        for chunk in chunks(carrier):
+            buffers = (self._mpi.IN_PLACE, chunk) if is_filled else (chunk, None)
             if root is None:
                 begins.append(partial(self._comm.Iallreduce, *buffers, form.op))
             else:
@@ -119,7 +119,7 @@ class VerbSteps:
     _all_reduce = _reduce
 
     def _reduce_scatter(self, call: Call, _: None) -> Steps:
-        """Reduce; the result is ``out`` or a new array: this rank's part of the first dimension."""
+        """Reduce to ``out`` or a new array, which is this rank's part of the first dimension."""
         array, rows, size = call.array, call.rows, self._size
         lengths = [array.shape[0] // size] * size if rows is None else rows
         shape = (lengths[self._rank], *array.shape[1:])
@@ -128,39 +128,40 @@ class VerbSteps:
         flat = array.reshape(-1)
         if form is None or (carrier := form.encode(flat)).nbytes > LARGEST_BYTES:
             counts = [length * math.prod(array.shape[1:]) for length in lengths]
-            mine = yield from self._combine(call, counts)
-            part[...] = mine.reshape(shape)
+            combined_part = yield from self._combine(call, counts)
+            part[...] = combined_part.reshape(shape)
             settle(part)
             return part
-        room, is_alike = part.reshape(-1), carrier.itemsize == part.itemsize
-        reduced = room.view(carrier.dtype) if is_alike else np.empty(room.size, carrier.dtype)
+        reduced = np.empty(part.size, carrier.dtype)
+        if carrier.itemsize == part.itemsize:
+            reduced = part.reshape(-1).view(carrier.dtype)
         begin = partial(self._comm.Ireduce_scatter_block, carrier, reduced, form.op)
         yield from self._until([begin])
         _decode(form, reduced, part, call.scale)
         return part
 
     def _combine(self, call: Call, counts: list[int]) -> Steps:
-        """Combine this rank's share of everybody's array, in rank order: a new array."""
+        """Return this rank's part of all arrays, combined in rank order, as a new array."""
         array = call.array
-        pieces = array_module(array).empty((self._size, counts[self._rank]), array.dtype)
-        gives, takes = [n * array.itemsize for n in counts], [pieces[0].nbytes] * self._size
-        buffers, most = (as_bytes(array), as_bytes(pieces)), max(gives) * self._size
-        yield from self.all_to_all(*buffers, gives, takes, most)
-        share = combined(list(pieces), call.op, call.scale)
-        settle(share)
-        return share
+        parts = array_module(array).empty((self._size, counts[self._rank]), array.dtype)
+        sends, receives = [n * array.itemsize for n in counts], [parts[0].nbytes] * self._size
+        buffers, limit = (as_bytes(array), as_bytes(parts)), max(sends) * self._size
+        yield from self.all_to_all(*buffers, sends, receives, limit)
+        part = combined(list(parts), call.op, call.scale)
+        settle(part)
+        return part
 
-    def _by_meaning(self, call: Call, _: None) -> Steps:
-        """Combine in place what the library does not: every rank receives all arrays, in pieces."""
-        flat, xp, combine = call.array.reshape(-1), array_module(call.array), MEANINGS[call.verb]
-        step = max(1, _PIECE_BYTES // (flat.itemsize * self._size))
+    def _combine_gathered(self, call: Call, _: None) -> Steps:
+        """Run a verb that the library lacks: every rank gathers all arrays in chunks."""
+        flat, xp, combine = call.array.reshape(-1), array_module(call.array), RESULTS[call.verb]
+        step = max(1, _CHUNK_BYTES // (flat.itemsize * self._size))
         for start in range(0, flat.size, step):
             part = flat[start : start + step]
-            pieces = xp.empty((self._size, part.size), flat.dtype)
+            parts = xp.empty((self._size, part.size), flat.dtype)
             counts = [part.nbytes] * self._size
-            yield from self.gather(as_bytes(part), as_bytes(pieces), counts)
+            yield from self.gather(as_bytes(part), as_bytes(parts), counts)
             if call.verb.fills(self._rank, call.root):
-                part[...] = combine(list(pieces), self._rank, call)
+                part[...] = combine(list(parts), self._rank, call)
                 settle(part)
         return call.array
 
@@ -169,31 +170,31 @@ class VerbSteps:
         return call.array
 
     def _gather(self, call: Call, rows: list[int]) -> Steps:
-        """Join all arrays, on all ranks or on the root alone."""
-        array, whole, room = call.array, None, None
+        """Gather all arrays, on all ranks or on the root only."""
+        array, result, target = call.array, None, None
         counts = [count * row_bytes(array) for count in rows]
         if call.verb.fills(self._rank, call.root):
-            whole = call.room(sum(rows))
-            room = as_bytes(whole)
+            result = call.room(sum(rows))
+            target = as_bytes(result)
         root = call.root if call.verb.rooted else None
-        yield from self.gather(as_bytes(array), room, counts, root)
-        return whole
+        yield from self.gather(as_bytes(array), target, counts, root)
+        return result
 
     _all_gather = _gather
 
     def _scatter(self, call: Call, kind: tuple[Any, tuple[int, ...]]) -> Steps:
-        mine, like = call.out, call.like
+        part, like = call.out, call.like
         library: Any = np if like is None else array_module(like)
-        if self._gpu_aware:  # who receives may not know which memory the root's is
+        if self._gpu_aware:  # receivers may not know the kind of the root's array
             on_gpu = np.array([library is not np], np.uint8)
             yield from self.broadcast(on_gpu, call.root)
             library = sys.modules["cupy"] if on_gpu[0] else np
-        if mine is None:
+        if part is None:
             dtype, shape = kind
-            mine = library.empty(shape, dtype)
-        whole = None if call.array is None else as_bytes(call.array)
-        yield from self.scatter(whole, as_bytes(mine), call.root)
-        return of_bytes(mine.view(np.uint8)) if mine.dtype == WITH_TEXT else mine
+            part = library.empty(shape, dtype)
+        source = None if call.array is None else as_bytes(call.array)
+        yield from self.scatter(source, as_bytes(part), call.root)
+        return decode_part(part.view(np.uint8)) if part.dtype == ENCODED_PART else part
 
     def _all_to_all(self, call: Call, totals: list[int]) -> Steps:
         array = call.array
@@ -202,15 +203,15 @@ class VerbSteps:
             yield from self.all_to_all(as_bytes(array), as_bytes(received))
             return received
         sends = [int(count) for count in call.rows]
-        counted = np.empty(self._size, np.int64)
-        yield from self.all_to_all(as_bytes(np.array(sends, np.int64)), as_bytes(counted))
-        receives = counted.tolist()
+        received_counts = np.empty(self._size, np.int64)
+        yield from self.all_to_all(as_bytes(np.array(sends, np.int64)), as_bytes(received_counts))
+        receives = received_counts.tolist()
         if call.received is not None:
             call.received.extend(receives)
         received, row = call.room(sum(receives)), row_bytes(array)
-        gives, takes = ([count * row for count in counts] for counts in (sends, receives))
-        buffers, most = (as_bytes(array), as_bytes(received)), sum(totals) * row
-        yield from self.all_to_all(*buffers, gives, takes, most)
+        sizes_out, sizes_in = ([count * row for count in counts] for counts in (sends, receives))
+        buffers, limit = (as_bytes(array), as_bytes(received)), sum(totals) * row
+        yield from self.all_to_all(*buffers, sizes_out, sizes_in, limit)
         return received
 
     def _send(self, call: Call, _: None) -> Steps:
@@ -218,94 +219,96 @@ class VerbSteps:
         yield from self.swap({call.peer: as_bytes(call.array)}, {}, call.received[0])
         return call.array
 
-    def _recv(self, call: Call, found: Matched | None) -> Steps:
-        if found is None and call.is_open:
-            return None  # nothing has arrived in time
+    def _recv(self, call: Call, match: Matched | None) -> Steps:
+        if match is None and call.is_open:
+            return None  # no message arrived in time
         assert call.received is not None
-        array, source = call.array, call.peer if found is None else found.source
-        part = array[: found.rows] if found is not None and array.ndim else array
+        array, source = call.array, call.peer if match is None else match.source
+        part = array[: match.rows] if match is not None and array.ndim else array
         yield from self.swap({}, {source: as_bytes(part)}, call.received[0])
-        return array if found is None else found
+        return array if match is None else match
 
-    # What the verbs are made of: it moves flat arrays of bytes, and counts are in bytes.
+    # The verbs consist of the methods below. They move flat arrays of bytes; counts are in bytes.
 
     def shares(self, count: int) -> list[int]:
-        """Return how many of ``count`` elements each rank gets, or combines."""
+        """Return how many of ``count`` elements each rank receives or combines."""
         ends = [count * i // self._size for i in range(self._size + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
 
     def broadcast(self, data: Array, root: int) -> Steps:
-        """Make ``data`` equal to ``root``'s."""
+        """Overwrite ``data`` with the data of ``root``."""
         if self._needs_pairs(data, 0):
-            # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
+            # Each rank gets a part, then all ranks gather the parts (van de Geijn). Every link
+            # carries twice the size of the array.
             counts = self.shares(data.size)
             parts = _by_rank(data, counts)
-            mine = parts[self._rank]
-            yield from self.swap(parts if self._rank == root else {}, {root: mine})
-            yield from self.gather(mine, data, counts)
+            part = parts[self._rank]
+            yield from self.swap(parts if self._rank == root else {}, {root: part})
+            yield from self.gather(part, data, counts)
         else:
             yield from self._until(partial(self._comm.Ibcast, c, root) for c in chunks(data))
 
     def gather(
-        self, mine: Array, whole: Array | None, counts: Sequence[int], root: int | None = None
+        self, data: Array, target: Array | None, counts: Sequence[int], root: int | None = None
     ) -> Steps:
-        """Fill ``whole`` with every rank's ``mine``: on all of them, or on ``root`` alone."""
-        comm, taken = self._comm, None if whole is None else [whole, counts]
-        if self._needs_pairs(mine, sum(counts)):
-            takers = range(self._size) if root is None else [root]
-            yield from self.swap(dict.fromkeys(takers, mine), _by_rank(whole, counts))
+        """Fill ``target`` with every rank's ``data``: on all ranks, or on ``root`` only."""
+        comm, layout = self._comm, None if target is None else [target, counts]
+        if self._needs_pairs(data, sum(counts)):
+            receivers = range(self._size) if root is None else [root]
+            yield from self.swap(dict.fromkeys(receivers, data), _by_rank(target, counts))
         elif root is not None:
-            yield from self._until([partial(comm.Igatherv, mine, taken, root)])
+            yield from self._until([partial(comm.Igatherv, data, layout, root)])
         elif len(set(counts)) == 1:
-            yield from self._until([partial(comm.Iallgather, mine, whole)])
+            yield from self._until([partial(comm.Iallgather, data, target)])
         else:
-            yield from self._until([partial(comm.Iallgatherv, mine, taken)])
+            yield from self._until([partial(comm.Iallgatherv, data, layout)])
 
-    def scatter(self, whole: Array | None, part: Array, root: int) -> Steps:
-        """Fill ``part`` with this rank's equal part of ``whole``, which ``root`` alone has."""
+    def scatter(self, source: Array | None, part: Array, root: int) -> Steps:
+        """Fill ``part`` with this rank's equal part of ``source``, which only ``root`` has."""
         if self._needs_pairs(part, part.size * self._size):
-            gives = _by_rank(whole, [part.size] * self._size)
-            yield from self.swap(gives, {root: part})
+            sends = _by_rank(source, [part.size] * self._size)
+            yield from self.swap(sends, {root: part})
         else:
-            yield from self._until([partial(self._comm.Iscatter, whole, part, root)])
+            yield from self._until([partial(self._comm.Iscatter, source, part, root)])
 
     def all_to_all(
         self,
-        given: Array,
-        taken: Array,
-        gives: Sequence[int] | None = None,
-        takes: Sequence[int] | None = None,
-        most: int = 0,
+        source: Array,
+        target: Array,
+        sizes_out: Sequence[int] | None = None,
+        sizes_in: Sequence[int] | None = None,
+        limit: int = 0,
     ) -> Steps:
-        """Give ``gives[r]`` bytes of ``given`` to rank r, and take ``takes[r]`` from it.
+        """Send ``sizes_out[r]`` bytes of ``source`` to rank r, and receive ``sizes_in[r]`` bytes.
 
-        Without them it is an equal part. Else no rank's bytes exceed ``most``, either way, a number
-        that all ranks know.
+        By default all parts are equal. Otherwise ``limit`` is equal on all ranks, and no rank sends
+        or receives more bytes.
         """
-        if self._needs_pairs(given, most or given.size):
-            even = [given.size // self._size] * self._size
-            yield from self.swap(_by_rank(given, gives or even), _by_rank(taken, takes or even))
-        elif gives is None:
-            yield from self._until([partial(self._comm.Ialltoall, given, taken)])
+        if self._needs_pairs(source, limit or source.size):
+            even = [source.size // self._size] * self._size
+            parts = _by_rank(source, sizes_out or even), _by_rank(target, sizes_in or even)
+            yield from self.swap(*parts)
+        elif sizes_out is None:
+            yield from self._until([partial(self._comm.Ialltoall, source, target)])
         else:
-            both = [given, gives], [taken, takes]
-            yield from self._until([partial(self._comm.Ialltoallv, *both)])
+            layouts = [source, sizes_out], [target, sizes_in]
+            yield from self._until([partial(self._comm.Ialltoallv, *layouts)])
 
     def swap(
-        self, gives: Mapping[int, Array], takes: Mapping[int, Array], number: int | None = None
+        self, sends: Mapping[int, Array], receives: Mapping[int, Array], number: int | None = None
     ) -> Steps:
-        """Send and receive the parts of each rank, all at once; copy this rank's own.
+        """Send and receive the parts of each rank, all at once; copy this rank's own part.
 
-        Messages between two ranks keep their order. ``number`` is that of a message of users.
+        Messages between two ranks keep their order. ``number`` is that of a user's message.
         """
         comm, me = self._comm, self._rank
-        tag = _OF_PARTS if number is None else 1 + number % _LARGEST_TAG
-        if me in gives and me in takes and takes[me] is not gives[me]:
-            takes[me][...] = gives[me]
-            settle(takes[me])
+        tag = _COLLECTIVE_TAG if number is None else 1 + number % _LARGEST_TAG
+        if me in sends and me in receives and receives[me] is not sends[me]:
+            receives[me][...] = sends[me]
+            settle(receives[me])
         yield from self._until(
             partial(method, c, rank, tag)
-            for method, parts in ((comm.Irecv, takes), (comm.Isend, gives))
+            for method, parts in ((comm.Irecv, receives), (comm.Isend, sends))
             for rank, part in parts.items()
             if rank != me
             for c in chunks(part)
@@ -316,16 +319,16 @@ class VerbSteps:
 
 
 def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
-    """Return the part of each rank; none where there is nothing."""
-    return {} if data is None else dict(enumerate(cut(data, counts)))
+    """Return the part of each rank; {} if ``data`` is None."""
+    return {} if data is None else dict(enumerate(split_rows(data, counts)))
 
 
 class MpiForm(NamedTuple):
-    """An operation of MPI, and the form in which the library can reduce arrays of a dtype by it.
+    """An operation of MPI, and the form in which the library reduces arrays of a dtype.
 
-    ``encode(array)`` returns what MPI reduces: the array's own memory, or a new array.
-    ``decode(carrier)`` returns the numbers that MPI has made of it: of the dtype, or of a wider
-    float; in the memory of ``carrier``, or new.
+    ``encode(array)`` returns the carrier that MPI reduces: the array's own memory, or a new array.
+    ``decode(carrier)`` returns the numbers of the reduced carrier, in the dtype or in a wider
+    float. They are in the memory of ``carrier``, or new.
     """
 
     op: Any
@@ -334,51 +337,52 @@ class MpiForm(NamedTuple):
 
 
 def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
-    """Write ``scale`` times the numbers of ``carrier`` into ``out``, which it may lie in."""
+    """Write ``scale`` times the numbers of ``carrier`` to ``out``; both may share memory."""
     values = form.decode(carrier)
-    with np.errstate(all="ignore"):  # infinities come as they come
+    with np.errstate(all="ignore"):  # overflow is no error
         scale_in_place(values, scale)
         if not np.may_share_memory(values, out):
             out[...] = values.reshape(out.shape)
 
 
 def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
-    """Return the form for reducing arrays like ``array`` by ``op``, if there is one.
+    """Return the form for reducing arrays like ``array`` by ``op``, or None.
 
-    None if ranks would get different bits. Minima and maxima of floats travel as integers in the
+    None if ranks would get different bits. Minima and maxima of floats are sent as integers in the
     same order, because MPI's result for NaN and signed zeros depends on the order of the ranks.
     16-bit floats are summed as float32 and rounded once.
     """
     if is_cupy(array):
         return None
-    does, kind, bits = getattr(mpi, _BITWISE.get(op, op.name)), array.dtype.kind, array.itemsize * 8
-    carrier, plain = array.dtype, op in (ReduceOp.SUM, ReduceOp.PROD)
+    operation = getattr(mpi, _BITWISE.get(op, op.name))
+    kind, bits = array.dtype.kind, array.itemsize * 8
+    carrier, is_arithmetic = array.dtype, op in (ReduceOp.SUM, ReduceOp.PROD)
     if kind in "biu":
-        if plain:  # unsigned, which wraps around; some libraries (Open MPI, by AVX) saturate 8 and
-            carrier = np.dtype(f"uint{max(bits, 32)}")  # 16 bits: they go as 32
-        elif kind == "b":  # any byte but 0 is true
-            return MpiForm(does, _truth, lambda carrier: carrier.view(np.bool_))
+        if is_arithmetic:  # unsigned integers wrap around. Some libraries (Open MPI, by AVX)
+            carrier = np.dtype(f"uint{max(bits, 32)}")  # saturate 8 and 16 bits: send 32
+        elif kind == "b":  # any nonzero byte is true
+            return MpiForm(operation, _truth, lambda carrier: carrier.view(np.bool_))
     elif op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _extreme_form(does, op, array.dtype) if bits <= 64 else None
+        return _extreme_form(operation, op, array.dtype) if bits <= 64 else None
     elif bits == 16:
-        return MpiForm(does, lambda a: a.astype(np.float32), lambda wide: wide)
+        return MpiForm(operation, lambda a: a.astype(np.float32), lambda wide: wide)
     elif kind == "c" and op is ReduceOp.PROD:
-        return None  # the library may round a * b and b * a differently, where it fuses them
+        return None  # a fused multiply-add may round a * b and b * a differently
 
-    def seen_as(dtype: np.dtype[Any]) -> Callable[[Array], Array]:
+    def convert_to(dtype: np.dtype[Any]) -> Callable[[Array], Array]:
         same = array.itemsize == carrier.itemsize
         return lambda values: values.view(dtype) if same else values.astype(dtype)
 
-    return MpiForm(does, seen_as(carrier), seen_as(array.dtype))
+    return MpiForm(operation, convert_to(carrier), convert_to(array.dtype))
 
 
 def _truth(array: Array) -> Array:
-    """Return 1 for each element that is true, else 0, as bytes."""
+    """Return 1 for each true element and 0 for the others, as bytes."""
     truth: Array = (array.view(np.uint8) != 0).view(np.uint8)
     return truth
 
 
-def _extreme_form(does: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
+def _extreme_form(operation: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
     signed = np.dtype(f"int{dtype.itemsize * 8}")
     limits = np.iinfo(signed)
     nan = limits.min if op is ReduceOp.MIN else limits.max  # a NaN wins
@@ -391,11 +395,11 @@ def _extreme_form(does: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
     def decode(carrier: Array) -> Array:
         return _mirrored(carrier).view(dtype)
 
-    return MpiForm(does, encode, decode)
+    return MpiForm(operation, encode, decode)
 
 
 def _mirrored(integers: Array) -> Array:
-    """Turn the bits of IEEE floats into integers of the same order, and back."""
+    """Map the bits of IEEE floats to integers in the same order, and back."""
     last = integers.itemsize * 8 - 1
     flipped: Array = integers ^ ((integers >> last) & np.iinfo(integers.dtype).max)
     return flipped

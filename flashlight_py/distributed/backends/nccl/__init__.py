@@ -1,4 +1,4 @@
-"""CuPy arrays between GPUs through NCCL, bound with CFFI in ABI mode.
+"""Communication of CuPy arrays between GPUs with NCCL, bound with CFFI in ABI mode.
 
-NCCL and CuPy are looked for when the first CuPy array asks for them, and never before.
+NCCL and CuPy are loaded when the first CuPy array needs them, not earlier.
 """

@@ -1,7 +1,7 @@
-"""Joining the GPUs of a group by NCCL.
+"""Connection of the GPUs of a group by NCCL.
 
-The ranks first exchange NCCL's data over the CPU backend: every rendezvous serves NCCL, and a
-missing rank is named before a call would wait for it inside NCCL.
+The ranks exchange NCCL's data over the CPU backend. Every kind of rendezvous therefore serves NCCL,
+and a missing rank is named before a call would wait for it inside NCCL.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load, version_text
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load_nccl, version_text
 from flashlight_py.distributed.memory.topology import DeviceRule, gpu_identity
 from flashlight_py.errors import (
     BackendUnavailableError,
@@ -27,90 +27,92 @@ from flashlight_py.errors import (
 
 
 class NcclCard(NamedTuple):
-    """A rank's report of itself: a ``problem`` if it cannot, else its NCCL version and its GPU.
+    """A rank's report: NCCL version and GPU, or a ``problem`` that prevents its use.
 
-    ``unique_id`` (hexadecimal) is rank 0's for the communicator, empty from the others;
-    ``slow_because`` is that of ``NcclLibrary``.
+    ``unique_id`` (hexadecimal) identifies the communicator; only rank 0 sends it. ``slow_reason``
+    is that of ``NcclLibrary``.
     """
 
     problem: str = ""
     version: int = 0
     gpu: str = ""
     unique_id: str = ""
-    slow_because: str = ""
+    slow_reason: str = ""
 
 
-def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) -> NcclBackend:
-    """Join the ranks of ``cpu``, each on the GPU that ``rule`` gives it. Collective, blocking.
+def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) -> NcclBackend:
+    """Connect the ranks of ``cpu``, each on the GPU that ``rule`` selects. Collective, blocking.
 
-    ``timeout`` is in seconds, for each collective, and ``joining`` for each step before them.
+    ``timeout`` (seconds) bounds each collective, and ``joining`` each step of the connection.
 
     Raises:
-        UnavailableEverywhereError: NCCL, CuPy or a GPU of its own is missing on a rank; raised on
-            every rank.
-        DistributedError: NCCL failed, or a rank (named) did not join.
+        UnavailableEverywhereError: If a rank lacks NCCL, CuPy or a GPU of its own. Every rank
+            raises.
+        DistributedError: If NCCL fails, or a rank does not join. The error names the rank.
     """
-    tools, card = _look(rule, first=cpu.rank == 0)
-    unique_id, slow_because = meet(cpu, card, joining)
-    assert tools is not None  # else meet has raised the problem
+    tools, card = _find_gpu(rule, first=cpu.rank == 0)
+    unique_id, slow_reason = exchange_cards(cpu, card, joining)
+    assert tools is not None  # exchange_cards has raised otherwise
     nccl, cupy, index = tools
-    nccl = replace(nccl, slow_because=slow_because)
+    nccl = replace(nccl, slow_reason=slow_reason)
     with cupy.cuda.Device(index):
         communicator = _communicator(cpu, nccl, unique_id, joining)
     communicator.timeout = timeout
     return NcclBackend(cpu, communicator, cupy, index)
 
 
-def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, NcclCard]:
-    """Return NCCL, CuPy and the device's index, if all are there, and what the others get."""
+def _find_gpu(
+    rule: DeviceRule, first: bool
+) -> tuple[tuple[NcclLibrary, Any, int] | None, NcclCard]:
+    """Return NCCL, CuPy and the device index, or None; and the card for the other ranks."""
     try:
         if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
             raise BackendUnavailableError(
-                "NCCL_COMM_BLOCKING=1 makes NCCL wait for ever for a rank that does not join, and "
-                "overrides what this package asks of it; unset it"
+                "NCCL_COMM_BLOCKING must be unset, got 1: NCCL would ignore timeouts, and wait "
+                "forever for a rank that does not join. Unset NCCL_COMM_BLOCKING"
             )
-        nccl = load()
+        nccl = load_nccl()
         cupy, count = cuda()
         index = rule.index(count)
         identity = nccl.unique_id().hex() if first else ""
     except DistributedError as error:
         return None, NcclCard(problem=str(error))
     gpu = gpu_identity(cupy, index)
-    return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity, nccl.slow_because)
+    return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity, nccl.slow_reason)
 
 
-def meet(cpu: Backend, mine: NcclCard, seconds: float | None = None) -> tuple[bytes, str]:
-    """Exchange ``mine``; return the communicator's unique id, and why its calls are slow, if so.
+def exchange_cards(cpu: Backend, card: NcclCard, seconds: float | None = None) -> tuple[bytes, str]:
+    """Exchange ``card``; return the communicator's unique id, and why calls are slow, or "".
 
     Raises:
-        UnavailableEverywhereError: some rank cannot, versions differ, or two ranks have one GPU;
-            on every rank.
-        DistributedError: as ``Work.wait``; names the rank that did not join.
+        UnavailableEverywhereError: If a rank has a problem, NCCL versions differ, or two ranks use
+            one GPU. Every rank raises.
+        DistributedError: As in ``Work.wait``. The error names a rank that did not join.
     """
-    texts = exchange_bytes(cpu, json.dumps(mine).encode(), seconds=seconds)
+    texts = exchange_bytes(cpu, json.dumps(card).encode(), seconds=seconds)
     cards = [NcclCard(*json.loads(text)) for text in texts]
     if problem := _first_problem(cards):
         raise UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
-    slow = next((f"rank {n}: {c.slow_because}" for n, c in enumerate(cards) if c.slow_because), "")
+    slow = next((f"rank {n}: {c.slow_reason}" for n, c in enumerate(cards) if c.slow_reason), "")
     return bytes.fromhex(cards[0].unique_id), slow
 
 
 def _first_problem(cards: Sequence[NcclCard]) -> str:
     problems = [f"rank {rank}: {card.problem}" for rank, card in enumerate(cards) if card.problem]
     if problems:
-        others = "" if len(problems) == 1 else f" ({len(problems)} ranks cannot)"
-        return f"CuPy arrays cannot travel between these ranks. {problems[0]}{others}"
+        others = "" if len(problems) == 1 else f" ({len(problems)} ranks have a problem)"
+        return f"CuPy arrays cannot be sent between these ranks. {problems[0]}{others}"
     if len({card.version for card in cards}) > 1:
-        found = ", ".join(f"{rank}: {version_text(c.version)}" for rank, c in enumerate(cards))
-        return f"the ranks have different versions of NCCL ({found}); install the same everywhere"
+        versions = ", ".join(f"{rank}: {version_text(c.version)}" for rank, c in enumerate(cards))
+        return f"the ranks have different NCCL versions ({versions}). Install the same everywhere"
     owners: dict[str, int] = {}
     for rank, card in enumerate(cards):
         owner = owners.setdefault(card.gpu, rank)
         if card.gpu and owner != rank:
             return (
-                f"ranks {owner} and {rank} are on the same GPU, and NCCL takes one rank per GPU. "
-                "Start as many ranks as there are GPUs, or, to try things out, set another "
-                "NCCL_HOSTID for each rank (or from NCCL 2.30 on, NCCL_MULTI_RANK_GPU_ENABLE=1)"
+                f"ranks {owner} and {rank} are on the same GPU, but NCCL needs one GPU per rank. "
+                "Start one rank per GPU. For tests, set a different NCCL_HOSTID for each rank (or "
+                "NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or newer)"
             )
     return ""
 
@@ -118,7 +120,7 @@ def _first_problem(cards: Sequence[NcclCard]) -> str:
 def _communicator(
     cpu: Backend, nccl: NcclLibrary, unique_id: bytes, joining: float
 ) -> Communicator:
-    """Join on every rank, or raise on every rank. Collective, blocking."""
+    """Create the communicator on every rank, or raise on every rank. Collective, blocking."""
     try:
         communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
     except DistributedError as error:
@@ -129,7 +131,7 @@ def _communicator(
         failed = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(answers) if text]
         if failed:
             raise DistributedError(
-                f"rank {cpu.rank} of {cpu.size}: NCCL joined this rank, but not every one: "
+                f"rank {cpu.rank} of {cpu.size}: NCCL connected this rank, but not all ranks: "
                 f"{failed[0]}"
             )
     except DistributedError:

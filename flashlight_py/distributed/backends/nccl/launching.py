@@ -1,6 +1,6 @@
-"""Launching collectives: one native call that orders two streams and calls NCCL between.
+"""Launch of collectives: one native call orders two streams and calls NCCL.
 
-``csrc/nccl/launch.cdef.h`` describes the arguments.
+The arguments are documented in ``csrc/nccl/launch.cdef.h``.
 """
 
 from __future__ import annotations
@@ -13,58 +13,58 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, driver_address
 from flashlight_py.errors import DistributedError, GroupClosedError
 
-# The functions of NCCL in the order of the enumeration of launch.cdef.h.
+# The functions of NCCL in the order of the enumeration in launch.cdef.h.
 _FUNCTIONS = "AllReduce", "ReduceScatter", "Reduce", "Broadcast", "AllGather", "Send", "Recv"
 ALL_REDUCE, REDUCE_SCATTER, REDUCE, BROADCAST, ALL_GATHER, SEND, RECV = range(len(_FUNCTIONS))
 
-# A call of a function: its number, the addresses it reads and writes, the number of elements, their
-# type, the operation, and the root or the other rank of a message.
+# One NCCL call: number of the function, source address, target address, number of elements, their
+# type, the operation, and the root or the peer of a message.
 Step = tuple[int, int, int, int, int, int, int]
 
 
 class Launcher:
-    """Launches on the stream at address ``stream``; ``ready`` is an event for the caller's work.
+    """Launches on the stream at address ``stream``; event ``ready`` marks the caller's work.
 
     Raises:
-        BackendUnavailableError: the native module was not built, or CUDA's driver is missing.
+        BackendUnavailableError: If the native module or CUDA's driver is missing.
     """
 
     def __init__(self, nccl: NcclLibrary, stream: int, ready: int) -> None:
         module: Any = _native.load("launch")
         self._lib, self._ffi = module.lib, module.ffi
-        self._struct = made = self._ffi.new("fl_launcher *")
-        made.event_record, made.stream_wait, made.group_start, made.group_end = map(
+        self._struct = launcher = self._ffi.new("fl_launcher *")
+        launcher.event_record, launcher.stream_wait, launcher.group_start, launcher.group_end = map(
             nccl.address, ("cuEventRecord", "cuStreamWaitEvent", "ncclGroupStart", "ncclGroupEnd")
         )
-        made.functions = [nccl.address(f"nccl{name}") for name in _FUNCTIONS]
-        made.stream, made.ready = stream, ready
+        launcher.functions = [nccl.address(f"nccl{name}") for name in _FUNCTIONS]
+        launcher.stream, launcher.ready = stream, ready
         self._status = self._ffi.new("int *")
         self._cast = nccl.ffi.cast
 
     def steps(self, steps: Sequence[Step]) -> Any:
-        """Return the arguments of the calls of NCCL as C has them."""
+        """Return ``steps`` as a C array."""
         return self._ffi.new("fl_step[]", steps)
 
     def wait_for(self, caller: int) -> None:
-        """Let the communication stream wait for all work that ``caller`` has so far.
+        """Make the communication stream wait for all work queued on the stream ``caller``.
 
         Raises:
-            DistributedError: CUDA refused.
+            DistributedError: If CUDA fails.
         """
-        made = self._struct
-        _require(self._lib.fl_order(made, made.ready, caller, made.stream))
+        launcher = self._struct
+        _require(self._lib.fl_order(launcher, launcher.ready, caller, launcher.stream))
 
     def call(self, communicator: Any, is_group: bool, steps: Any) -> int:
-        """Call NCCL on the communication stream; returns its status."""
+        """Call NCCL on the communication stream, and return its status."""
         handle = int(self._cast("uintptr_t", communicator))
         return int(self._lib.fl_call(self._struct, handle, is_group, len(steps), steps))
 
     def launch(
         self, communicator: Any, is_group: bool, steps: Any, caller: int, done: int, waits: bool
     ) -> int:
-        """Wait for ``caller``, call NCCL, record ``done``; ``waits``: ``caller`` waits for that.
+        """Wait for ``caller``, call NCCL, record ``done``; if ``waits``, ``caller`` waits for it.
 
-        Return NCCL's status; only after ncclSuccess is ``done`` recorded. Raises as ``wait_for``.
+        Return NCCL's status; ``done`` is recorded only after ncclSuccess. Raises like ``wait_for``.
         """
         handle = int(self._cast("uintptr_t", communicator))
         both = is_group, len(steps), steps, caller, done, waits, self._status
@@ -73,10 +73,10 @@ class Launcher:
 
 
 class GraphLauncher:
-    """Launches ``graph``, a CUDA graph of CuPy, after copies to ``targets``, contiguous arrays.
+    """Copies to ``targets``, contiguous arrays, and launches ``graph``, a CUDA graph of CuPy.
 
     Raises:
-        BackendUnavailableError: as for ``Launcher``.
+        BackendUnavailableError: As for ``Launcher``.
     """
 
     def __init__(self, graph: Any, targets: Sequence[Any]) -> None:
@@ -90,22 +90,22 @@ class GraphLauncher:
         self._blocks = module.ffi.new("fl_copy[]", blocks)
 
     def launch(self, sources: Iterable[int], stream: int, done: int = 0) -> None:
-        """Copy from ``sources``, launch on ``stream``, and record the event ``done``, if any.
+        """Copy from ``sources``, launch on ``stream``, and record the event ``done`` if not 0.
 
         Raises:
-            GroupClosedError: the graph was released.
-            DistributedError: CUDA refused.
+            GroupClosedError: If the graph was released.
+            DistributedError: If CUDA fails.
         """
         blocks, count = self._blocks, 0
         for count, source in enumerate(sources, 1):
             blocks[count - 1].source = source
         with self._lock:
             if self._graph is None:
-                raise GroupClosedError("a captured step: the group of its collectives has ended")
+                raise GroupClosedError("a captured step: its group is closed. Capture it again")
             _require(self._lib.fl_replay(self._struct, count, blocks, stream, done))
 
     def release(self) -> None:
-        """Destroy the graph, whoever refers to this object, such as the traceback of an error."""
+        """Destroy the graph, even if an error's traceback still refers to this object."""
         with self._lock:
             self._graph = None
 
@@ -113,6 +113,6 @@ class GraphLauncher:
 def _require(status: int) -> None:
     if status:
         raise DistributedError(
-            f"CUDA's driver returned status {status} for an event or a launch, which a kernel "
-            "before it may have caused; CUDA_LAUNCH_BLOCKING=1 finds that kernel"
+            f"CUDA's driver returned status {status} for an event or a launch. An earlier kernel "
+            "may be the cause. Set CUDA_LAUNCH_BLOCKING=1 to find the kernel"
         )

@@ -1,4 +1,4 @@
-"""Finding NCCL's library, opening it, and reading what its statuses mean."""
+"""Search for NCCL's library, and errors for NCCL's statuses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SONAME = "libnccl.so.2"
 DRIVER = "libcuda.so.1"
 
 MINIMUM = 21400
-SPLITS = 21800  # ncclCommSplit with shared resources
-# Read by NCCL at the first communicator of a process: 0 lets it connect every algorithm then.
+SPLITS = 21800  # first version that has ncclCommSplit with shared resources
+# NCCL reads it at the first communicator of a process. 0: connect all algorithms at once.
 CONNECT = "NCCL_RUNTIME_CONNECT"
 _WHY_MINIMUM = (
-    "2.14 is needed for ncclCommInitRankConfig and ncclCommFinalize, the non-blocking "
-    "communicators without which a rank that never joins is a hang instead of an error"
+    "2.14 is needed for ncclCommInitRankConfig and ncclCommFinalize. Without these non-blocking "
+    "communicators, a rank that never joins would block the others forever"
 )
 _REMEDY = (
     f"Install it: pip install 'flashlight-py[cuda12]' (or [cuda13]), or set {VARIABLE} to the "
@@ -39,72 +39,72 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class NcclLibrary:
-    """NCCL, opened: ``lib`` has its functions, ``version`` is coded as NCCL does (22703).
+    """NCCL's library: ``lib`` has the functions, ``version`` is NCCL's code such as 22703.
 
-    ``slow_because`` says why each call has to begin on a thread of NCCL's; empty: it has not.
+    ``slow_reason`` says why each call must start on a thread of NCCL; "" if calls need no thread.
     """
 
     ffi: Any
     lib: Any
     path: str
     version: int
-    slow_because: str = ""
+    slow_reason: str = ""
 
     def address(self, name: str) -> int:
-        """Return the address of a function of NCCL, or of CUDA: as ``driver_address``."""
+        """Return the address of a function of NCCL or of CUDA's driver."""
         if name.startswith("cu"):
             return driver_address(name)
         return int(self.ffi.cast("uintptr_t", getattr(self.lib, name)))
 
     def unique_id(self) -> bytes:
-        """Return a new id of 128 bytes, by which the ranks of a communicator find each other.
+        """Return a new id of 128 bytes with which the ranks of a communicator connect.
 
         Raises:
-            DistributedError: NCCL cannot make one.
+            DistributedError: If NCCL cannot create an id.
         """
-        room = self.ffi.new("ncclUniqueId *")
-        status = self.lib.ncclGetUniqueId(room)
+        buffer = self.ffi.new("ncclUniqueId *")
+        status = self.lib.ncclGetUniqueId(buffer)
         if status != self.lib.ncclSuccess:
             raise self.failure("making a unique id", status)
-        return bytes(self.ffi.buffer(room))
+        return bytes(self.ffi.buffer(buffer))
 
     def failure(self, doing: str, status: int) -> DistributedError:
-        """Return the error that ``status`` stands for; ``doing``: in what, and on which rank."""
+        """Return the error for ``status``; ``doing`` names the operation and the rank."""
         lib = self.lib
         kind: type[DistributedError] = {
             lib.ncclRemoteError: PeerLostError,
             lib.ncclTimeout: CollectiveTimeoutError,
         }.get(status, DistributedError)
         texts = lib.ncclGetErrorString(status), lib.ncclGetLastError(self.ffi.NULL)
-        said, last = (self.ffi.string(text).decode(errors="replace").strip() for text in texts)
+        message, last = (self.ffi.string(text).decode(errors="replace").strip() for text in texts)
         return kind(
-            f"{doing}: NCCL {version_text(self.version)} says: {said} (status {status}); NCCL's "
-            f"last failure: {last or 'none reported'}. NCCL_DEBUG=INFO makes NCCL report more"
+            f"{doing}: NCCL {version_text(self.version)} failed: {message} (status {status}). "
+            f"NCCL's last error: {last or 'not reported'}. Set NCCL_DEBUG=INFO for more output"
         )
 
 
 @functools.cache
-def load() -> NcclLibrary:
-    """Return NCCL, from the first place that has it: the variable, the wheel, CuPy, the system.
+def load_nccl() -> NcclLibrary:
+    """Return NCCL from the first source that has it: variable, wheel, CuPy, system.
 
     Sets ``NCCL_RUNTIME_CONNECT=0`` in the environment of this process, unless it is set or another
     library has loaded NCCL before.
 
     Raises:
-        BackendUnavailableError: it is nowhere, or too old; names every place that was tried.
+        BackendUnavailableError: If NCCL is missing or too old. The error names every source.
     """
     ffi, loaded = _native.load("nccl").ffi, _path_in_process()
-    library = open_first(ffi, candidates(), ffi.dlopen)
-    reason = why_slow(library.version, loaded, os.environ)
+    library = open_first(ffi, library_candidates(), ffi.dlopen)
+    reason = slow_launch_reason(library.version, loaded, os.environ)
     if not reason:
         os.environ[CONNECT] = "0"
-    return replace(library, slow_because=reason)
+    return replace(library, slow_reason=reason)
 
 
-def why_slow(version: int, loaded: str | None, environment: Mapping[str, str]) -> str:
-    """Return why calls cannot be launched on the caller's thread; empty: they can be.
+def slow_launch_reason(version: int, loaded: str | None, environment: Mapping[str, str]) -> str:
+    """Return why calls cannot be launched on the caller's thread, or "".
 
-    ``loaded`` is the path of an NCCL that another library has loaded, if there is one.
+    ``loaded`` is the path of an NCCL that another library has loaded, or None.
     """
     if version < SPLITS:
         return f"NCCL {version_text(version)} is older than {version_text(SPLITS)}"
@@ -113,7 +113,7 @@ def why_slow(version: int, loaded: str | None, environment: Mapping[str, str]) -
         if environment.get(name, value) != value:
             return f"{name}={environment[name]} is set"
     if loaded is not None and CONNECT not in environment:
-        return f"{loaded} was loaded before, perhaps without {CONNECT}=0; set it at the start"
+        return f"{loaded} was loaded before, perhaps without {CONNECT}=0. Set it at the start"
     return ""
 
 
@@ -122,7 +122,7 @@ def driver_address(name: str) -> int:
     """Return the address of a function of CUDA's driver.
 
     Raises:
-        BackendUnavailableError: the driver cannot be opened.
+        BackendUnavailableError: If the driver cannot be opened.
     """
     ffi = _native.load("nccl").ffi
     try:
@@ -133,10 +133,10 @@ def driver_address(name: str) -> int:
         ) from error
 
 
-def candidates() -> Iterator[tuple[str, str]]:
-    """Yield (place in words, path or soname) in order; the variable allows no other place."""
-    if named := os.environ.get(VARIABLE):
-        yield VARIABLE, named
+def library_candidates() -> Iterator[tuple[str, str]]:
+    """Yield (description, path or soname) in order; if the variable is set, only its path."""
+    if path := os.environ.get(VARIABLE):
+        yield VARIABLE, path
         return
     for wheel in WHEELS:
         if (path := _path_in_wheel(wheel)) is not None:
@@ -155,39 +155,39 @@ def _path_in_wheel(distribution: str) -> str | None:
 
 
 def _path_in_process() -> str | None:
-    """Return the path of an NCCL that other code, such as CuPy, has loaded in this process."""
+    """Return the path of an NCCL that other code, such as CuPy, has loaded, or None."""
     return next((library._name for library in libraries.mapped("libnccl.so")), None)
 
 
 def open_first(
-    ffi: Any, places: Iterator[tuple[str, str]], open_path: Callable[[str], Any]
+    ffi: Any, sources: Iterator[tuple[str, str]], open_path: Callable[[str], Any]
 ) -> NcclLibrary:
-    """Return the first library of ``places`` that opens and is new enough.
+    """Return the first library of ``sources`` that opens and is new enough.
 
     Raises:
-        BackendUnavailableError: there is none; says of each place what was wrong.
+        BackendUnavailableError: If there is none. The error has the problem of each source.
     """
-    problems, room = [], ffi.new("int *")
-    for place, path in places:
+    problems, number = [], ffi.new("int *")
+    for source, path in sources:
         try:
             lib = open_path(path)
-            status = lib.ncclGetVersion(room)
+            status = lib.ncclGetVersion(number)
         except (OSError, AttributeError) as error:
             problem = str(error)
         else:
-            version = int(room[0])
+            version = int(number[0])
             if status == lib.ncclSuccess and version >= MINIMUM:
                 return NcclLibrary(ffi, lib, path, version)
             problem = f"{path} is NCCL {version_text(version)}, too old: {_WHY_MINIMUM}"
             if status != lib.ncclSuccess:
-                problem = f"{path}: ncclGetVersion gave status {status}"
-        problems.append(f"{place}: {problem}")
+                problem = f"{path}: ncclGetVersion returned status {status}"
+        problems.append(f"{source}: {problem}")
     raise BackendUnavailableError(
-        f"CuPy arrays travel through NCCL, which was not found ({'; '.join(problems)}). {_REMEDY}"
+        f"CuPy arrays need NCCL, which was not found ({'; '.join(problems)}). {_REMEDY}"
     )
 
 
 def version_text(code: int) -> str:
-    """Return ``"2.27.3"`` for 22703; versions up to 2.8 are coded with one digit less."""
+    """Return ``"2.27.3"`` for 22703. Codes of versions up to 2.8 have one digit less."""
     unit = 10_000 if code >= 10_000 else 1_000
     return f"{code // unit}.{code % unit // 100}.{code % 100}"

@@ -1,7 +1,7 @@
-"""How arrays are given to NCCL: as the type that it is to see, converted where there is none.
+"""Conversion of arrays to types that NCCL can reduce.
 
-Arrays that are only moved (broadcast, gathers, messages) travel as bytes, whatever their dtype. A
-reduction needs a type that NCCL calculates with; some dtypes are seen as another one.
+Broadcasts, gathers and messages send every dtype as bytes. A reduction needs a type that NCCL
+supports, so some dtypes are reinterpreted or converted.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.constants import ReduceOp
 
-# In the order of ncclDataType_t, as csrc/nccl/nccl.cdef.h declares it.
+# In the order of ncclDataType_t in csrc/nccl/nccl.cdef.h.
 _NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
 _CODES = {name: code for code, name in enumerate(_NAMES.split())}
 BYTES = _CODES["uint8"]
 
-# ncclRedOp_t. The bits of bool are its least and greatest; other bits have no form.
+# ncclRedOp_t. For bool, AND is the minimum and OR the maximum. Other dtypes have no bitwise form.
 OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 OPS |= {ReduceOp.AND: 3, ReduceOp.OR: 2}
 
-_SEEN_AS = {"bool": "uint8", "complex64": "float32", "complex128": "float64"}
-# NCCL has no 16-bit integers. Sums and products that wrap in 32 bits are right in the lower 16.
+_REDUCED_AS = {"bool": "uint8", "complex64": "float32", "complex128": "float64"}
+# NCCL has no 16-bit integers. The lower 16 bits of sums and products in 32 bits are right.
 _WIDENED = {"int16": "int32", "uint16": "int32"}
 
 
 class NcclForm(NamedTuple):
-    """How the elements of an array are reduced.
+    """The type in which the elements of an array are reduced.
 
-    ``dtype`` is what NCCL calculates with, ``code`` its number of it, ``parts`` how many of these
-    one element has, and ``widened`` whether the array must be converted before and after.
+    NCCL reduces ``dtype``, which has NCCL's number ``code``. One element of the array consists of
+    ``parts`` elements of ``dtype``. If ``widened``, the array is converted before and after.
     """
 
     dtype: str
@@ -40,8 +40,8 @@ class NcclForm(NamedTuple):
     parts: int
     widened: bool
 
-    def seen(self, source: Array, target: Array) -> tuple[Array, Array]:
-        """Return what NCCL reads and writes for an array and its result, converted if need be."""
+    def convert(self, source: Array, target: Array) -> tuple[Array, Array]:
+        """Return the source and target arrays for NCCL, converted if ``widened``."""
         if not self.widened:
             return source, target
         wide = source.astype(self.dtype)
@@ -50,24 +50,25 @@ class NcclForm(NamedTuple):
         return wide, array_module(target).empty(target.shape, self.dtype)
 
 
-@functools.cache  # a dtype takes 2 us to put its name together
+@functools.cache  # building the name of a dtype takes 2 us
 def form_of(dtype: np.dtype[Any], op: ReduceOp) -> NcclForm:
-    """Return the form in which elements of ``dtype`` are combined by ``op``.
+    """Return the form in which NCCL reduces elements of ``dtype`` with ``op``.
 
     Raises:
-        TypeError: NCCL cannot do that; says what can.
+        TypeError: If NCCL cannot reduce them. The error lists alternatives.
     """
-    name, why_not = dtype.name, ""
+    name, reason = dtype.name, ""
     if op is ReduceOp.XOR or (op in (ReduceOp.AND, ReduceOp.OR) and name != "bool"):
-        why_not = "it combines numbers, not bits"
+        reason = "NCCL combines numbers, not bits"
     elif dtype.kind == "c" and op is not ReduceOp.SUM:
-        why_not = "real and imaginary parts are summed on their own"
-    if why_not:
+        reason = "NCCL can only sum real and imaginary parts"
+    if reason:
         raise TypeError(
-            f"NCCL has no {op.name.lower()} of {name}: {why_not}; reduce on the CPU (x.get()), or "
-            "all_gather and combine"
+            f"NCCL has no {op.name.lower()} of {name}: {reason}. Reduce on the CPU (x.get()), or "
+            "use all_gather and combine the arrays"
         )
-    seen = _SEEN_AS.get(name) or _WIDENED.get(name, name)
-    if seen not in _CODES:
-        raise TypeError(f"NCCL reduces {', '.join((*_CODES, *_SEEN_AS, *_WIDENED))}; got {name}")
-    return NcclForm(seen, _CODES[seen], 2 if dtype.kind == "c" else 1, name in _WIDENED)
+    reduced = _REDUCED_AS.get(name) or _WIDENED.get(name, name)
+    if reduced not in _CODES:
+        names = ", ".join((*_CODES, *_REDUCED_AS, *_WIDENED))
+        raise TypeError(f"NCCL: the dtype of a reduction must be one of {names}; got {name}")
+    return NcclForm(reduced, _CODES[reduced], 2 if dtype.kind == "c" else 1, name in _WIDENED)

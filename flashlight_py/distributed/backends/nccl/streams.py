@@ -1,8 +1,8 @@
-"""The order between a group's communication stream and the streams that users compute on.
+"""The order between a group's communication stream and the compute streams of users.
 
-A collective waits for the work that the caller's current stream had at the call. Once the result
-is asked for, the caller's stream waits for the collective. The host waits for neither, so only the
-watchdog notices a collective that cannot end.
+A collective waits for the work that was queued on the caller's current stream. A request for the
+result makes the caller's stream wait for the collective. The host waits for neither stream, so only
+the watchdog detects a collective that cannot end.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError
 
 _INTERVAL = 0.2
-# While a profile is taken, which wants to know when collectives ended.
-_INTERVAL_OF_PROFILE = 0.0005
-# Most collectives of a communicator on the device. CUDA queues 1,024 launches; the next launch
-# blocks the host, and so does an abort then.
-MOST_UNFINISHED = 256
-# Whether a rank is lost is asked for less often than that: it takes some system calls for each.
-_INTERVAL_OF_LOSSES = 0.15
-# Of an event's status: success, cudaErrorNotReady, and what concerns a graph that somebody captures
-# meanwhile (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
+# Seconds between checks while a profile is recorded: it shows when collectives ended.
+_PROFILE_INTERVAL = 0.0005
+# Maximum number of pending collectives of a communicator. CUDA queues 1,024 launches; a further
+# launch would block the host, and an abort would block as well.
+MAX_PENDING = 256
+# Minimum seconds between checks for lost ranks: a check takes some system calls per rank.
+_LOSS_INTERVAL = 0.15
+# Statuses of an event that are no failure: success, cudaErrorNotReady, and errors about a graph
+# that another thread captures (cudaErrorStreamCaptureUnsupported to
+# cudaErrorStreamCaptureWrongThread).
 _NO_FAILURES = {0, 600, *range(900, 909)}
 
 
 @dataclass
 class DeviceFlight:
-    """A collective that was given to the device; ``started`` is a time in seconds.
+    """A collective that was launched on the device; ``started`` is a time in seconds.
 
-    ``event`` is recorded after it and reused later. ``ended`` is when its end was first seen,
-    ``compared`` the comparison of its calls. ``arrays`` are kept, because CuPy would reuse their
-    memory while the collective still uses it.
+    ``event`` is recorded after the collective, and reused later. ``ended`` is the time at which its
+    end was first detected. ``compared`` is the comparison of the ranks' calls. ``arrays`` are kept,
+    because CuPy would reuse their memory while the collective still uses it.
     """
 
     verb: str
@@ -48,68 +49,68 @@ class DeviceFlight:
     arrays: Sequence[Array]
     compared: Work = field(default_factory=Done)
     started: float = field(default_factory=time.monotonic)
-    landed: bool = False
+    has_ended: bool = False
     ended: float | None = None
 
-    def begun(self, free: float = 0.0) -> float:
-        """Return the time since when all ranks have called and the stream is ``free``."""
+    def start_time(self, free: float = 0.0) -> float:
+        """Return the time from which all ranks have called and the stream is ``free``."""
         if not self.compared.is_completed():
-            return math.inf  # until then the limit of the comparison holds
+            return math.inf  # the comparison has its own timeout
         return max(self.started, self.compared.end_time() or 0.0, free)
 
-    def ask(self) -> bool:
-        """Return whether it has ended; lets go of the arrays when it has."""
-        if not self.landed and self.event.done:
-            self.landed, self.arrays, self.ended = True, (), time.monotonic()
-        return self.landed
+    def check(self) -> bool:
+        """Return whether the collective has ended; releases the arrays if it has."""
+        if not self.has_ended and self.event.done:
+            self.has_ended, self.arrays, self.ended = True, (), time.monotonic()
+        return self.has_ended
 
 
 class Flights:
-    """The collectives on their way, in the order of the launches, which is that of the ends.
+    """The pending collectives in the order of their launches, which is the order of their ends.
 
-    ``events`` serve them in turn. The watchdog lets go of what has ended while other threads ask.
+    They share ``events``. The watchdog removes ended collectives while other threads add some.
     """
 
     def __init__(self, events: Iterable[Any]) -> None:
         self._pending: deque[DeviceFlight] = deque()
         self._events = deque(events)
-        self._lock = threading.RLock()  # to let go of an array may run anything
-        self.last_end = 0.0  # when the newest ended collective was seen to have ended, in seconds
+        self._lock = threading.RLock()  # reentrant: releasing an array may run any code
+        self.last_end = 0.0  # when an end was last detected, in seconds
 
     def free_event(self) -> Any | None:
-        """Return an event for the next collective; None: all are in use."""
+        """Return an event for the next collective, or None if all are in use."""
         with self._lock:
             if not self._events:
                 self.oldest()
             return self._events[0] if self._events else None
 
     def add(self, flight: DeviceFlight) -> None:
-        """Keep ``flight``, whose event is that of ``free_event``; forget one that has ended."""
+        """Add ``flight``, which uses the event of ``free_event``; remove one ended flight."""
         with self._lock:
             self._events.popleft()
             self._pending.append(flight)
-            if self._pending[0].ask():
-                self._land()
+            if self._pending[0].check():
+                self._remove_oldest()
 
     def oldest(self) -> DeviceFlight | None:
-        """Return the first that has not ended, if any."""
+        """Return the first collective that has not ended, or None."""
         with self._lock:
-            while self._pending and self._pending[0].ask():
-                self._land()
+            while self._pending and self._pending[0].check():
+                self._remove_oldest()
             return self._pending[0] if self._pending else None
 
-    def _land(self) -> None:
-        landed = self._pending.popleft()
-        self._events.append(landed.event)
-        self.last_end = landed.ended or self.last_end
+    def _remove_oldest(self) -> None:
+        flight = self._pending.popleft()
+        self._events.append(flight.event)
+        self.last_end = flight.ended or self.last_end
 
     def newest(self) -> DeviceFlight | None:
-        """Return the one that ends last, if any is on its way."""
+        """Return the collective that was launched last and may be running, or None."""
         with self._lock:
             return self._pending[-1] if self._pending else None
 
     def clear(self) -> None:
-        """Forget all of them: nothing runs any more. A flight record keeps them, without arrays."""
+        """Remove all collectives and release their arrays; nothing runs any more."""
         with self._lock:
             while self._pending:
                 self._pending.popleft().arrays = ()
@@ -121,7 +122,7 @@ class NcclWatchdog:
 
     def __init__(self, cuda: Any, index: int, flights: Flights, comparisons: Comparisons) -> None:
         self._runtime = cuda.runtime
-        self._device = cuda.Device(index)  # used by the thread alone
+        self._device = cuda.Device(index)  # only the thread uses it
         self._communicator, self._flights = comparisons.communicator, flights
         self._comparisons, self._next = comparisons, 0.0
         self._stop = threading.Event()
@@ -129,7 +130,7 @@ class NcclWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; blocks for as long as one look takes."""
+        """End the thread; blocks for at most one check."""
         self._stop.set()
         self._thread.join()
 
@@ -138,38 +139,38 @@ class NcclWatchdog:
             self._device.use()
             while self._communicator.broken is None:
                 profiled = journal.listener is not None
-                if self._stop.wait(_INTERVAL_OF_PROFILE if profiled else _INTERVAL):
+                if self._stop.wait(_PROFILE_INTERVAL if profiled else _INTERVAL):
                     break
-                self.look()
+                self.check()
         except Exception as error:
-            words = f"{type(error).__name__}: {error}; without a watchdog nothing ends a wait for a"
-            where = self._communicator.doing("watchdog")
-            self._communicator.fail(DistributedError(f"{where}: {words} rank that is gone"))
+            prefix, name = self._communicator.doing("watchdog"), type(error).__name__
+            reason = "Without its watchdog the group cannot detect lost ranks, so it is closed"
+            self._communicator.fail(DistributedError(f"{prefix}: {name}: {error}. {reason}"))
             raise
 
-    def look(self, needs_all: bool = False) -> None:
-        """Break the communicator if ranks differ, one is lost, or a collective is late or fails.
+    def check(self, needs_all: bool = False) -> None:
+        """End the communicator if calls differ, a rank is lost, or a collective is late or fails.
 
-        ``needs_all``: this rank waits for the others before a collective is on its way. Takes no
-        lock that a thread inside a launch holds.
+        ``needs_all``: this rank waits for other ranks before it launches a collective. A check
+        takes no lock that a thread inside a launch holds.
         """
         communicator = self._communicator
-        self._comparisons.look()
+        self._comparisons.check()
         self._comparisons.look_back()
-        # The remains of an aborted communicator look as if it had ended well.
+        # The state of an aborted communicator looks like a normal end.
         if communicator.broken is not None:
             return
         oldest, now = self._flights.oldest(), time.monotonic()
         blocks = now - communicator.launching_since > _INTERVAL
         if (oldest is not None or needs_all or blocks) and now >= self._next:
-            self._next = now + _INTERVAL_OF_LOSSES
+            self._next = now + _LOSS_INTERVAL
             self._comparisons.find_lost("NCCL" if oldest is None else oldest.verb)
         if oldest is not None:
-            # The event cannot end if CUDA itself has failed.
+            # If CUDA itself has failed, the event never ends.
             status = self._runtime.eventQuery(oldest.event.ptr)
             is_failure = status not in _NO_FAILURES
             failure = str(self._runtime.CUDARuntimeError(status)) if is_failure else ""
-            if not oldest.landed:  # else the event serves another one by now
-                communicator.watch(oldest.verb, oldest.begun(self._flights.last_end), failure)
+            if not oldest.has_ended:  # otherwise another collective uses the event
+                communicator.watch(oldest.verb, oldest.start_time(self._flights.last_end), failure)
         elif blocks:
             communicator.watch("launch", math.inf)
