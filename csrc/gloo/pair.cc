@@ -493,7 +493,7 @@ void Pair::changeState(state next) noexcept {
   tcp::Pair::changeState(next);
 }
 
-// Notify all waiting sends and receives; see also Waiter::look_around.
+// Notify all waiting sends and receives.
 void Pair::signal_all() noexcept {
   const auto signal = [&](const Weak& weak) {
     const Alive buffer(weak);

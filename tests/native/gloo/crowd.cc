@@ -1,5 +1,5 @@
-// Heartbeats of many ranks on one host, all of which ask the only rank of another one, in turns on
-// one thread. Prints how many connections that one has after a while.
+// Heartbeats of many ranks on one host that all ask the only rank of another host, in turns on one thread.
+// Prints the number of connections of that rank after a while.
 #include <arpa/inet.h>
 
 #include <cstring>
@@ -24,7 +24,7 @@ sockaddr_storage loopback() {
   return address;
 }
 
-// How many connections there are at a port of the loopback, as proc(5) says.
+// Return the number of established connections to a port of the loopback, from proc(5).
 int connections(int port) {
   std::ifstream table("/proc/net/tcp");
   std::string line, number, here, there, state;
